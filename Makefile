@@ -1,0 +1,45 @@
+# Each target does all its own set-up on a machine that has Python 3.11+, pip and make.
+# Pin torch here, not in the library: without the pin pip takes the newest CUDA build, gigabytes of it.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+TORCH  ?= torch==2.13.*
+# Build the editable installs with what is in the environment: five times faster than a fresh one for each.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP  := $(VENV)/.installed
+DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML
+
+.PHONY: demo test test-all lint types clean
+
+demo: $(STAMP)
+	$(BIN)/stratagem demo
+
+test: $(STAMP)-dev lint types
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep" tests plugins
+
+test-all: $(STAMP)-dev lint types
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests plugins
+
+lint: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)-dev
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(VENV)/bin/python pyproject.toml plugins/all.txt $(wildcard plugins/*/*/pyproject.toml)
+	$(PIP) "hatchling>=1.26" editables "flit_core>=3.11"
+	$(PIP) "$(TORCH)" numpy
+	$(PIP) --no-build-isolation -r plugins/all.txt
+	touch $@
+
+$(STAMP)-dev: $(STAMP)
+	$(PIP) $(DEV)
+	touch $@

@@ -1,0 +1,37 @@
+"""Resolve ``from stratagem.strategies import DDPStrategy`` through entry points, importing nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem import registry
+from stratagem.errors import PluginError, nearest
+
+
+def class_finder(kind: str) -> Callable[[str], Any]:
+    """Return a module ``__getattr__`` that finds a plugin class of `kind` by its class name.
+
+    An entry point's value spells the class (``module:Class``), so metadata alone tells which package to import. A class
+    without an entry point of its own is looked up in the modules that provide this kind.
+    """
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        entries = registry.entries(kind)
+        for entry in entries:
+            if entry.value.partition(":")[2] == name:
+                return entry.load()
+        classes = sorted({entry.value.partition(":")[2] for entry in entries})
+        # AttributeError keeps `from ... import` and hasattr() working as Python expects.
+        message = str(
+            PluginError(
+                f"no installed {kind} plugin provides a class {name!r}",
+                expected=f"one of {', '.join(classes) or 'none'}",
+                do=nearest(name, classes) or "install the package that provides it (`stratagem plugins list`)",
+            )
+        )
+        raise AttributeError(message)
+
+    return find

@@ -1,0 +1,121 @@
+"""The `stratagem` program: list and show plugins, and run the subcommands that packages bring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from stratagem import __version__, registry
+from stratagem.errors import StratagemError, nearest
+from stratagem.plugin import KINDS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code: 0 done, 1 error (one sentence on stderr)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = _parser(arguments).parse_args(arguments)
+        return int(parsed.act(parsed))
+    except StratagemError as error:
+        print(f"stratagem: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stratagem", description="Train PyTorch models; every part is a plugin.")
+    parser.add_argument("--version", action="version", version=f"stratagem {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_plugins(commands)
+    _add_discovered(commands, arguments)
+    return parser
+
+
+def _add_discovered(commands: Any, arguments: Sequence[str]) -> None:
+    """Add the subcommands of installed packages; only the one that is called is imported."""
+    called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for entry in registry.entries("command"):
+        if called is not None and called != entry.name:
+            continue
+        command = entry.load()()
+        parser = commands.add_parser(entry.name, help=command.help, description=command.help)
+        command.add_arguments(parser)
+        parser.set_defaults(act=command.run)
+
+
+# --- stratagem plugins -------------------------------------------------------------------------------------------
+
+
+def _add_plugins(commands: Any) -> None:
+    parser = commands.add_parser("plugins", help="what is installed, and what it offers")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="the installed plugins, by kind (imports none of them)")
+    listing.add_argument("--kind", help=f"only this kind: {', '.join(KINDS)}")
+    listing.add_argument("--json", action="store_true", help="for programs")
+    listing.set_defaults(act=_list)
+    show = actions.add_parser("show", help="one plugin: options, capabilities, hooks")
+    show.add_argument("name", help="the name, or distribution:name")
+    show.add_argument("--kind", help="where several kinds have a plugin of that name")
+    show.add_argument("--json", action="store_true", help="for programs")
+    show.set_defaults(act=_show)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    kind = _kind(arguments.kind)
+    entries = registry.entries(kind)
+    if arguments.json:
+        rows = [_row(entry) for entry in entries]
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not entries:
+        print("no plugins are installed; `pip install stratagem-ddp stratagem-precision ...` adds some")
+        return 0
+    width = max(len(entry.name) for entry in entries)
+    current = None
+    for entry in entries:
+        if entry.kind != current:
+            current = entry.kind
+            print(f"{current}:")
+        print(f"  {entry.name:<{width}}  {entry.distribution} {entry.version}")
+    return 0
+
+
+def _row(entry: registry.Entry) -> dict[str, str]:
+    return {
+        "kind": entry.kind, "name": entry.name, "distribution": entry.distribution, "version": entry.version,
+        "value": entry.value,
+    }  # fmt: skip
+
+
+def _kind(kind: str | None) -> str | None:
+    known = [*KINDS, "command"]
+    if kind is None or kind in known:
+        return kind
+    raise StratagemError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from stratagem.inspection import describe, render
+
+    kind = _kind(arguments.kind)
+    description = describe(_find_anywhere(arguments.name, kind))
+    print(json.dumps(description, indent=2) if arguments.json else render(description))
+    return 0
+
+
+def _find_anywhere(name: str, kind: str | None) -> registry.Entry:
+    if kind is not None:
+        return registry.find(kind, name)
+    wanted = name.lower()
+    everything = registry.entries()
+    kinds = [e.kind for e in everything if wanted in (e.name.lower(), e.qualified_name.lower())]
+    if len(set(kinds)) > 1:
+        raise StratagemError(f"{name!r} is the name of a {' and of a '.join(kinds)}", do=f"add --kind {kinds[0]}")
+    if kinds:
+        return registry.find(kinds[0], name)
+    hint = nearest(name, [entry.name for entry in everything])
+    raise StratagemError(f"no installed plugin is called {name!r}", do=hint or "run `stratagem plugins list`")

@@ -1,0 +1,326 @@
+"""Typed settings and one strict way to fill them: unknown keys refused, nothing coerced that a person did not mean.
+
+In code and files a value must already have its type ("false" is not False). Text from the command line and the
+environment is parsed by the option's type. Python objects (a class, a callable, a set of classes) are values like any
+other in code.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import json
+import math
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import attrs
+import cattrs
+
+from stratagem.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+# --- Filling a class ---------------------------------------------------------------------------------------------
+
+
+def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool = False) -> T:
+    """Build attrs class `cls` from `values`.
+
+    Args:
+        path: where the values come from, as the user would write it (``strategy.ddp``); quoted in errors.
+        text: values are text from a command line or an environment variable.
+
+    Raises:
+        ConfigError: a key that `cls` does not have, a value of the wrong type, or one that a validator refuses.
+    """
+    return build(cls, convert_options(cls, values, path, text=text), path)
+
+
+def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, text: bool = False) -> dict[str, Any]:
+    """Return `values` with each one converted to the type of its field on `cls`, keyed like ``__init__``."""
+    fields = options(cls)
+    for key in values:
+        if key not in fields:
+            raise ConfigError(
+                f"option {_join(path, key)} is unknown",
+                expected=f"one of {', '.join(sorted(fields)) or 'no options at all'}",
+                do=nearest(str(key), fields),
+            )
+    hints = _hints(cls)
+    return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+    """Call `cls` with converted `values`; whatever its validators object to becomes a ConfigError with the path."""
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        prefix = f"{cls.__name__}."  # what the validators of `stratagem.options` write, knowing no better
+        if not error.found.startswith(prefix):
+            raise
+        found = _join(path, error.found.removeprefix(prefix))
+        raise ConfigError(found, expected=error.expected, do=error.do) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} was refused ({error})", do="change that option") from error
+
+
+def check(instance: Any, path: str) -> None:
+    """Check the options of an instance that the user built in code; attrs itself does not look at types."""
+    hints = _hints(type(instance))
+    for name, option in options(type(instance)).items():
+        convert(getattr(instance, option.name), hints[name], _join(path, name))
+
+
+def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
+    """Return the fields of `cls` that a user may set, by the name that ``__init__`` gives them."""
+    if not attrs.has(cls):
+        return {}
+    return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
+
+
+@cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return {name: _resolve(cls, field) for name, field in options(cls).items()}
+
+
+def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:
+    """Return the field's annotation as an object; one that is imported only for type checkers accepts anything."""
+    if not isinstance(field.type, str):
+        return Any if field.type is None else field.type
+    owner = next(base for base in cls.__mro__ if field.name in base.__dict__.get("__annotations__", {}))
+    try:
+        return eval(field.type, vars(sys.modules[owner.__module__]))  # noqa: S307 - the plugin's own source
+    except NameError:
+        return Any
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# --- Converting a value ------------------------------------------------------------------------------------------
+
+
+def convert(value: Any, annotation: Any, path: str, *, text: bool = False) -> Any:
+    """Return `value` as `annotation`, or raise a ConfigError that quotes `path` and `value`."""
+    try:
+        return (_from_text if text else _from_code)().structure(value, annotation)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path} is {_short(value)}", expected=describe(annotation)) from error
+
+
+def describe(annotation: Any) -> str:
+    """Spell a type as a person would: ``a number or None``, ``'min' or 'max'``."""
+    if annotation is Any:
+        return "anything"
+    if get_origin(annotation) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(annotation))
+    if _is_union(annotation):
+        return " or ".join(describe(member) for member in get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return " or ".join(repr(member.value) for member in annotation)
+    plain = get_origin(annotation) or annotation
+    names = {
+        bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "None",
+        timedelta: "seconds or a timedelta", Path: "a path", collections.abc.Callable: "a callable",
+        list: "a list", tuple: "a list", dict: "a mapping", collections.abc.Mapping: "a mapping",
+        collections.abc.Sequence: "a list", set: "a set", frozenset: "a set",
+    }  # fmt: skip
+    return names.get(plain, f"a {getattr(plain, '__name__', plain)}")
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+@cache
+def _from_code() -> cattrs.Converter:
+    converter = _passthrough_converter()
+    converter.register_structure_hook(bool, _exactly(bool))
+    converter.register_structure_hook(int, _exactly(int))
+    converter.register_structure_hook(str, _exactly(str))
+    converter.register_structure_hook(float, _number)
+    converter.register_structure_hook(type(None), _exactly(type(None)))
+    converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
+    converter.register_structure_hook(Path, lambda value, _: Path(_instance(value, (str, Path))))
+    return converter
+
+
+@cache
+def _from_text() -> cattrs.Converter:
+    converter = _passthrough_converter(parse=_parse_container)
+    converter.register_structure_hook(bool, lambda value, _: _parse_bool(value))
+    converter.register_structure_hook(int, lambda value, _: _parse_int(value))
+    converter.register_structure_hook(str, lambda value, _: _instance(value, str))
+    converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
+    converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
+    converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
+    converter.register_structure_hook(Path, lambda value, _: Path(_instance(value, (str, Path))))
+    return converter
+
+
+def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:
+    """Return a converter whose containers, unions and foreign classes are checked, not coerced.
+
+    `parse` turns text into a container before it is checked.
+    """
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+
+    def container(accepts: tuple[type, ...], make: Callable[[Any], Any], value: Any, item: Any) -> Any:
+        checked = _instance(parse(value, accepts) if parse else value, accepts)
+        return make(checked if item is Any else [converter.structure(each, item) for each in checked])
+
+    def sequence(value: Any, annotation: Any) -> Any:
+        arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+        plain = get_origin(annotation) or annotation
+        if plain is tuple and len(arguments) > 1 and Ellipsis not in get_args(annotation):
+            values = _instance(parse(value, (list, tuple)) if parse else value, (list, tuple))
+            _require(len(values) == len(arguments))
+            return tuple(converter.structure(each, item) for each, item in zip(values, arguments, strict=True))
+        accepts, make = _SEQUENCES[plain]
+        return container(accepts, make, value, arguments[0] if arguments else Any)
+
+    def mapping(value: Any, annotation: Any) -> Any:
+        key_type, item_type = get_args(annotation) or (Any, Any)
+        checked = _instance(parse(value, (dict,)) if parse else value, (dict, collections.abc.Mapping))
+        return {converter.structure(k, key_type): converter.structure(v, item_type) for k, v in checked.items()}
+
+    def union(value: Any, annotation: Any) -> Any:
+        members = get_args(annotation)
+        # Exact types first: True must not become 1 in `int | bool`, nor "2" text in `int | str`.
+        for member in sorted(members, key=lambda member: (member is str, type(value) is not member)):
+            try:
+                return converter.structure(value, member)
+            except Exception:  # noqa: BLE001, S112 - another member may fit
+                continue
+        raise TypeError(value)
+
+    def literal(value: Any, annotation: Any) -> Any:
+        for choice in get_args(annotation):
+            same = type(choice) is type(value) and choice == value
+            alike = isinstance(value, str) and value.lower() == str(choice).lower()
+            if same or (alike and (parse or isinstance(choice, str))):
+                return choice
+        raise ValueError(value)
+
+    def member(value: Any, annotation: type[enum.Enum]) -> enum.Enum:
+        if isinstance(value, annotation):
+            return value
+        for choice in annotation:
+            if isinstance(value, str) and value.lower() in (choice.name.lower(), str(choice.value).lower()):
+                return choice
+        return annotation(value)
+
+    def foreign(value: Any, annotation: Any) -> Any:
+        return _instance(value, get_origin(annotation) or annotation)
+
+    hooks: list[tuple[Callable[[Any], bool], Callable[[Any, Any], Any]]] = [
+        (lambda t: isinstance(t, type) and t not in _PLAIN, foreign),
+        (lambda t: isinstance(t, type) and issubclass(t, enum.Enum), member),
+        (lambda t: (get_origin(t) or t) is type, foreign),
+        (lambda t: (get_origin(t) or t) in _SEQUENCES or get_origin(t) is tuple, sequence),
+        (lambda t: (get_origin(t) or t) in (dict, collections.abc.Mapping), mapping),
+        (lambda t: (get_origin(t) or t) is collections.abc.Callable, lambda value, _: _callable(value)),
+        (lambda t: get_origin(t) is Literal, literal),
+        (_is_union, union),
+        (lambda t: t is Any, lambda value, _: value),
+    ]
+    for predicate, hook in hooks:  # cattrs asks the last registered first
+        converter.register_structure_hook_func(predicate, hook)
+    return converter
+
+
+_PLAIN = (bool, int, float, str, type(None), timedelta, Path)
+_SEQUENCES: dict[Any, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
+    list: ((list, tuple), list),
+    tuple: ((list, tuple), tuple),
+    collections.abc.Sequence: ((list, tuple), list),
+    set: ((set, frozenset, list, tuple), set),
+    frozenset: ((set, frozenset, list, tuple), frozenset),
+}
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise TypeError
+
+
+def _instance(value: Any, accepts: Any) -> Any:
+    _require(isinstance(value, accepts))
+    return value
+
+
+def _exactly(kind: type) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        _require(type(value) is kind)
+        return value
+
+    return hook
+
+
+def _callable(value: Any) -> Any:
+    _require(callable(value))
+    return value
+
+
+def _number(value: Any, _: Any = float) -> float:
+    _require(isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value))
+    return float(value)
+
+
+def _seconds(value: Any) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    return timedelta(seconds=_number(value))
+
+
+def _parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    lowered = _instance(value, str).strip().lower()
+    _require(lowered in _TRUE | _FALSE)
+    return lowered in _TRUE
+
+
+def _parse_int(value: Any) -> int:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
+        return int(value)
+    _require(type(value) is int)
+    return int(value)
+
+
+def _parse_number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+def _parse_none(value: Any) -> None:
+    _require(value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")))
+
+
+def _parse_container(value: Any, accepts: tuple[type, ...]) -> Any:
+    """Parse JSON, or ``a,b,c`` for a list."""
+    if not isinstance(value, str):
+        return value
+    stripped = value.strip()
+    if stripped[:1] in "[{":
+        return json.loads(stripped)
+    _require(dict not in accepts)
+    return [part.strip() for part in stripped.split(",") if part.strip()]

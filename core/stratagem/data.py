@@ -1,0 +1,194 @@
+"""Data: `DataModule`, each process's share of a loader, and moving a batch to a device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from stratagem.errors import ConfigError
+from stratagem.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker
+
+if TYPE_CHECKING:
+    from stratagem.world import Mesh
+
+
+class DataModule:
+    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
+
+    def prepare_data(self) -> None:
+        """Download and preprocess; called once on each node, before `setup`."""
+
+    def setup(self, stage: str) -> None:
+        """Build data sets; called in every process. `stage` is "fit", "validate", "test" or "predict"."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader."""
+        raise ConfigError(f"{type(self).__name__} has no train_dataloader", expected="one, to fit")
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader or loaders; None means no validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader or loaders."""
+        raise ConfigError(f"{type(self).__name__} has no test_dataloader", expected="one, to test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader or loaders to predict on."""
+        raise ConfigError(f"{type(self).__name__} has no predict_dataloader", expected="one, to predict")
+
+
+# --- Shares ------------------------------------------------------------------------------------------------------
+
+
+class UnrepeatedSampler(DistributedSampler[Any]):
+    """Each process's share without padding: shares may differ by one sample. For prediction, where repeats are wrong."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        size = len(self.dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(self.rank, size, self.num_replicas))
+        self.total_size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = range(len(self.dataset))  # type: ignore[arg-type]
+        return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+class ShardedSampler(Sampler[Any]):
+    """Each process's share of whatever another sampler yields; every process draws the same stream."""
+
+    def __init__(self, sampler: Any, num_shards: int, shard: int) -> None:
+        self.sampler, self.num_shards, self.shard = sampler, num_shards, shard
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.num_shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A sampler that draws from torch's generator must draw the same on every rank.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(sampler_seed() + self.epoch)
+            stream = list(self.sampler)
+        if stream:
+            stream += stream[: len(self) * self.num_shards - len(stream)]
+        return iter(stream[self.shard :: self.num_shards])
+
+
+def shard_dataloader(loader: Any, stage: str, mesh: Mesh) -> Any:
+    """Return `loader` restricted to this process's share of the data.
+
+    A map-style DataLoader gets a `DistributedSampler` (training: shuffled if the loader shuffles; validation and test:
+    in order unless the loader shuffles; prediction: without padding). A sampler of your own has its index stream split;
+    a batch sampler of your own, its batches. Left alone: an iterable data set, a loader whose sampler is already
+    distributed, anything that is not a DataLoader.
+    """
+    if mesh.num_data_shards == 1 or not isinstance(loader, DataLoader):
+        return loader
+    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler | ShardedSampler):
+        return loader
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return _replace(loader, sampler=_share(loader, loader.sampler, stage, mesh), batch_sampler=None)
+    if type(loader.batch_sampler) is not BatchSampler:
+        return _replace(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
+    sampler = _share(loader, loader.sampler, stage, mesh)
+    assert loader.batch_size is not None
+    return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))
+
+
+def _place(mesh: Mesh) -> tuple[int, int]:
+    return mesh.num_data_shards, mesh.data_shard
+
+
+def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sampler[Any]:
+    shards, shard = _place(mesh)
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if not shuffles and type(sampler) is not SequentialSampler:
+        return ShardedSampler(sampler, shards, shard)
+    if stage == "predict" and not shuffles:
+        return UnrepeatedSampler(loader.dataset, shards, shard, shuffle=False)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if stage in ("validate", "test") and size % shards:
+        warnings.warn(
+            f"{size} samples do not divide by {shards} processes: {stage} sees {-size % shards} of them twice. "
+            "Results are exact with a data set that divides, or on one device.",
+            stacklevel=2,
+        )
+    return DistributedSampler(loader.dataset, shards, shard, shuffle=shuffles, seed=sampler_seed())
+
+
+def _replace(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of `loader` with other samplers, whatever its class and the signature of its ``__init__``."""
+    clone = copy.copy(loader)
+    # DataLoader forbids setting these after __init__ because it cannot rebuild what depends on them; we can.
+    clone.__dict__.update(attributes, _iterator=None)
+    return clone
+
+
+def several(loaders: Any) -> list[Any]:
+    """Return `loaders` as a list of loaders. A list of batches is one loader; a list of DataLoaders is several."""
+    if isinstance(loaders, list | tuple) and loaders and all(isinstance(each, DataLoader) for each in loaders):
+        return list(loaders)
+    return [loaders]
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell every part of `loader` that shuffles by epoch which one begins."""
+    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if inner is not getattr(loader, "sampler", None) and callable(getattr(inner, "set_epoch", None)):
+        inner.set_epoch(epoch)
+
+
+def seed_loader_workers(loader: Any, rank: int) -> None:
+    """Give loader workers seeds of their own where `seed_everything(workers=True)` asked for it."""
+    wanted = os.environ.get(SEED_WORKERS_VARIABLE) == "1"
+    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = functools.partial(seed_worker, rank=rank)
+
+
+# --- Batches -----------------------------------------------------------------------------------------------------
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=device.type != "cpu")
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_batch(item, device) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([move_batch(item, device) for item in batch])
+    if isinstance(batch, dict):
+        return type(batch)({key: move_batch(item, device) for key, item in batch.items()})
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def in_order(loader: Any) -> Any:
+    """Return `loader` without shuffling: the same batches every epoch."""
+    if isinstance(loader, DataLoader) and type(loader.sampler) is RandomSampler and loader.batch_size is not None:
+        sampler = SequentialSampler(loader.dataset)
+        return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))
+    return loader

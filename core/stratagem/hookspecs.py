@@ -1,0 +1,352 @@
+"""The contract: every hook of a run, in the order of its life. This is the one file a plugin author must read.
+
+[Note: answering, acting, wrapping]
+* An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
+  answers, the core's default does. Two plugins that answer are an error before anything runs.
+* Any number of plugins may **wrap** an answer hook with ``@hookimpl(wrapper=True)``: code before ``yield``, the inner
+  answer as its value, code after. A wrapper can change the answer; it cannot change the arguments, nor skip the rest.
+* Every other hook is **acted** on by all plugins that implement it, in the order of the stack: strategies (outer ones
+  first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
+  loggers. "All enter" means that each returned context manager is entered, in that order.
+
+An implementation names only the arguments it wants. `run` is the `stratagem.run.Run` of this process: ``run.world``,
+``run.mesh``, ``run.device``, ``run.collectives``, ``run.policy`` (the precision's), ``run.module`` (the user's module),
+``run.model`` (what `wrap_model` made of it), ``run.optimizers``, ``run.stage`` ("train", "validate", "test" or
+"predict"), ``run.manual`` (the module optimizes by hand), ``run.sync_gradients`` (False on inner micro-batches) and
+``run.settings``. Unless said otherwise a hook runs in every process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.plugin import hookspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from stratagem.module import Module
+    from stratagem.plugin import Bucket
+    from stratagem.run import Run
+    from stratagem.trainer import Trainer
+    from stratagem.world import Collectives, World
+
+# --- Processes ---------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def setup_environment(run: Run) -> World:
+    """Answer (environment): this process's place. The first hook of every process; nothing is connected yet.
+
+    Also called in the process that the user started, before `launch`: the answer is then local rank 0's place, with
+    ``main_port=None`` if the port is still to be chosen. Raise `ConfigError` if the processes found are not those that
+    ``run.settings`` asks for (``run.num_processes`` on this node, ``run.settings.num_nodes`` nodes).
+    """
+
+
+@hookspec(firstresult=True)
+def launch(main: Callable[[], Any], run: Run) -> Any:
+    """Answer (launcher): start ``run.num_processes`` processes on this node, call `main` in each, return rank 0's result.
+
+    Called once, in the process that the user started, unless the environment says that all processes exist
+    (`Environment.processes_exist`); ``run.world`` is local rank 0's place. Every process started must learn its own
+    through the variables of `stratagem.launch.process_variables`. This answer alone may be None: it is the user's.
+    """
+
+
+@hookspec(firstresult=True)
+def connect(world: World, run: Run) -> Collectives:
+    """Answer (strategy): join the other processes. ``run.world`` and ``run.device`` are set.
+
+    Default: a torch.distributed group with the accelerator's backend, or none for a single process.
+    """
+
+
+# --- The model ---------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def init_context(empty: bool, run: Run) -> AbstractContextManager[None]:
+    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`).
+
+    `empty` asks for parameters without values, which a checkpoint will fill.
+    """
+
+
+@hookspec
+def prepare_module(module: nn.Module, run: Run) -> None:
+    """All act: change the user's module in place before it is wrapped (convert dtypes, swap layers)."""
+
+
+@hookspec(firstresult=True)
+def wrap_model(module: nn.Module, run: Run) -> nn.Module:
+    """Answer (strategy): place `module` on ``run.device`` and return what is to be called in its stead.
+
+    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hangs its
+    work on ``forward`` sees the whole step. Outer strategies wrap. Called for every stage; ``run.stage`` tells which.
+    """
+
+
+@hookspec(firstresult=True)
+def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: Run) -> list[Optimizer]:
+    """Answer (strategy): the optimizers to step, given those made on the wrapped `module`. Default: the same."""
+
+
+@hookspec(firstresult=True)
+def wrap_dataloader(loader: DataLoader[Any], stage: str, run: Run) -> DataLoader[Any]:
+    """Answer (strategy): the loader of this process's share. Default: the sampler rules of `stratagem.data`.
+
+    Not called when the user sets ``use_distributed_sampler=False``.
+    """
+
+
+@hookspec(firstresult=True)
+def transfer_batch(batch: Any, run: Run) -> Any:
+    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps to convert it."""
+
+
+# --- The step ----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def step_context(stage: str, sync: bool, run: Run) -> AbstractContextManager[None]:
+    """All enter: contexts around one forward (and, when training, backward).
+
+    `sync` is False when the gradients of this micro-batch are only accumulated, or when the module optimizes by hand.
+    """
+
+
+@hookspec(firstresult=True)
+def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: Run) -> Any:
+    """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
+
+    Return what ``training_step`` would. No default implementation: the loop itself calls forward, `scale_loss` and
+    `backward` when nobody answers.
+    """
+
+
+@hookspec(firstresult=True)
+def scale_loss(loss: Tensor, run: Run) -> Tensor:
+    """Answer (precision): the loss to differentiate. Default: as it is."""
+
+
+@hookspec(firstresult=True)
+def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
+    """Answer (strategy): differentiate `loss`; return True. Default: ``loss.backward()``. `module` is ``run.model``."""
+
+
+@hookspec
+def reduce_bucket(
+    bucket: Bucket, average: Callable[[Tensor], torch.futures.Future[Tensor]], run: Run
+) -> torch.futures.Future[Tensor]:
+    """Comm hooks, stacked: return a future of ``bucket.buffer`` averaged over the ranks.
+
+    `average` sends a tensor through the next hook, at the bottom an all-reduce mean. The run composes the stack once
+    (`Run.bucket_reducer`) and calls the implementations directly, not through pluggy.
+    """
+
+
+@hookspec(firstresult=True)
+def clip_gradients(
+    optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: Run
+) -> Tensor | float:
+    """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
+
+    Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. When clipping by
+    value the answer is 0.0: nobody pays for a norm that nobody asked for.
+    """
+
+
+@hookspec(firstresult=True)
+def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: Run) -> bool:
+    """Answer (an engine, or a precision that scales): step; return whether parameters changed.
+
+    False is a step skipped because gradients overflowed: all ranks must then agree. `closure` is set only for
+    optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
+    """
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
+    """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective."""
+
+
+@hookspec(firstresult=True)
+def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: Run) -> bool:
+    """Answer (strategy): put logical `state` into the model; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[str, Any]:
+    """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective."""
+
+
+@hookspec(firstresult=True)
+def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: Run) -> bool:
+    """Answer (strategy): put logical `state` into `optimizer`; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def save_checkpoint(state: dict[str, Any], path: Path, run: Run) -> bool:
+    """Answer (checkpoint format): write `state` to `path`, whole or not at all; return True. Called on all ranks."""
+
+
+@hookspec(firstresult=True)
+def load_checkpoint(path: Path, into: dict[str, Any] | None, run: Run) -> dict[str, Any]:
+    """Answer (checkpoint format): read and verify `path`. `into` offers tensors to read into, where a format can."""
+
+
+# --- Events ------------------------------------------------------------------------------------------------------
+# Acted on by callbacks, loggers and whoever cares. A Module may define a method of the same name (without `trainer`,
+# `module` and `run`); it is called after the plugins.
+
+
+@hookspec
+def on_fit_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Model, optimizers and loaders are ready; a checkpoint to resume from has been applied."""
+
+
+@hookspec
+def on_fit_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """Training ended without an exception."""
+
+
+@hookspec
+def on_train_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before the first epoch, after the sanity check."""
+
+
+@hookspec
+def on_train_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last epoch."""
+
+
+@hookspec
+def on_train_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before the epoch's first batch; ``trainer.current_epoch`` counts from 0."""
+
+
+@hookspec
+def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the epoch's last batch and its validation, metrics reduced."""
+
+
+@hookspec
+def on_train_batch_start(trainer: Trainer, module: Module, batch: Any, batch_idx: int, run: Run) -> None:
+    """Before a batch is used; it is on the device."""
+
+
+@hookspec
+def on_train_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, run: Run
+) -> None:
+    """After a batch, including the optimizer's step if the batch closed an accumulation window."""
+
+
+@hookspec
+def on_before_optimizer_step(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+    """Gradients are complete (averaged, accumulated), not yet unscaled or clipped."""
+
+
+@hookspec
+def on_validation_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before validation; ``trainer.sanity_checking`` tells a sanity check from the real thing."""
+
+
+@hookspec
+def on_validation_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a validation batch."""
+
+
+@hookspec
+def on_validation_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last validation batch, before its metrics are reduced: the place to log over the whole set."""
+
+
+@hookspec
+def on_validation_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After validation, metrics reduced and in ``trainer.callback_metrics``."""
+
+
+@hookspec
+def on_test_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before testing."""
+
+
+@hookspec
+def on_test_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a test batch."""
+
+
+@hookspec
+def on_test_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last test batch, before its metrics are reduced."""
+
+
+@hookspec
+def on_test_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After testing, metrics reduced."""
+
+
+@hookspec
+def on_predict_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before predicting."""
+
+
+@hookspec
+def on_predict_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a predict batch."""
+
+
+@hookspec
+def on_predict_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After predicting."""
+
+
+@hookspec
+def on_save_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+    """The logical state is complete; add to it or change it. Values must be tensors, numbers, strings or containers."""
+
+
+@hookspec
+def on_load_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+    """A checkpoint was read and verified; nothing has been applied yet."""
+
+
+@hookspec
+def on_exception(trainer: Trainer, module: Module, exception: BaseException, run: Run) -> None:
+    """The loop is about to end with `exception`, on this rank; the others may not know yet: no collectives here."""
+
+
+@hookspec
+def log_hyperparams(params: dict[str, Any], run: Run) -> None:
+    """Loggers, rank 0 only: the module's hyper-parameters (`Module.save_hyperparameters`), when a fit starts."""
+
+
+@hookspec
+def log_metrics(metrics: dict[str, float], step: int, run: Run) -> None:
+    """Loggers, rank 0 only: numbers at optimizer step `step`."""
+
+
+# --- The end -----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def teardown(run: Run) -> None:
+    """All act: give back what this process holds; the processes are still connected. Must be safe to call twice."""

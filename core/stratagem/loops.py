@@ -1,0 +1,353 @@
+"""The loops: train epochs, and evaluate. They call hooks and `Run`, and know no plugin.
+
+[Note: position]
+``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts the
+batches of the current epoch that are finished. A checkpoint holds both, and the random state at the epoch's start, so
+that a resumed epoch can draw the same order and skip what is done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem.data import set_epoch
+from stratagem.errors import ConfigError
+from stratagem.metrics import MetricBook
+from stratagem.module import takes
+from stratagem.optimization import needs_closure
+from stratagem.seeding import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from stratagem.session import Session
+    from stratagem.trainer import Trainer
+
+
+@define(eq=False)
+class Position:
+    """Where training stands; see [Note: position]."""
+
+    epoch: int = 0
+    global_step: int = 0
+    batches_done: int = 0
+    #: The current epoch ran all its batches; resuming begins the next one.
+    epoch_done: bool = False
+    #: Optimizer steps that a loss scale skipped.
+    skipped_steps: int = 0
+    #: This process's random state at the start of the epoch.
+    epoch_random_state: dict[str, Any] | None = field(default=None, repr=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
+            "epoch_done": self.epoch_done, "skipped_steps": self.skipped_steps,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name])
+
+
+# --- Training ----------------------------------------------------------------------------------------------------
+
+
+class TrainLoop:
+    """Epochs of batches until a limit is reached."""
+
+    def __init__(self, trainer: Trainer, session: Session, loader: Any) -> None:
+        self.trainer, self.session, self.run, self.loader = trainer, session, trainer.run, loader
+        self.settings, self.position = trainer.settings, trainer.position
+        module = trainer.module
+        self.accumulate = self.settings.accumulate_grad_batches
+        self.with_index = takes(module.training_step, 2)
+        self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
+        self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
+        self._check_optimizers()
+        clip = self.settings.gradient_clip_val
+        by_norm = self.settings.gradient_clip_algorithm == "norm"
+        self.max_norm, self.max_value = (clip, None) if by_norm else (None, clip)
+        self.batch_start = trainer.events.listener("on_train_batch_start")
+        self.batch_end = trainer.events.listener("on_train_batch_end")
+        self.before_step = trainer.events.listener("on_before_optimizer_step")
+        self.step_schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        self.deadline = None if trainer.max_time is None else time.monotonic() + trainer.max_time.total_seconds()
+
+    def _check_optimizers(self) -> None:
+        manual, count = self.run.manual, len(self.run.optimizers)
+        name = type(self.trainer.module).__name__
+        if not manual and count > 1:
+            raise ConfigError(
+                f"{name}.configure_optimizers returned {count} optimizers under automatic optimization",
+                expected="one",
+                do="set automatic_optimization = False and step them in training_step",
+            )
+        if self.closes_over and self.accumulate > 1:
+            raise ConfigError(
+                f"accumulate_grad_batches is {self.accumulate} with {type(self.optimizer).__name__}, which evaluates "
+                "the model itself",
+                expected="1",
+            )
+        refused = {"accumulate_grad_batches": self.accumulate > 1, "gradient_clip_val": self.settings.gradient_clip_val}
+        for option, is_set in refused.items():
+            if manual and is_set:
+                raise ConfigError(
+                    f"{option} is {getattr(self.settings, option)!r} with {name}.automatic_optimization = False",
+                    expected="it unset",
+                    do="do it in training_step, where you step the optimizers",
+                )
+
+    def fit(self) -> None:
+        """Train from the current position until a limit."""
+        trainer, position = self.trainer, self.position
+        if position.epoch_done:
+            self._begin(position.epoch + 1)
+        trainer.events.emit("on_train_start")
+        trainer.module.train()
+        while not self._finished():
+            self._epoch()
+            if not position.epoch_done:
+                break  # stopped in the middle
+            self._begin(position.epoch + 1)
+        trainer.events.emit("on_train_end")
+
+    def _begin(self, epoch: int) -> None:
+        self.position.epoch, self.position.batches_done, self.position.epoch_done = epoch, 0, False
+        self.position.epoch_random_state = None
+
+    def _finished(self) -> bool:
+        position, settings = self.position, self.settings
+        enough = position.epoch >= (settings.min_epochs or 0)
+        if settings.max_epochs is not None and 0 <= settings.max_epochs <= position.epoch:
+            return True
+        return self._out_of_steps() or (enough and (self.trainer.should_stop or self._out_of_time()))
+
+    def _out_of_steps(self) -> bool:
+        return 0 <= self.settings.max_steps <= self.position.global_step
+
+    def _out_of_time(self) -> bool:
+        return self.deadline is not None and self.run.collectives.any(time.monotonic() >= self.deadline)
+
+    def _epoch(self) -> None:
+        trainer, position = self.trainer, self.position
+        set_epoch(self.loader, position.epoch)
+        iterator = self._open_epoch()
+        if position.batches_done == 0:
+            trainer.events.emit("on_train_epoch_start")
+        num_batches = trainer.num_training_batches
+        validate_every = trainer.batches_between_validations
+        start = position.batches_done
+        for batch_idx, batch, is_last in _marking_last(iterator, start, num_batches):
+            self._batch(batch, batch_idx, is_last)
+            position.batches_done = batch_idx + 1
+            position.epoch_done = is_last
+            if (batch_idx + 1) % validate_every == 0 or (is_last and math.isinf(validate_every)):
+                self.session.validate()
+            if self._stops_here():
+                break
+        if position.batches_done == start and start == 0:
+            raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
+        if position.epoch_done:
+            trainer.end_epoch()
+
+    def _stops_here(self) -> bool:
+        if self._out_of_steps():
+            return True
+        enough = self.position.epoch >= (self.settings.min_epochs or 0)
+        return enough and (self.trainer.should_stop or self._out_of_time())
+
+    def _open_epoch(self) -> Iterator[Any]:
+        """Start the epoch's iterator; when resuming within an epoch, with its old order and past what is done."""
+        position = self.position
+        now = random_state()
+        if position.epoch_random_state is None:
+            position.epoch_random_state = now
+        else:
+            restore_random_state(position.epoch_random_state)
+        iterator = iter(self.loader)
+        if position.batches_done:
+            for _ in range(position.batches_done):
+                next(iterator, None)
+            restore_random_state(now)
+        return iterator
+
+    def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        trainer, run = self.trainer, self.run
+        batch = run._transfer_batch(batch=batch, run=run)
+        trainer.book.batch = batch
+        if self.batch_start is not None:
+            self.batch_start(batch=batch, batch_idx=batch_idx)
+        if self.closes_over:
+            outputs = self._closure_step(batch, batch_idx)
+        elif run.manual:
+            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+        else:
+            sync = is_last or (batch_idx + 1) % self.accumulate == 0
+            outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
+            if sync and self.optimizer is not None:
+                self._step()
+        trainer.last_outputs = outputs
+        trainer.log_step()
+        if self.batch_end is not None:
+            self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
+
+    def _step(self) -> None:
+        run, optimizer = self.run, self.optimizer
+        assert optimizer is not None
+        if self.before_step is not None:
+            self.before_step(optimizer=optimizer)
+        if self.max_norm is not None or self.max_value is not None:
+            run.clip_gradients(optimizer, self.max_norm, self.max_value)
+        stepped = run.optimizer_step(optimizer)
+        optimizer.zero_grad()
+        self._count(stepped)
+
+    def _count(self, stepped: bool) -> None:
+        self.position.global_step += 1
+        if not stepped:
+            self.position.skipped_steps += 1
+            return
+        for config in self.step_schedulers:
+            if self.position.global_step % config.frequency == 0:
+                config.step(self.trainer.callback_metrics if config.plateau else {})
+
+    def _closure_step(self, batch: Any, batch_idx: int) -> Any:
+        """Let the optimizer evaluate the model: once or many times, all ranks seeing the same loss."""
+        run, optimizer = self.run, self.optimizer
+        assert optimizer is not None
+        kept: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+            kept[:] = [outputs]
+            if self.max_norm is not None or self.max_value is not None:
+                run.clip_gradients(optimizer, self.max_norm, self.max_value)
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            # The optimizer decides on this number; ranks that decide differently would hang.
+            return run.collectives.all_reduce(loss.detach(), "mean")
+
+        if self.before_step is not None:
+            self.before_step(optimizer=optimizer)
+        self._count(run.optimizer_step(optimizer, closure))
+        return kept[0]
+
+
+def _marking_last(iterator: Iterator[Any], start: int, limit: float) -> Iterator[tuple[int, Any, bool]]:
+    """Yield ``(batch_idx, batch, is_last)``; looks one batch ahead only where the number of batches is unknown."""
+    if not math.isinf(limit):
+        for batch_idx in range(start, int(limit)):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                message = f"the training loader promised {int(limit)} batches and yielded {batch_idx}"
+                raise ConfigError(message, expected="as many as its length says") from None
+            yield batch_idx, batch, batch_idx + 1 == limit
+        return
+    nothing = object()
+    batch_idx, batch = start, next(iterator, nothing)
+    while batch is not nothing:
+        following = next(iterator, nothing)
+        yield batch_idx, batch, following is nothing
+        batch_idx, batch = batch_idx + 1, following
+
+
+# --- Evaluation --------------------------------------------------------------------------------------------------
+
+#: What each evaluating stage calls on the module, and the prefix of its events.
+_STAGES = {
+    "validate": ("validation_step", "on_validation"),
+    "test": ("test_step", "on_test"),
+    "predict": ("predict_step", "on_predict"),
+}
+
+
+def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
+    """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
+    run, (method, event) = trainer.run, _STAGES[stage]
+    before, book = (run.stage, trainer.book), MetricBook(default_on_step=False, collectives=run.collectives)
+    run.stage, trainer.book = stage, book
+    results: list[Any] = []
+    try:
+        with _evaluating(trainer.module, trainer.settings.inference_mode):
+            trainer.events.emit(f"{event}_start")
+            batch_end = trainer.events.listener(f"{event}_batch_end")
+            for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                trainer.loader_suffix = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
+                call = _step_caller(trainer, method, index, len(loaders))
+                results.append(_pass_over(trainer, stage, loader, limit, index, call, batch_end))
+            trainer.loader_suffix = ""
+            if stage != "predict":
+                trainer.events.emit(f"{event}_epoch_end")
+                metrics = trainer.publish_epoch(book)
+                results = _by_loader(metrics, len(loaders))
+            trainer.events.emit(f"{event}_end")
+    finally:
+        run.stage, trainer.book = before
+    return results
+
+
+def _pass_over(
+    trainer: Trainer, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any], batch_end: Any
+) -> list[Any]:
+    run, outputs_kept, batch_idx = trainer.run, [], -1
+    set_epoch(loader, trainer.position.epoch)
+    for batch_idx, batch in enumerate(loader):
+        if batch_idx >= limit:
+            batch_idx -= 1
+            break
+        moved = run.transfer(batch)
+        trainer.book.batch = moved
+        with run.evaluate_context(stage):
+            outputs = call(moved, batch_idx)
+        if stage == "predict":
+            outputs_kept.append(outputs)
+        if batch_end is not None:
+            batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
+        if batch_idx + 1 >= limit:
+            break
+    if batch_idx < 0 and limit > 0:
+        raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
+    return outputs_kept
+
+
+def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: int) -> Callable[..., Any]:
+    """Return a call of the module's `method` with as many of (batch, batch_idx, dataloader_idx) as it takes."""
+    function = getattr(trainer.module, method)
+    model = trainer.run.model
+    if takes(function, 3) and (num_loaders > 1 or not takes(function, 2)):
+        return lambda batch, batch_idx: model(method, batch, batch_idx, loader_idx)
+    if takes(function, 2):
+        return lambda batch, batch_idx: model(method, batch, batch_idx)
+    return lambda batch, batch_idx: model(method, batch)
+
+
+@contextmanager
+def _evaluating(module: nn.Module, inference_mode: bool) -> Iterator[None]:
+    """Switch to evaluation without gradients; afterwards every submodule trains again only if it did before."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        with torch.inference_mode() if inference_mode else torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _by_loader(metrics: dict[str, Any], count: int) -> list[dict[str, float]]:
+    numbers = {name: float(value) for name, value in metrics.items()}
+    if count == 1:
+        return [numbers]
+    return [
+        {name: value for name, value in numbers.items() if name.endswith(f"/dataloader_idx_{index}")}
+        for index in range(count)
+    ]
+
+

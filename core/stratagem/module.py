@@ -1,0 +1,230 @@
+"""`Module`: a torch module that knows how to train, validate, test and predict; and the dispatcher that runs it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.trainer import Trainer
+
+#: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
+EVENTS = (
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step",
+    "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end",
+    "on_test_start", "on_test_batch_end", "on_test_epoch_end", "on_test_end",
+    "on_predict_start", "on_predict_batch_end", "on_predict_end",
+    "on_save_checkpoint", "on_load_checkpoint",
+)  # fmt: skip
+
+
+class Module(nn.Module):
+    """Override `training_step` and `configure_optimizers`, and whatever else you need.
+
+    A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``.
+    """
+
+    #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
+    automatic_optimization = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Plain attributes: a trainer is no submodule, and it does not travel with a pickled or copied module.
+        self.__dict__["_trainer"] = None
+        self.__dict__["_hparams"] = {}
+
+    # --- What a user overrides -----------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss (or a dict with ``"loss"``) of `batch`. Under manual optimization, anything."""
+        raise _missing(self, "training_step", "fit")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what validation measures on `batch`."""
+        raise _missing(self, "validation_step", "validate")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what testing measures on `batch`."""
+        raise _missing(self, "test_step", "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the predictions for `batch`; the forward pass unless overridden."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer, several, or a dict with ``optimizer`` and ``lr_scheduler``; None trains nothing."""
+        raise _missing(self, "configure_optimizers", "fit")
+
+    def configure_model(self) -> None:
+        """Build layers once processes exist, under the strategy's and precision's contexts.
+
+        Called at the start of fit, validate, test and predict: build only what does not exist yet.
+        """
+
+    # --- What a user calls ---------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module."""
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise ConfigError(f"{type(self).__name__}.trainer was asked for outside a trainer", do="call trainer.fit()")
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank; 0 outside a trainer."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.global_rank
+
+    @property
+    def current_epoch(self) -> int:
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    def log(self, name: str, value: Tensor | float, **options: Any) -> None:
+        """Record one number under `name`.
+
+        Args:
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (default True).
+            on_step: record every step's value (default: in training).
+            on_epoch: reduce over the epoch (default: outside training).
+            reduce_fx: "mean" (weighted by batch size), "sum", "max", "min", or a callable on the stacked values.
+            sync_dist: reduce over all ranks too, at the time of reduction. Collective: log on all ranks.
+            batch_size: weight of this value in the mean; found from the batch if not given.
+            rank_zero_only: this metric exists on rank 0 alone; excludes sync_dist.
+
+        Raises:
+            ConfigError: called outside a stage, a value that is not one number, or contradictory options.
+        """
+        self.trainer.log_metric(name, value, options)
+
+    def log_dict(self, values: dict[str, Tensor | float], **options: Any) -> None:
+        """`log` every item of `values` with the same options."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """Differentiate `loss` through the strategy and the precision; for manual optimization."""
+        if self.automatic_optimization:
+            raise ConfigError(
+                f"{type(self).__name__}.manual_backward was called under automatic optimization",
+                do="set automatic_optimization = False, or return the loss instead",
+            )
+        self.trainer.run.backward(loss)
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision."""
+        handles = self.trainer.optimizer_handles
+        return handles[0] if len(handles) == 1 else handles
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers if len(schedulers) > 1 else schedulers[0] if schedulers else None
+
+    def save_hyperparameters(self, *names: str) -> None:
+        """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them."""
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        local = frame.f_back.f_locals
+        known = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
+        self.__dict__["_hparams"].update({name: local[name] for name in (names or known) if name in local})
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """What `save_hyperparameters` remembered."""
+        hparams: dict[str, Any] = self.__dict__.setdefault("_hparams", {})
+        return hparams
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **arguments: Any) -> Module:
+        """Build the module with its saved hyper-parameters (overridden by `arguments`) and load its weights on the CPU.
+
+        Raises:
+            CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
+        """
+        from stratagem.checkpoint import read_any
+        from stratagem.state import load_weights
+
+        state = read_any(path)
+        accepted = inspect.signature(cls.__init__).parameters
+        saved = {name: value for name, value in state.get("hyper_parameters", {}).items() if name in accepted}
+        module = cls(**(saved | arguments))
+        module.configure_model()
+        load_weights(module, state["state_dict"], strict)
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_trainer": None}
+
+
+class StepModule(nn.Module):
+    """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.module, method)(*arguments, **options)
+
+
+class OptimizerHandle:
+    """An optimizer to be stepped by hand: `step` goes through the hooks, everything else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.optimizer, self._trainer = optimizer, trainer
+
+    def step(self, closure: Any = None) -> bool:
+        """Step, counting one optimizer step; return False if an overflow skipped it."""
+        return self._trainer.step_by_hand(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """Whether `module`'s class defines `method` itself, rather than inheriting it from `Module`."""
+    own = getattr(type(module), method, None)
+    return own is not None and own is not getattr(Module, method, None)
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether `function` accepts `count` positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _missing(module: Module, method: str, stage: str) -> ConfigError:
+    return ConfigError(f"{type(module).__name__} has no {method}", expected=f"one, to {stage}", do="define it")
+
+

@@ -1,0 +1,54 @@
+"""Validators for option fields: ``rank: int = field(default=1, validator=at_least(1))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.errors import ConfigError
+
+Validator = Callable[[Any, Any, Any], None]
+
+
+def _rule(holds: Callable[[Any], bool], expected: str) -> Validator:
+    """Make a validator; None passes (an optional field), a value of another type is left to the type check."""
+
+    def validate(instance: Any, attribute: Any, value: Any) -> None:
+        try:
+            fine = value is None or holds(value)
+        except TypeError:
+            return
+        if not fine:
+            raise ConfigError(f"{type(instance).__name__}.{attribute.name} is {value!r}", expected=expected)
+
+    return validate
+
+
+def at_least(low: float) -> Validator:
+    """Accept numbers from `low` on."""
+    return _rule(lambda value: value >= low, f"at least {low}")
+
+
+def more_than(low: float) -> Validator:
+    """Accept numbers above `low`."""
+    return _rule(lambda value: value > low, f"more than {low}")
+
+
+def between(low: float, high: float) -> Validator:
+    """Accept numbers from `low` to `high`, both included."""
+    return _rule(lambda value: low <= value <= high, f"a number from {low} to {high}")
+
+
+def at_least_or_unlimited(low: int) -> Validator:
+    """Accept whole numbers from `low` on, and -1 for no limit."""
+    return _rule(lambda value: value == -1 or value >= low, f"at least {low}, or -1 for no limit")
+
+
+def _is_limit(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return value >= 0 if isinstance(value, int) else 0.0 <= value <= 1.0
+
+
+#: Accept a count of batches (int) or a share of them (float from 0.0 to 1.0).
+batch_limit = _rule(_is_limit, "a whole number of batches, or a share of them from 0.0 to 1.0")

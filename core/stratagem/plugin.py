@@ -1,0 +1,287 @@
+"""What a plugin is made of: the base class of each kind, `hookimpl`, and `Capabilities`.
+
+A plugin is one attrs class decorated with ``@define(eq=False, kw_only=True)``: its fields are the options a user may
+set, its ``@hookimpl`` methods are its behaviour, its ``capabilities`` say what it offers and needs. A package makes it
+available by naming it in the entry-point group of its kind; see `stratagem.hookspecs` for the hooks.
+
+Plain methods of the bases below are questions the resolver asks *before any process starts*; they must answer from the
+options alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pluggy
+from attrs import define, field, frozen
+
+from stratagem.world import Mesh, World
+
+if TYPE_CHECKING:
+    import torch
+
+hookspec: Final = pluggy.HookspecMarker("stratagem")
+hookimpl: Final = pluggy.HookimplMarker("stratagem")
+
+# --- The vocabulary of capabilities ------------------------------------------------------------------------------
+# Open: a plugin may use words of its own. These are the ones that the core or a first-party plugin understands.
+
+#: Runs in more than one process.
+MULTI_PROCESS: Final = "multi-process"
+#: Gradients travel in buckets that comm hooks may transform.
+GRADIENT_BUCKETS: Final = "gradient-buckets"
+#: Inner micro-batches of an accumulation window send nothing.
+NO_SYNC: Final = "no-sync"
+#: Every process can build the whole, unsharded state.
+FULL_STATE: Final = "full-state"
+#: Parameters are sharded over processes.
+SHARDED_PARAMETERS: Final = "sharded-parameters"
+#: `clip_gradients` honours max_norm / max_value.
+CLIP_BY_NORM: Final = "clip-by-norm"
+CLIP_BY_VALUE: Final = "clip-by-value"
+#: `backward` may be called inside `training_step`.
+MANUAL_OPTIMIZATION: Final = "manual-optimization"
+#: More than one optimizer.
+MULTIPLE_OPTIMIZERS: Final = "multiple-optimizers"
+#: Optimizers that call a closure several times a step (LBFGS).
+CLOSURE_OPTIMIZERS: Final = "closure-optimizers"
+#: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
+LOSS_SCALING: Final = "loss-scaling"
+#: The device a stack runs on.
+DEVICE_CPU: Final = "device:cpu"
+DEVICE_CUDA: Final = "device:cuda"
+DEVICE_MPS: Final = "device:mps"
+
+
+def _words(values: Iterable[str]) -> frozenset[str]:
+    return frozenset(values)
+
+
+@frozen(kw_only=True)
+class Capabilities:
+    """What a plugin offers, what it needs from the others, and what it cannot stand beside."""
+
+    provides: frozenset[str] = field(default=frozenset(), converter=_words)
+    requires: frozenset[str] = field(default=frozenset(), converter=_words)
+    conflicts: frozenset[str] = field(default=frozenset(), converter=_words)
+
+
+@frozen(kw_only=True)
+class PrecisionPolicy:
+    """Which dtype where. A strategy with native mixed precision absorbs this instead of calling the precision's hooks.
+
+    ``None`` means "leave as it is".
+    """
+
+    param_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    loss_scaling: bool = False
+
+
+@frozen(kw_only=True)
+class Bucket:
+    """A flat piece of gradients on its way to the other ranks; what a comm hook receives.
+
+    For a hook that is stacked under another one, `buffer` is whatever the hook above sends and `parameters` is empty.
+    """
+
+    #: 1-D, any floating dtype; a hook may overwrite it.
+    buffer: torch.Tensor
+    #: The same index is the same bucket on every rank and step.
+    index: int = 0
+    #: The last bucket of this backward.
+    is_last: bool = True
+    #: The parameters whose gradients lie in `buffer`, in that order.
+    parameters: tuple[torch.Tensor, ...] = ()
+    #: Views into `buffer`, one for each parameter.
+    gradients: tuple[torch.Tensor, ...] = ()
+
+
+# --- One base for each kind --------------------------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class Plugin:
+    """Base of every kind. A plugin with state to survive a restart defines `state_dict` and `load_state_dict`."""
+
+    #: The kind's name; set by the bases below.
+    kind: ClassVar[str] = "plugin"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+
+@define(eq=False, kw_only=True)
+class Strategy(Plugin):
+    """How the model is spread over processes, and stepped. Must answer `wrap_model`."""
+
+    kind: ClassVar[str] = "strategy"
+
+    def default_launcher(self) -> str | None:
+        """The launcher to use when the user names none; None leaves it to the catalog."""
+        return None
+
+    def absorbs(self, policy: PrecisionPolicy) -> bool:
+        """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
+        return False
+
+    def mesh(self, world: World) -> Mesh:
+        """How this strategy arranges the processes; every process reads its own data unless overridden."""
+        return Mesh(axes={"data": world.world_size}, rank=world.rank)
+
+
+@define(eq=False, kw_only=True)
+class Precision(Plugin):
+    """Which dtypes, where: first a policy, and only where no strategy absorbs it, hooks."""
+
+    kind: ClassVar[str] = "precision"
+
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy()
+
+
+@define(eq=False, kw_only=True)
+class CommHook(Plugin):
+    """How gradients travel. Must implement `reduce_bucket`; several stack, the first is outermost."""
+
+    kind: ClassVar[str] = "comm_hook"
+    capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
+
+
+@define(eq=False, kw_only=True)
+class Environment(Plugin):
+    """Who am I among the processes? Must answer `setup_environment`. Its module imports neither torch nor an engine."""
+
+    kind: ClassVar[str] = "environment"
+    #: Among environments that detect themselves the highest wins.
+    precedence: ClassVar[int] = 0
+
+    def detect(self) -> str | None:
+        """The evidence that this environment is present ("SLURM_STEP_ID is set"), or None."""
+        return None
+
+    def processes_exist(self) -> bool:
+        """Whether somebody else started all processes, so that the run must start none."""
+        return True
+
+    def local_processes(self) -> int | None:
+        """How many processes somebody else started on this node, if that is known: what ``devices="auto"`` then means."""
+        return None
+
+
+@define(eq=False, kw_only=True)
+class Launcher(Plugin):
+    """Who starts the other processes. Must answer `launch`."""
+
+    kind: ClassVar[str] = "launcher"
+    #: The calling process is itself rank 0 of its node and keeps what training did to its objects. False: it only
+    #: waits, and results are carried home.
+    parent_trains: ClassVar[bool] = True
+
+
+@define(eq=False, kw_only=True)
+class Accelerator(Plugin):
+    """Which device, how many. Its module does not import torch at the top."""
+
+    kind: ClassVar[str] = "accelerator"
+    #: Among accelerators that are available the highest wins under "auto".
+    precedence: ClassVar[int] = 0
+    #: Devices have numbers and their count is a limit; otherwise `devices` is just a number of processes.
+    indexed: ClassVar[bool] = True
+    #: torch.distributed backend for tensors on this device.
+    backend: ClassVar[str] = "gloo"
+
+    def count(self) -> int:
+        """How many devices this machine has; 0 means unavailable. Must not initialise the device's driver."""
+        return 0
+
+    def device(self, index: int) -> torch.device:
+        """The torch device with this number."""
+        raise NotImplementedError
+
+    def activate(self, device: torch.device) -> None:
+        """Make `device` this process's current one; called once, before the processes connect."""
+
+
+@define(eq=False, kw_only=True)
+class CheckpointFormat(Plugin):
+    """How logical state reaches the disk. Must answer `save_checkpoint` and `load_checkpoint`."""
+
+    kind: ClassVar[str] = "checkpoint"
+    #: Appended to names that callbacks make up.
+    suffix: ClassVar[str] = ".ckpt"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether `path` looks like something this format wrote (cheap; no verification)."""
+        return False
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether `path` was written to the end and is unchanged since."""
+        return self.recognises(path)
+
+    def remove(self, path: Path) -> None:
+        """Delete what this format wrote at `path`, and nothing else."""
+        raise NotImplementedError
+
+
+@define(eq=False, kw_only=True)
+class Callback(Plugin):
+    """Anything that acts on events (`on_*` hooks) around the loop."""
+
+    kind: ClassVar[str] = "callback"
+
+
+@define(eq=False, kw_only=True)
+class Logger(Plugin):
+    """Where metrics go: acts on `log_metrics` (rank 0 only)."""
+
+    kind: ClassVar[str] = "logger"
+
+
+class Command:
+    """A subcommand of the `stratagem` program; the entry point names a subclass."""
+
+    #: One line for `stratagem --help`.
+    help: ClassVar[str] = ""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare options."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; return the exit code."""
+        raise NotImplementedError
+
+
+@frozen
+class Kind:
+    """A row of the table of kinds."""
+
+    name: str
+    base: type[Any]
+    #: Exactly one plugin of this kind is chosen; otherwise any number.
+    single: bool
+    #: Which module of stratagem resolves this kind's classes lazily.
+    module: str
+
+    @property
+    def group(self) -> str:
+        return f"stratagem.{self.name}"
+
+
+KINDS: Final[dict[str, Kind]] = {
+    kind.name: kind
+    for kind in (
+        Kind("strategy", Strategy, False, "strategies"),
+        Kind("precision", Precision, True, "precisions"),
+        Kind("comm_hook", CommHook, False, "comm_hooks"),
+        Kind("environment", Environment, True, "environments"),
+        Kind("launcher", Launcher, True, "launchers"),
+        Kind("accelerator", Accelerator, True, "accelerators"),
+        Kind("checkpoint", CheckpointFormat, True, "checkpoints"),
+        Kind("callback", Callback, False, "callbacks"),
+        Kind("logger", Logger, False, "loggers"),
+    )
+}

@@ -1,0 +1,507 @@
+"""Turn names and options into an ordered, validated stack of plugins, before any process starts.
+
+Everything here is decided from data: settings, package metadata, options, capabilities. No plugin hook runs, and no
+plugin is known by name (`catalog.toml` holds the defaults).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+from attrs import define, field, frozen
+
+from stratagem import catalog, hookspecs, registry
+from stratagem.config import build, check, convert_options
+from stratagem.devices import parse_devices
+from stratagem.errors import ConfigError, PluginError, StratagemError, nearest
+from stratagem.plugin import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    KINDS,
+    MULTI_PROCESS,
+    NO_SYNC,
+    Accelerator,
+    Environment,
+    Plugin,
+    PrecisionPolicy,
+    Strategy,
+)
+
+#: What each kind must answer to be of any use.
+_DUTIES = {
+    "strategy": ("wrap_model",),
+    "environment": ("setup_environment",),
+    "launcher": ("launch",),
+    "checkpoint": ("save_checkpoint", "load_checkpoint"),
+    "comm_hook": ("reduce_bucket",),
+}
+
+
+@frozen(kw_only=True)
+class Choice:
+    """One plugin of the stack, and how it came to be there."""
+
+    kind: str
+    #: As a user would write it; a class name for an instance that no entry point names.
+    name: str
+    plugin: Any
+    #: Why it is here: "asked for", "the default for one process", "RANK is set" ...
+    reason: str
+    entry: registry.Entry | None = None
+    #: The options that were set, each with its origin ("code", "file run.yaml", ...).
+    origins: Mapping[str, str] = field(factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+@define(eq=False, kw_only=True)
+class Stack:
+    """The plugins of a run, resolved: in the order in which they act."""
+
+    strategies: list[Choice]
+    precision: Choice
+    comm_hooks: list[Choice]
+    environment: Choice
+    launcher: Choice
+    accelerator: Choice
+    checkpoint: Choice
+    callbacks: list[Choice]
+    loggers: list[Choice]
+    others: list[Choice]
+    #: Device numbers that the processes of this node use, one each.
+    devices: tuple[int, ...]
+    #: The user set `devices`, rather than leaving it to "auto".
+    devices_given: bool
+    policy: PrecisionPolicy
+    #: The strategy applies the precision by itself: the precision's own hooks stand down.
+    precision_absorbed: bool
+
+    @property
+    def strategy(self) -> Strategy:
+        """The innermost strategy: the one that answers."""
+        strategy: Strategy = self.strategies[-1].plugin
+        return strategy
+
+    def choices(self) -> list[Choice]:
+        """All plugins, in order."""
+        return [
+            *self.strategies, self.precision, *self.comm_hooks, self.environment, self.launcher, self.accelerator,
+            self.checkpoint, *self.others, *self.callbacks, *self.loggers,
+        ]  # fmt: skip
+
+    def active(self) -> list[Choice]:
+        """The plugins whose hooks are registered."""
+        return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]
+
+
+def resolve(settings: Any, origins: Mapping[str, Any] | None = None) -> Stack:
+    """Return the validated stack that `settings` (a `RunSettings`) describes.
+
+    Args:
+        origins: where each setting came from; anything not named came from code or a default.
+
+    Raises:
+        ConfigError, PluginError: a name, option or combination that cannot work; nothing has been started.
+    """
+    chooser = _Chooser(settings, dict(origins or {}))
+    accelerator = chooser.one("accelerator", settings.accelerator) or _detect_accelerator()
+    environment = chooser.one("environment", settings.environment) or _detect_environment()
+    given = settings.devices is not None and settings.devices != "auto"
+    devices = _devices(settings, accelerator.plugin, environment.plugin, given)
+    strategies = chooser.many("strategy", settings.strategy) or [
+        _default_strategy(len(devices), settings.num_nodes, environment.plugin)
+    ]
+    precision = chooser.one("precision", settings.precision) or _default("precision", "precision")
+    policy = precision.plugin.policy()
+    stack = Stack(
+        strategies=strategies,
+        precision=precision,
+        comm_hooks=chooser.many("comm_hook", settings.comm_hook),
+        environment=environment,
+        launcher=_launcher(chooser.one("launcher", settings.launcher), strategies[-1]),
+        accelerator=accelerator,
+        checkpoint=chooser.one("checkpoint", settings.checkpoint) or _default("checkpoint", "checkpoint"),
+        callbacks=chooser.many("callback", getattr(settings, "callbacks", ())) + _standard_callbacks(settings),
+        loggers=_loggers(settings, chooser),
+        others=chooser.extras["plugin"],
+        devices=devices,
+        devices_given=given,
+        policy=policy,
+        precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
+    )
+    _check_hooks(stack)
+    _check_capabilities(stack, _needs(settings, stack))
+    return stack
+
+
+# --- Choosing ----------------------------------------------------------------------------------------------------
+
+
+class _Chooser:
+    """Turns what the user wrote for a kind into choices; `plugins=` adds to every kind."""
+
+    def __init__(self, settings: Any, origins: dict[str, Any]) -> None:
+        self.origins = origins
+        self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*KINDS, "plugin")}
+        for index, value in enumerate(_as_list(settings.plugins)):
+            choice = self._extra(value, f"plugins[{index}]")
+            self.extras[choice.kind].append(choice)
+
+    def one(self, kind: str, value: Any) -> Choice | None:
+        extras = self.extras[kind]
+        asked = [] if _unset(value) else [self._choose(kind, value, kind)]
+        if len(asked) + len(extras) > 1:
+            names = " and ".join(repr(choice.name) for choice in asked + extras)
+            raise ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
+        return (asked + extras or [None])[0]
+
+    def many(self, kind: str, value: Any) -> list[Choice]:
+        values = [] if _unset(value) else _as_list(value)
+        path = kind if len(values) == 1 else f"{kind}[{{}}]"
+        return [self._choose(kind, each, path.format(i)) for i, each in enumerate(values)] + self.extras[kind]
+
+    def _choose(self, kind: str, value: Any, path: str) -> Choice:
+        base = KINDS[kind].base
+        if isinstance(value, base) or (kind in ("callback", "logger") and hook_implementations(value)):
+            return self._instance(kind, value)
+        if isinstance(value, Mapping):
+            chosen = dict(value)
+            if not isinstance(chosen.get("name"), str):
+                raise ConfigError(f"{path} is {value!r}", expected='a mapping with a "name"', do="add the plugin's name")
+            return self._named(kind, chosen.pop("name"), chosen)
+        if isinstance(value, str) or (type(value) is int and kind == "precision"):
+            return self._named(kind, str(value), {})
+        if isinstance(value, type):
+            raise ConfigError(f"{path} is the class {value.__name__}", expected="an instance", do="call the class")
+        wanted = f"a name, a mapping or an instance of stratagem.{base.__name__}"
+        raise ConfigError(f"{path} is {value!r}", expected=wanted, do="run `stratagem plugins list` for the names")
+
+    def _instance(self, kind: str, plugin: Any) -> Choice:
+        if attrs.has(type(plugin)):
+            check(plugin, type(plugin).__name__)
+        name, entry = _entry_of(kind, type(plugin))
+        changed = {
+            name: "code"
+            for name, option in _options(plugin).items()
+            if option.default is not attrs.NOTHING and getattr(plugin, option.name, None) != option.default
+        }
+        return Choice(kind=kind, name=name, plugin=plugin, reason="given as an instance", entry=entry, origins=changed)
+
+    def _named(self, kind: str, name: str, values: Mapping[str, Any]) -> Choice:
+        entry = registry.find(kind, name)
+        source = self.origins.get(kind, "code")
+        origins = {option: self.origins.get(f"{kind}.{option}", source) for option in values}
+        texts = {option for option, origin in origins.items() if origin.startswith(("environment", "command line"))}
+        plugin = make(entry, values, texts)
+        return Choice(
+            kind=kind, name=entry.name, plugin=plugin, reason=f"asked for ({source})", entry=entry, origins=origins
+        )
+
+    def _extra(self, value: Any, path: str) -> Choice:
+        if isinstance(value, Plugin):
+            return self._instance(value.kind, value)
+        if hook_implementations(value):
+            return Choice(kind="plugin", name=type(value).__name__, plugin=value, reason="given as an instance")
+        name = value.get("name") if isinstance(value, Mapping) else value
+        if not isinstance(name, str):
+            raise ConfigError(f"{path} is {value!r}", expected="a name, a mapping, or an object with @hookimpl methods")
+        kinds = [kind for kind in KINDS if any(e.name.lower() == name.lower() for e in registry.entries(kind))]
+        if len(kinds) > 1:
+            raise ConfigError(f"{path} {name!r} is the name of a {' and of a '.join(kinds)}", do=f"use {kinds[0]}=")
+        if not kinds:
+            everything = [entry.name for entry in registry.entries()]
+            raise PluginError(f"{path} {name!r} is not installed", expected="an installed plugin",
+                              do=nearest(name, everything) or "see `stratagem plugins list`")  # fmt: skip
+        return self._choose(kinds[0], value, path)
+
+
+def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = ()) -> Any:
+    """Load the plugin of `entry` and build it with the options in `values`; those named in `texts` are text to parse."""
+    target = entry.load()
+    path = f"{entry.kind}.{entry.name}"
+    if isinstance(target, type):
+        return _check_kind(build(target, _convert(target, values, path, texts), path), entry)
+    try:
+        preset = target()
+    except StratagemError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{path} of {entry.distribution} failed ({type(error).__name__}: {error})") from error
+    _check_kind(preset, entry)
+    if not values:
+        return preset
+    converted = _convert(type(preset), values, path, texts)
+    current = {name: getattr(preset, option.name) for name, option in _options(preset).items()}
+    return build(type(preset), current | converted, path)
+
+
+def _convert(cls: type[Any], values: Mapping[str, Any], path: str, texts: Iterable[str]) -> dict[str, Any]:
+    from_text = {option: values[option] for option in values if option in set(texts)}
+    others = {option: value for option, value in values.items() if option not in from_text}
+    return convert_options(cls, others, path) | convert_options(cls, from_text, path, text=True)
+
+
+def _check_kind(plugin: Any, entry: registry.Entry) -> Any:
+    base = KINDS[entry.kind].base
+    if not isinstance(plugin, base):
+        raise PluginError(
+            f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",
+            expected=f"a stratagem.{base.__name__}",
+            do="its author should name it in the entry-point group of its kind",
+        )
+    return plugin
+
+
+def _entry_of(kind: str, cls: type[Any]) -> tuple[str, registry.Entry | None]:
+    """Return the name that users type for `cls`, if an entry point spells it."""
+    for entry in registry.entries(kind) if kind in KINDS else ():
+        module, _, attribute = entry.value.partition(":")
+        if attribute == cls.__qualname__ and cls.__module__.partition(".")[0] == module.partition(".")[0]:
+            return entry.name, entry
+    return cls.__name__, None
+
+
+def _options(plugin: Any) -> dict[str, attrs.Attribute[Any]]:
+    from stratagem.config import options
+
+    return options(type(plugin))
+
+
+def _unset(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "auto")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# --- Defaults ----------------------------------------------------------------------------------------------------
+
+
+def _default(kind: str, role: str, reason: str = "the default", **values: Any) -> Choice:
+    entry = registry.find(kind, catalog.default(role))
+    return Choice(kind=kind, name=entry.name, plugin=make(entry, values), reason=reason, entry=entry)
+
+
+def _default_strategy(processes: int, num_nodes: int, environment: Environment) -> Choice:
+    if processes * num_nodes == 1 and not (environment.processes_exist() and environment.local_processes()):
+        return _default("strategy", "strategy", "the default for one process")
+    if in_notebook():
+        return _default("strategy", "strategy_notebook", "the default for several processes from a notebook")
+    return _default("strategy", "strategy_distributed", "the default for several processes")
+
+
+def in_notebook() -> bool:
+    """Whether this process is an IPython kernel, whose script cannot be started again."""
+    if "IPython" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
+
+
+def _launcher(asked: Choice | None, strategy: Choice) -> Choice:
+    wanted = strategy.plugin.default_launcher()
+    if asked is None:
+        if wanted is None:
+            return _default("launcher", "launcher")
+        entry = registry.find("launcher", wanted)
+        return Choice(kind="launcher", name=entry.name, plugin=make(entry, {}), reason=f"{strategy} asks for it",
+                      entry=entry)  # fmt: skip
+    if wanted is not None and wanted != asked.name:
+        raise ConfigError(
+            f"{asked} was chosen and {strategy} starts its processes with {wanted!r}",
+            do="drop the launcher, or choose a strategy that leaves it open",
+        )
+    return asked
+
+
+def _standard_callbacks(settings: Any) -> list[Choice]:
+    wanted = {"progress": "enable_progress_bar", "checkpointing": "enable_checkpointing"}
+    quiet = getattr(settings, "barebones", False)
+    choices = []
+    for role, switch in wanted.items():
+        if not getattr(settings, switch, False) or quiet:
+            continue
+        if role == "checkpointing" and settings.fast_dev_run:
+            continue
+        entry = registry.find("callback", catalog.default(role))
+        listed = [*_as_list(settings.callbacks), *_as_list(settings.plugins)]
+        if not any(_names(value, entry) for value in listed):
+            choices.append(_default("callback", role, f"{switch}=True"))
+    return choices
+
+
+def _names(value: Any, entry: registry.Entry) -> bool:
+    """Whether the user's `value` already chooses the plugin of `entry`, or a class derived from it."""
+    if isinstance(value, str):
+        return value.lower() == entry.name
+    if isinstance(value, Mapping):
+        return str(value.get("name")).lower() == entry.name
+    return any(_entry_of("callback", cls)[1] == entry for cls in type(value).__mro__)
+
+
+def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:
+    value = getattr(settings, "logger", False)
+    quiet = getattr(settings, "barebones", False) or getattr(settings, "fast_dev_run", False)
+    if quiet:
+        value = False if isinstance(value, bool) or getattr(settings, "fast_dev_run", False) else value
+    if isinstance(value, bool):
+        extras = chooser.extras["logger"]
+        return extras if extras or not value else [_default("logger", "logger", "logger=True")]
+    return chooser.many("logger", value)
+
+
+# --- Asking the machine ------------------------------------------------------------------------------------------
+
+
+def _candidates(kind: str) -> list[tuple[registry.Entry, Any]]:
+    """Return the installed plugins of `kind` that can be built, highest precedence first; broken ones are passed by."""
+    found = []
+    for entry in registry.entries(kind):
+        try:
+            target = entry.load()
+            if isinstance(target, type):  # presets ("gpu") are other names for what is asked anyway
+                found.append((entry, make(entry, {})))
+        except Exception:  # noqa: BLE001, S112 - one broken package must not touch a run that does not name it
+            continue
+    return sorted(found, key=lambda pair: -pair[1].precedence)
+
+
+def _detect_accelerator() -> Choice:
+    for entry, accelerator in _candidates("accelerator"):
+        if _ask(accelerator.count):
+            reason = f"{accelerator.count()} found" if accelerator.indexed else "no other device found"
+            return Choice(kind="accelerator", name=entry.name, plugin=accelerator, reason=reason, entry=entry)
+    raise _nothing_installed("accelerator")
+
+
+def _detect_environment() -> Choice:
+    for entry, environment in _candidates("environment"):
+        if evidence := _ask(environment.detect):
+            return Choice(kind="environment", name=entry.name, plugin=environment, reason=evidence, entry=entry)
+    raise _nothing_installed("environment")
+
+
+def _ask(question: Any) -> Any:
+    try:
+        return question()
+    except Exception:  # noqa: BLE001 - asked in isolation: a plugin that cannot answer is not present
+        return None
+
+
+def _nothing_installed(kind: str) -> PluginError:
+    packages = sorted(set(catalog.providers(kind).values()))
+    return PluginError(f"no usable {kind} plugin is installed", do=f"run `pip install {' '.join(packages)}`")
+
+
+def _devices(settings: Any, accelerator: Accelerator, environment: Environment, given: bool) -> tuple[int, ...]:
+    if not given and environment.processes_exist() and (running := environment.local_processes()):
+        return tuple(range(running))
+    return parse_devices("auto" if settings.devices is None else settings.devices, accelerator)
+
+
+# --- Checking ----------------------------------------------------------------------------------------------------
+
+
+def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the names that `plugin` (or, with `of_class`, a class) marks with ``@hookimpl``, with the marker's options."""
+    if isinstance(plugin, type) and not of_class:
+        return {}
+    cls = plugin if of_class else type(plugin)
+    markers = {name: getattr(getattr(cls, name, None), "stratagem_impl", None) for name in dir(cls)}
+    return {name: marker for name, marker in markers.items() if isinstance(marker, dict)}
+
+
+def hook_specifications() -> dict[str, dict[str, Any]]:
+    """Return every hook of the contract by name, with its options."""
+    return {
+        name: value.stratagem_spec for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")
+    }
+
+
+def _check_hooks(stack: Stack) -> None:
+    specifications = hook_specifications()
+    answers: dict[str, list[Choice]] = {}
+    for choice in stack.active():
+        for hook, marker in hook_implementations(choice.plugin).items():
+            if hook not in specifications:
+                raise PluginError(
+                    f"{choice} implements {hook!r}, which is no hook of stratagem",
+                    do=nearest(hook, specifications) or "see docs/hooks.md for the hooks",
+                )
+            if specifications[hook]["firstresult"] and not marker["wrapper"]:
+                answers.setdefault(hook, []).append(choice)
+    for hook, choices in answers.items():
+        if len(choices) > 1:
+            raise PluginError(
+                f"hook {hook!r} is answered by {' and by '.join(str(choice) for choice in choices)}",
+                expected="one plugin to answer and the others to wrap",
+                do="drop one of them",
+            )
+    for choice in stack.active():
+        duties = _DUTIES.get(choice.kind, ())
+        outer = choice in stack.strategies[:-1]
+        missing = [hook for hook in duties if hook not in hook_implementations(choice.plugin) and not outer]
+        if missing:
+            raise PluginError(
+                f"{choice} does not implement {' and '.join(missing)}",
+                expected=f"every {choice.kind} to do so",
+                do="its author should add it; docs/hooks.md has the signature",
+            )
+
+
+def _needs(settings: Any, stack: Stack) -> dict[str, str]:
+    """Return what the settings ask of the plugins: capability to the words the user wrote."""
+    needs = {}
+    running = stack.environment.plugin.local_processes() or 1
+    if len(stack.devices) * settings.num_nodes > 1 or running > 1:
+        needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={settings.num_nodes}"
+    if getattr(settings, "gradient_clip_val", None) is not None:
+        word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
+        needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"
+    if getattr(settings, "accumulate_grad_batches", 1) > 1:
+        needs[NO_SYNC] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
+    return needs
+
+
+def _capabilities(choice: Choice) -> Any:
+    return getattr(choice.plugin, "capabilities", Plugin.capabilities)
+
+
+def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
+    choices = stack.active()
+    provided = {word for choice in choices for word in _capabilities(choice).provides}
+    wanted = [(word, reason, None) for word, reason in needs.items()]
+    wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
+    for word, who, asker in wanted:
+        if word not in provided:
+            raise ConfigError(
+                f"{who} needs {word!r}, which {stack.strategies[-1]} does not provide",
+                do=_alternatives(word, asker),
+            )
+    for choice in choices:
+        for other in choices:
+            clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
+            if clash and other is not choice:
+                raise ConfigError(f"{choice} cannot be used with {other} ({clash[0]!r})", do="drop one of the two")
+
+
+def _alternatives(word: str, asker: Choice | None) -> str:
+    """Name the installed strategies that provide `word`; imports them, which only an error may."""
+    able = []
+    for entry in registry.entries("strategy"):
+        try:
+            plugin = make(entry, {})
+        except Exception:  # noqa: BLE001, S112 - a broken package is no alternative
+            continue
+        if word in plugin.capabilities.provides:
+            able.append(entry.name)
+    if not able:
+        return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")
+    return f"choose a strategy that does: {', '.join(able)}"
+
+

@@ -1,0 +1,516 @@
+"""`Run`: one resolved stack of plugins in one process. What hooks receive, and the API for a training loop of your own.
+
+    run = sg.Run(strategy="ddp", precision="bf16-mixed", devices=2)
+
+    def main(run):
+        model, optimizer = run.setup(model, optimizer)
+        for batch in run.dataloader(loader):
+            loss = model(batch)
+            run.backward(loss)
+            run.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        run.save("last.ckpt", model=model, optimizer=optimizer)
+
+    run.launch(main)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+import torch
+from attrs import define
+
+from stratagem import defaults, hookspecs
+from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
+from stratagem.module import StepModule
+from stratagem.plugin import Bucket, CheckpointFormat, PrecisionPolicy
+from stratagem.resolver import Stack, hook_implementations, resolve
+from stratagem.settings import RunSettings, gather
+from stratagem.world import Collectives, Mesh, World
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from stratagem.trainer import Trainer
+
+#: Hooks of the inner loop, bound once when the stack is connected.
+_STEP_HOOKS = (
+    "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "optimizer_step", "transfer_batch",
+)  # fmt: skip
+
+
+class Run:
+    """A stack of plugins at work. Arguments are those of `stratagem.settings.RunSettings`.
+
+    Raises:
+        ConfigError, PluginError: the choices cannot work together; raised here, before any process starts.
+    """
+
+    def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
+        self.settings = settings if settings is not None else gather(RunSettings, arguments)
+        self.stack: Stack = resolve(self.settings, self.settings.origins)
+        #: The trainer that drives this run; None for a loop of your own.
+        self.trainer: Trainer | None = None
+        self.module: nn.Module | None = None
+        self.model: Any = None
+        self.optimizers: list[Optimizer] = []
+        self.stage: str = "train"
+        self.manual = False
+        self.sync_gradients = True
+        self._enter()
+
+    def _enter(self) -> None:
+        """Begin this run's life in this process: nothing is connected yet."""
+        self.world: World | None = None
+        self.mesh: Mesh = Mesh(axes={})
+        self.device = torch.device("cpu")
+        self.collectives: Collectives = Collectives()
+        self.connected = False
+        #: This process works on behalf of the one that launched it, and ends with the job.
+        self.far_from_home = False
+        self._hooks = _hook_manager(self.stack)
+        self.hook = self._hooks.hook
+        self._bind()
+
+    # --- What the resolver decided -------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The precision's policy."""
+        return self.stack.policy
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.stack.devices)
+
+    @property
+    def devices_given(self) -> bool:
+        """The user set `devices`, rather than leaving it to "auto"."""
+        return self.stack.devices_given
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        checkpoint_format: CheckpointFormat = self.stack.checkpoint.plugin
+        return checkpoint_format
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank if self.world else 0
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size if self.world else 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+        if self.is_global_zero:
+            print(*values, **options)
+
+    # --- Processes -----------------------------------------------------------------------------------------------
+
+    def launch(self, main: Callable[[Run], Any]) -> Any:
+        """Start the processes of this node, call ``main(run)`` in each, and return rank 0's result.
+
+        Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
+        """
+        if self.connected:
+            return main(self)
+        body = _ProcessBody(self, main)
+        environment, launcher = self.stack.environment.plugin, self.stack.launcher.plugin
+        alone = self.num_processes * self.settings.num_nodes == 1 and launcher.parent_trains
+        if environment.processes_exist() or alone:
+            return body()
+        self.world = self.ask("setup_environment")
+        body.far_from_home = not launcher.parent_trains
+        return self.hook.launch(main=body, run=self)
+
+    def connect(self) -> None:
+        """Find this process's place and join the others; once per process, further calls do nothing."""
+        if self.connected:
+            return
+        accelerator = self.stack.accelerator.plugin
+        self.world = self.ask("setup_environment")
+        self.mesh = self.stack.strategy.mesh(self.world)
+        self.device = accelerator.device(self.stack.devices[self.world.local_rank])
+        accelerator.activate(self.device)
+        _set_determinism(self.settings.deterministic)
+        self.collectives = self.ask("connect", world=self.world)
+        self.connected = True
+        _close_at_exit(self)
+
+    def close(self) -> None:
+        """Tear down: plugins first, then the connection. Safe to call twice."""
+        if not self.connected:
+            return
+        self.connected = False
+        self.hook.teardown(run=self)
+        self.collectives.close()
+        self.model, self.optimizers = None, []
+
+    def __enter__(self) -> Run:
+        self.connect()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def init_context(self, empty: bool = False) -> Iterator[None]:
+        """Enter the contexts under which modules are to be built."""
+        with contextlib.ExitStack() as stack:
+            for context in self.hook.init_context(empty=empty, run=self):
+                stack.enter_context(context)
+            yield
+
+    def prepare(
+        self, module: nn.Module, make_optimizers: Callable[[], list[Optimizer]] | None = None, stage: str = "train"
+    ) -> None:
+        """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
+        self.module, self.stage = module, stage
+        self.hook.prepare_module(module=module, run=self)
+        self.model = self.ask("wrap_model", module=StepModule(module))
+        self.optimizers = []
+        if make_optimizers is not None:
+            made = make_optimizers()
+            self.optimizers = self.ask("wrap_optimizers", optimizers=made, module=self.model)
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
+        """Prepare a module and its optimizers for a loop of your own.
+
+        Returns:
+            A callable that stands for the module, and the optimizers to step: ``(model, *optimizers)``, or just the
+            model when no optimizer was given. Optimizers are re-pointed by name if the strategy replaces parameters.
+        """
+        self.connect()
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+        def repoint() -> list[Optimizer]:
+            current = dict(module.named_parameters())
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["params"] = [current.get(names.get(id(p), ""), p) for p in group["params"]]
+            return list(optimizers)
+
+        self.prepare(module, repoint if optimizers else None)
+        handle = ModelHandle(self, module)
+        return (handle, *self.optimizers) if optimizers else handle
+
+    def dataloader(self, loader: Any, stage: str = "train") -> Any:
+        """Return an iterable over this process's share of `loader`, its batches on the device."""
+        self.connect()
+        return LoaderHandle(self, self.share(loader, stage))
+
+    def share(self, loader: Any, stage: str) -> Any:
+        """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
+        if not self.settings.use_distributed_sampler:
+            return loader
+        return self.ask("wrap_dataloader", loader=loader, stage=stage)
+
+    def transfer(self, batch: Any) -> Any:
+        """Return `batch` on the device, in the precision's dtype."""
+        return self._transfer_batch(batch=batch, run=self)
+
+    def bucket_reducer(self) -> Callable[[Bucket], torch.futures.Future[Tensor]] | None:
+        """Return the stack of comm hooks as one function that averages a bucket; None if there is none."""
+        hooks = [choice.plugin.reduce_bucket for choice in self.stack.comm_hooks]
+        if not hooks:
+            return None
+
+        def reduce(level: int, bucket: Bucket) -> torch.futures.Future[Tensor]:
+            if level == len(hooks):
+                return self.collectives.average_async(bucket.buffer)
+            inner = lambda tensor: reduce(level + 1, Bucket(buffer=tensor, index=bucket.index, is_last=bucket.is_last))  # noqa: E731
+            return hooks[level](bucket, inner, self)
+
+        return lambda bucket: reduce(0, bucket)
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any, batch_idx: int, divisor: int, sync: bool, with_index: bool = True) -> Any:
+        """Forward and backward of one batch, its loss divided by `divisor`; return what `training_step` returned.
+
+        `sync` is False when this batch's gradients are only accumulated.
+        """
+        self.sync_gradients = sync
+        if self._step_context is None:
+            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+        with contextlib.ExitStack() as stack:
+            for context in self._step_context(stage="train", sync=sync and not self.manual, run=self):
+                stack.enter_context(context)
+            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+
+    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int, with_index: bool) -> Any:
+        if self._forward_backward is not None:
+            return self._forward_backward(module=self.model, batch=batch, batch_idx=batch_idx, run=self)
+        if with_index:
+            output = self.model("training_step", batch, batch_idx)
+        else:
+            output = self.model("training_step", batch)
+        if self.manual:
+            return output
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if loss is None:
+            self._check_may_skip()
+            return None
+        self.backward(loss / divisor if divisor > 1 else loss)
+        return output
+
+    def _check_may_skip(self) -> None:
+        if self.world_size > 1:
+            raise ConfigError(
+                f"training_step returned None on rank {self.rank} of {self.world_size}", expected="a loss",
+                do="return a loss multiplied by zero to skip a batch: the other ranks wait for its gradients",
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def evaluate_context(self, stage: str) -> Iterator[None]:
+        """Enter the step contexts for one forward without gradients."""
+        with contextlib.ExitStack() as stack:
+            if self._step_context is not None:
+                for context in self._step_context(stage=stage, sync=True, run=self):
+                    stack.enter_context(context)
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally within this block; the next step outside it sends them."""
+        before, self.sync_gradients = self.sync_gradients, False
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        if self._scale_loss is not None:
+            loss = self._answered("scale_loss", self._scale_loss(loss=loss, run=self))
+        if self._backward is None:
+            loss.backward()
+        else:
+            self._answered("backward", self._backward(loss=loss, module=self.model, run=self))
+
+    def clip_gradients(
+        self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
+    ) -> Any:
+        """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
+        if (max_norm is None) == (max_value is None):
+            raise ConfigError(f"clip_gradients got max_norm={max_norm} and max_value={max_value}", expected="one limit")
+        answer = self._clip_gradients(optimizer=optimizer, max_norm=max_norm, max_value=max_value, run=self)
+        return self._answered("clip_gradients", answer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Step; return False if the precision skipped it because gradients overflowed."""
+        if self._optimizer_step is None and closure is None:
+            optimizer.step()
+            return True
+        call = self._optimizer_step or self.hook.optimizer_step
+        return bool(self._answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self)))
+
+    # --- Files ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
+        """Write a checkpoint that any strategy can read: weights, optimizers and `values`. All ranks call it."""
+        module = model.module if isinstance(model, ModelHandle) else model
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        state = {
+            "state_dict": self.ask("model_state", module=module),
+            "optimizers": [self.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
+            "values": values,
+            "format": format_tag(),
+        }
+        self.ask("save_checkpoint", state=state, path=Path(path))
+
+    def load(self, path: str | Path, *, model: Any, optimizer: Any = (), strict: bool = True) -> dict[str, Any]:
+        """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
+        module = model.module if isinstance(model, ModelHandle) else model
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        state = self.ask("load_checkpoint", path=Path(path), into=None)
+        self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
+        self.load_optimizers(state.get("optimizers", []), optimizers, module)
+        values: dict[str, Any] = state.get("values", {})
+        return values
+
+    def load_optimizers(self, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module) -> None:
+        """Put logical `states` into `optimizers`, one each."""
+        if optimizers and len(states) != len(optimizers):
+            raise CheckpointError(
+                f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
+                do="resume with the optimizers that wrote it, or load the weights alone",
+            )  # fmt: skip
+        for state, optimizer in zip(states, optimizers, strict=False):
+            self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
+
+    # --- Hooks ---------------------------------------------------------------------------------------------------
+
+    def ask(self, hook: str, **arguments: Any) -> Any:
+        """Call an answer hook and insist on an answer."""
+        return self._answered(hook, getattr(self.hook, hook)(**arguments, run=self))
+
+    def implemented(self, hook: str) -> Any:
+        """Return the caller of `hook`, or None if nobody implements it: a loop then need not call it at all."""
+        caller = getattr(self.hook, hook)
+        return caller if caller.get_hookimpls() else None
+
+    def _answered(self, hook: str, answer: Any) -> Any:
+        if answer is None:
+            raise PluginError(
+                f"{self._who_answers(hook)} returned None from {hook}", expected="an answer",
+                do="return a value, as docs/hooks.md says for this hook",
+            )  # fmt: skip
+        return answer
+
+    def _who_answers(self, hook: str) -> str:
+        for choice in self.stack.active():
+            marker = hook_implementations(choice.plugin).get(hook)
+            if marker is not None and not marker["wrapper"]:
+                return str(choice)
+        wrappers = [str(c) for c in self.stack.active() if hook in hook_implementations(c.plugin)]
+        return f"a wrapper of it ({', '.join(wrappers)})" if wrappers else "nobody answers:"
+
+    def _bind(self) -> None:
+        """Look up the hooks of the inner loop once. None: nobody implements it, or only the core's default does."""
+        for name in _STEP_HOOKS:
+            caller = self.implemented(name)
+            plain = caller is not None and all(
+                type(implementation.plugin).__name__ == "CoreDefaults" for implementation in caller.get_hookimpls()
+            )
+            keep = not plain or name in ("clip_gradients", "transfer_batch")
+            setattr(self, f"_{name}", caller if keep else None)
+
+    _step_context: Any
+    _forward_backward: Any
+    _scale_loss: Any
+    _backward: Any
+    _clip_gradients: Any
+    _optimizer_step: Any
+    _transfer_batch: Any
+
+    # --- Travel to another process -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        bound = {"hook", "_hooks", "model", "optimizers", *(f"_{name}" for name in _STEP_HOOKS)}
+        return {name: value for name, value in self.__dict__.items() if name not in bound}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.model, self.optimizers = None, []
+        self._enter()
+
+
+class ModelHandle:
+    """A prepared module in a loop of your own: call it like the module; anything else is the module's."""
+
+    def __init__(self, run: Run, module: nn.Module) -> None:
+        self.run, self.module = run, module
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        run = self.run
+        stage = "train" if self.module.training and torch.is_grad_enabled() else "validate"
+        if run._step_context is None:
+            return run.model("__call__", *arguments, **options)
+        with contextlib.ExitStack() as stack:
+            for context in run._step_context(stage=stage, sync=run.sync_gradients, run=run):
+                stack.enter_context(context)
+            return run.model("__call__", *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+class LoaderHandle:
+    """A loader whose batches arrive on the device."""
+
+    def __init__(self, run: Run, loader: Any) -> None:
+        self.run, self.loader = run, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.run.transfer(batch) for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+@define
+class _ProcessBody:
+    """What runs in each process; pickled where the launcher needs that."""
+
+    run: Run
+    main: Callable[[Run], Any]
+    #: A launcher that does not train in its own process calls this.
+    far_from_home: bool = False
+
+    def __call__(self) -> Any:
+        run = self.run
+        run.far_from_home = self.far_from_home
+        run.connect()
+        try:
+            return self.main(run)
+        finally:
+            if run.far_from_home:
+                run.close()
+
+
+def _hook_manager(stack: Stack) -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("stratagem")
+    manager.add_hookspecs(hookspecs)
+    answered = set()
+    # pluggy calls the last registered first.
+    for choice in reversed(stack.active()):
+        try:
+            manager.register(choice.plugin)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginError(
+                f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
+            ) from error
+        implementations = hook_implementations(choice.plugin)
+        answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
+    unanswered = [hook for hook in defaults.DEFAULTS if hook not in answered]
+    manager.register(defaults.plugin_with(unanswered))
+    return manager
+
+
+def _close_at_exit(run: Run) -> None:
+    reference = weakref.ref(run)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            with contextlib.suppress(StratagemError, RuntimeError):
+                alive.close()
+
+    atexit.register(close)
+
+
+def _set_determinism(wanted: bool | str) -> None:
+    if wanted:
+        import os
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
+        torch.use_deterministic_algorithms(True, warn_only=wanted == "warn")
+
+
+def format_tag() -> dict[str, Any]:
+    """Return what a checkpoint says about itself."""
+    from stratagem import __version__
+
+    return {"name": "stratagem", "version": 1, "stratagem": __version__}
+
+

@@ -1,0 +1,95 @@
+"""One seed for every source of randomness, and random states that travel in a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from stratagem.errors import ConfigError
+
+#: Remembers the seed for samplers and for processes started later.
+SEED_VARIABLE = "STRATAGEM_SEED"
+#: "1" asks loader workers to be seeded by rank and worker number.
+SEED_WORKERS_VARIABLE = "STRATAGEM_SEED_WORKERS"
+
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
+    """Seed Python, NumPy (if imported) and torch on all devices; return the seed.
+
+    Every process that starts later, and every sampler, uses the same seed. Call it before building the model so that
+    all ranks begin with equal weights. `None` draws a seed (or reuses the one set before).
+
+    Args:
+        seed: 0 to 2**32 - 1.
+        workers: also give each loader worker its own seed, derived from rank and worker number.
+    """
+    import sys
+
+    import torch
+
+    if seed is None:
+        seed = int(os.environ.get(SEED_VARIABLE, random.randint(0, _MAX_SEED)))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
+        raise ConfigError(f"seed is {seed!r}", expected=f"an integer from 0 to {_MAX_SEED}")
+    os.environ[SEED_VARIABLE] = str(seed)
+    os.environ[SEED_WORKERS_VARIABLE] = str(int(workers))
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def sampler_seed() -> int:
+    """Return the seed that distributed samplers shuffle with: equal on all ranks."""
+    return int(os.environ.get(SEED_VARIABLE, "0"))
+
+
+def seed_worker(worker_id: int, rank: int = 0) -> None:
+    """Seed Python and NumPy in a loader worker from torch's own worker seed and the rank."""
+    import sys
+
+    import torch
+
+    seed = (torch.initial_seed() + 7919 * rank + worker_id) % _MAX_SEED
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """Return this process's random states as tensors, numbers and lists: loadable without unpickling."""
+    import sys
+
+    import torch
+
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), position, has_gauss, float(cached)]
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned, on the same kind of device."""
+    import sys
+
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))

@@ -1,0 +1,257 @@
+"""One call of fit, validate, test or predict in one process: from loaders to the loop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+
+from stratagem import snapshot
+from stratagem.data import in_order, seed_loader_workers, several
+from stratagem.errors import ConfigError
+from stratagem.loops import TrainLoop, evaluate
+from stratagem.module import Module, overrides
+from stratagem.optimization import needs_closure, read
+from stratagem.plugin import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
+from stratagem.seeding import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stratagem.trainer import Trainer
+
+#: What a stage calls its loaders, and the words in its ``limit_*_batches``.
+_LOADERS = {
+    "fit": ("train_dataloader", "train"),
+    "validate": ("val_dataloader", "val"),
+    "test": ("test_dataloader", "test"),
+    "predict": ("predict_dataloader", "predict"),
+}
+
+
+@define(eq=False)
+class Job:
+    """What the user asked for; travels to the processes that do it."""
+
+    stage: str
+    loaders: Any = None
+    val_loaders: Any = None
+    datamodule: Any = None
+    ckpt_path: str | Path | None = None
+    #: Optimizer states of an earlier fit of the same module, to go on with.
+    carried: dict[str, Any] | None = None
+
+    @property
+    def source(self) -> Any:
+        """Whose ``*_dataloader`` methods count when no loader was given, besides the module's."""
+        return self.datamodule
+
+
+class Session:
+    """A job at work in this process."""
+
+    def __init__(self, trainer: Trainer, job: Job) -> None:
+        self.trainer, self.run, self.settings, self.job = trainer, trainer.run, trainer.settings, job
+        self.module: Module = trainer.module
+        self.val_loaders: list[Any] = []
+
+    def work(self) -> Any:
+        """Do the job; return what the user's call returns."""
+        self._build()
+        return self._fit() if self.job.stage == "fit" else self._evaluate(self.job.stage)
+
+    def _build(self) -> None:
+        """Prepare data once per node, then build what does not exist yet."""
+        datamodule, run = self.job.datamodule, self.run
+        if datamodule is not None:
+            if self.trainer.local_rank == 0 and callable(getattr(datamodule, "prepare_data", None)):
+                datamodule.prepare_data()
+            run.collectives.barrier()
+            if callable(getattr(datamodule, "setup", None)):
+                datamodule.setup(self.job.stage)
+        with run.init_context():
+            self.module.configure_model()
+
+    # --- Fit -----------------------------------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        trainer, run, job = self.trainer, self.run, self.job
+        resumed = self._read_checkpoint()
+        run.manual = not self.module.automatic_optimization
+        run.prepare(self.module, self._make_optimizers)
+        self._check_optimizers()
+        loader = self._share(self._loaders()[0], "train")
+        self.val_loaders = self._validation_loaders()
+        self._size_epochs(loader)
+        random_states = None
+        if resumed is not None:
+            random_states = snapshot.restore(trainer, resumed)
+        elif job.carried is not None:
+            snapshot.restore_optimizers(trainer, job.carried)
+        trainer.should_stop = False
+        trainer.batch_size = getattr(loader, "batch_size", None)
+        if trainer.is_global_zero and self.module.hparams:
+            run.hook.log_hyperparams(params=dict(self.module.hparams), run=run)
+        trainer.events.emit("on_fit_start")
+        if resumed is None:
+            self._sanity_check()
+        if random_states is not None:
+            restore_random_state(random_states)
+        with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+            TrainLoop(trainer, self, loader).fit()
+        trainer.events.emit("on_fit_end")
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        optimizers, self.trainer.lr_scheduler_configs = read(self.module.configure_optimizers())
+        return optimizers
+
+    def _check_optimizers(self) -> None:
+        optimizers, provided = self.run.optimizers, self.run.stack.strategy.capabilities.provides
+        needs = {
+            MULTIPLE_OPTIMIZERS: len(optimizers) > 1,
+            MANUAL_OPTIMIZATION: self.run.manual,
+            CLOSURE_OPTIMIZERS: any(needs_closure(optimizer) for optimizer in optimizers),
+        }
+        for word, needed in needs.items():
+            if needed and word not in provided:
+                raise ConfigError(
+                    f"{type(self.module).__name__} needs {word!r}, which {self.run.stack.strategies[-1]} lacks",
+                    do="choose a strategy that provides it (`stratagem plugins show NAME`)",
+                )
+
+    def _size_epochs(self, loader: Any) -> None:
+        """Find how many batches an epoch has, and how many lie between two validations."""
+        trainer, settings = self.trainer, self.settings
+        size = self._limit("train", loader, settings.overfit_batches or settings.limit_train_batches)
+        if size == 0:
+            raise ConfigError(
+                "the training loader has no batches",
+                expected="at least one for each process",
+                do="check its data set, drop_last and limit_train_batches",
+            )
+        limit = settings.overfit_batches or settings.limit_val_batches
+        trainer.num_training_batches = size
+        trainer.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
+        trainer.batches_between_validations = _validation_interval(settings.val_check_interval, size)
+
+    def _sanity_check(self) -> None:
+        """Try validation before training; its randomness and its metrics leave no trace."""
+        trainer, steps = self.trainer, self.settings.num_sanity_val_steps
+        if not self.val_loaders or steps == 0 or trainer.fast_dev_run or self.settings.barebones:
+            return
+        before = random_state()
+        trainer.sanity_checking = True
+        try:
+            limits = [min(steps if steps > 0 else math.inf, limit) for limit in trainer.num_val_batches]
+            evaluate(trainer, "validate", self.val_loaders, limits)
+        finally:
+            trainer.sanity_checking = False
+        restore_random_state(before)
+        trainer.forget_metrics()
+
+    def validate(self) -> None:
+        """Validate where the training loop says it is due."""
+        trainer = self.trainer
+        if self.val_loaders and (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0:
+            evaluate(trainer, "validate", self.val_loaders, trainer.num_val_batches)
+
+    # --- Validate, test, predict ---------------------------------------------------------------------------------
+
+    def _evaluate(self, stage: str) -> list[Any]:
+        trainer, run = self.trainer, self.run
+        checkpoint = self._read_checkpoint()
+        # What training wrapped is used as it is; a fresh module is wrapped for evaluation.
+        if run.model is None or run.module is not self.module:
+            run.prepare(self.module, stage=stage)
+        if checkpoint is not None:
+            run.ask("load_model_state", state=checkpoint["state_dict"], module=self.module, strict=True)
+        loaders = [self._share(loader, stage) for loader in self._loaders()]
+        word = _LOADERS[stage][1]
+        limit = getattr(self.settings, f"limit_{word}_batches")
+        limits = [self._limit(word, loader, limit) for loader in loaders]
+        if stage == "validate":
+            trainer.num_val_batches = limits
+        return evaluate(trainer, stage, loaders, limits)
+
+    # --- Loaders -------------------------------------------------------------------------------------------------
+
+    def _loaders(self) -> list[Any]:
+        """Return the loaders of this job: those given, else the data module's, else the module's own."""
+        method, _ = _LOADERS[self.job.stage]
+        given = self.job.loaders if self.job.loaders is not None else self._ask_for(method)
+        if given is None:
+            raise ConfigError(
+                f"{self.job.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
+            )
+        return [given] if self.job.stage == "fit" else several(given)
+
+    def _validation_loaders(self) -> list[Any]:
+        given = self.job.val_loaders
+        if given is None and self.job.loaders is None:
+            given = self._ask_for("val_dataloader")
+        if given is None or self.settings.limit_val_batches == 0:
+            return []
+        if not overrides(self.module, "validation_step"):
+            raise ConfigError(
+                f"fit got validation loaders and {type(self.module).__name__} has no validation_step",
+                expected="both or neither",
+                do="define it, or leave the loaders out",
+            )
+        return [self._share(loader, "validate") for loader in several(given)]
+
+    def _ask_for(self, method: str) -> Any:
+        source = self.job.source if self.job.source is not None else self.module
+        return getattr(source, method)() if callable(getattr(source, method, None)) else None
+
+    def _share(self, loader: Any, stage: str) -> Any:
+        if not hasattr(loader, "__iter__"):
+            raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")
+        if stage == "train" and self.settings.overfit_batches:
+            loader = in_order(loader)
+        shared = self.run.share(loader, stage)
+        seed_loader_workers(shared, self.trainer.global_rank)
+        return shared
+
+    def _limit(self, word: str, loader: Any, limit: float | None) -> float:
+        """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
+        if self.settings.fast_dev_run:
+            limit = int(self.settings.fast_dev_run)
+        try:
+            size: float = len(loader)
+        except (TypeError, NotImplementedError):
+            size = math.inf
+        if limit is None or (limit == 1.0 and isinstance(limit, float)):
+            return size
+        if isinstance(limit, int):
+            return min(size, limit)
+        if math.isinf(size):
+            raise ConfigError(
+                f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
+            )
+        return int(size * limit)
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        found = snapshot.find(self.trainer, self.job.ckpt_path)
+        if found is None:
+            return None
+        state: dict[str, Any] = self.run.ask("load_checkpoint", path=found, into=None)
+        self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
+        return state
+
+
+def _validation_interval(interval: float, epoch_size: float) -> float:
+    """Return after how many batches to validate; inf means at the end of an epoch of unknown length."""
+    if interval == 0:
+        raise ConfigError("val_check_interval is 0", expected="at least one batch, or a share above 0.0")
+    if isinstance(interval, float):
+        return math.inf if math.isinf(epoch_size) else max(1, int(epoch_size * interval))
+    if interval > epoch_size:
+        raise ConfigError(
+            f"val_check_interval is {interval} and an epoch has {int(epoch_size)} batches",
+            expected="at most that many",
+            do="use check_val_every_n_epoch to validate more rarely than once an epoch",
+        )
+    return interval

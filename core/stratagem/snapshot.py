@@ -1,0 +1,179 @@
+"""The whole run as one dictionary: for checkpoints, and for a process that trained on its parent's behalf."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from stratagem.checkpoint import newest_whole
+from stratagem.errors import CheckpointError
+from stratagem.run import format_tag
+from stratagem.seeding import random_state
+from stratagem.state import load_weights
+
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
+
+
+def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+    """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
+    run = trainer.run
+    state: dict[str, Any] = {
+        "state_dict": run.ask("model_state", module=trainer.module),
+        "format": format_tag(),
+        "hyper_parameters": dict(trainer.module.hparams),
+    }
+    if weights_only:
+        return state
+    plugins = {key: plugin.state_dict() for key, plugin in _stateful(trainer)}
+    return (
+        state
+        | dump_optimizers(trainer)
+        | {
+            "loop": trainer.position.state_dict(),
+            "rng": {
+                "now": run.collectives.all_gather_object(random_state()),
+                "epoch_start": run.collectives.all_gather_object(trainer.position.epoch_random_state),
+            },
+            "callbacks": {key: value for key, value in plugins.items() if key.startswith("callback.")},
+            "plugins": {key: value for key, value in plugins.items() if not key.startswith("callback.")},
+        }
+    )
+
+
+def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
+    """Return the states of optimizers and schedulers."""
+    run = trainer.run
+    return {
+        "optimizers": [run.ask("optimizer_state", optimizer=o, module=trainer.module) for o in run.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Apply `state`; return the random state to set right before training. Weights alone make a fresh start."""
+    run = trainer.run
+    run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=True)
+    if "loop" not in state:
+        return None
+    restore_optimizers(trainer, state)
+    trainer.position.load_state_dict(state["loop"])
+    restore_plugins(trainer, state)
+    ranks = state["rng"]["now"]
+    if len(ranks) != trainer.world_size:
+        warnings.warn(
+            f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
+            "training continues with new ones",
+            stacklevel=2,
+        )
+        return None
+    trainer.position.epoch_random_state = state["rng"]["epoch_start"][trainer.global_rank]
+    now: dict[str, Any] = ranks[trainer.global_rank]
+    return now
+
+
+def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Apply the states of optimizers and schedulers."""
+    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module)
+    schedulers, configs = state["lr_schedulers"], trainer.lr_scheduler_configs
+    if len(schedulers) != len(configs):
+        raise CheckpointError(
+            f"the checkpoint holds {len(schedulers)} scheduler states",
+            expected=f"{len(configs)} as in this run",
+            do="resume with the schedulers that wrote it",
+        )
+    for config, scheduler in zip(configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(scheduler)
+
+
+def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Apply the states of the plugins that are here and were there."""
+    saved = state.get("callbacks", {}) | state.get("plugins", {})
+    for key, plugin in _stateful(trainer):
+        if key in saved:
+            plugin.load_state_dict(saved[key])
+
+
+def _stateful(trainer: Trainer) -> list[tuple[str, Any]]:
+    keyed: dict[str, Any] = {}
+    for choice in trainer.run.stack.active():
+        if callable(getattr(choice.plugin, "state_dict", None)):
+            key = f"{choice.kind}.{choice.name}"
+            # Two of a kind, say two checkpoint callbacks, are told apart by their order.
+            twins = sum(1 for other in keyed if other.partition("#")[0] == key)
+            keyed[f"{key}#{twins}" if twins else key] = choice.plugin
+    return list(keyed.items())
+
+
+# --- Finding a checkpoint ----------------------------------------------------------------------------------------
+
+
+def find(trainer: Trainer, path: str | Path | None) -> Path | None:
+    """Turn "last" and "best" into a path, the same on all ranks; None means a fresh start. Collective."""
+    if path is None or path not in ("last", "best"):
+        return None if path is None else Path(path)
+    found, error = None, None
+    if trainer.is_global_zero:
+        try:
+            found = _best(trainer) if path == "best" else _last(trainer)
+        except CheckpointError as caught:
+            error = caught
+    trainer.run.collectives.fail_together(error)
+    chosen: Path | None = trainer.run.collectives.broadcast_object(found)
+    return chosen
+
+
+def _best(trainer: Trainer) -> Path:
+    for callback in trainer.callbacks:
+        if best := getattr(callback, "best_model_path", ""):
+            return Path(best)
+    raise CheckpointError(
+        'ckpt_path is "best"', expected="a callback that has saved a best checkpoint", do="fit first, with a monitor"
+    )
+
+
+def _last(trainer: Trainer) -> Path | None:
+    folders = [callback.folder(trainer) for callback in trainer.callbacks if hasattr(callback, "folder")]
+    for folder in [*folders, trainer.default_root_dir]:
+        if (newest := newest_whole(Path(folder), trainer.checkpoint_format)) is not None:
+            return newest
+    if trainer.world.generation != "0":
+        return None  # restarted before the first checkpoint: start afresh
+    places = " or ".join(str(folder) for folder in [*folders, trainer.default_root_dir])
+    raise CheckpointError('ckpt_path is "last"', expected=f"a whole checkpoint in {places}", do="fit without it")
+
+
+# --- Travelling --------------------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class Homecoming:
+    """What a process that trained on its parent's behalf brings back: the result, and the state of the run."""
+
+    result: Any
+    state: dict[str, Any]
+    callback_metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+
+    @classmethod
+    def pack(cls, trainer: Trainer, result: Any, fitted: bool) -> Homecoming:
+        """Collective."""
+        return cls(
+            result, dump(trainer, weights_only=not fitted), dict(trainer.callback_metrics), dict(trainer.logged_metrics)
+        )
+
+    def unpack(self, trainer: Trainer) -> Any:
+        """Apply the state in the parent, as if it had trained there; return the result."""
+        with trainer.run.init_context():
+            trainer.module.configure_model()
+        load_weights(trainer.module, self.state["state_dict"])
+        trainer.callback_metrics, trainer.logged_metrics = self.callback_metrics, self.logged_metrics
+        if "loop" in self.state:
+            trainer.position.load_state_dict(self.state["loop"])
+            trainer.position.epoch_random_state = None
+            restore_plugins(trainer, self.state)
+            trainer.carried = {key: self.state[key] for key in ("optimizers", "lr_schedulers")}
+        return self.result

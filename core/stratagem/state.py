@@ -1,0 +1,112 @@
+"""Logical state: tensors by the names a user would use, free of wrappers, ranks and engines.
+
+[Note: logical optimizer state]
+torch numbers the parameters of an optimizer; the numbers mean nothing in another process layout. Logical state keys by
+parameter name instead::
+
+    {"state": {"net.0.weight": {"momentum_buffer": ...}}, "param_groups": [{"lr": 0.1, "params": ["net.0.weight"]}]}
+
+so that any strategy at any world size can read what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by ``id``; a tied parameter has the name it was first registered under."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def logical_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Return the state of `optimizer` keyed by the parameter names of `module`."""
+    names = _names_in_order(optimizer, module)
+    physical = optimizer.state_dict()
+    return {
+        "state": {names[number]: entry for number, entry in physical["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in physical["param_groups"]
+        ],
+    }
+
+
+def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Return `logical` as ``optimizer.load_state_dict`` wants it.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters or other groups.
+    """
+    names = _names_in_order(optimizer, module)
+    saved = [name for group in logical["param_groups"] for name in group["params"]]
+    _check_same("optimizer state", "parameters", saved, names)
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = physical_groups(logical, optimizer, numbers)
+    state = {numbers[name]: entry for name, entry in logical["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def physical_groups(
+    logical: dict[str, Any], optimizer: Optimizer, numbers: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of `logical` numbered like those of `optimizer`."""
+    saved = logical["param_groups"]
+    sizes = [len(group["params"]) for group in saved]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != expected:
+        raise CheckpointError(
+            f"optimizer state has parameter groups of sizes {sizes}",
+            expected=f"{expected} as in this run's optimizer",
+            do="resume with the optimizer that wrote it, or load the weights alone",
+        )
+    return [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved]
+
+
+def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Put `state` into `module`.
+
+    Raises:
+        CheckpointError: names or shapes differ (names: only if `strict`).
+    """
+    own = module.state_dict()
+    if strict:
+        _check_same("model state", "tensors", list(state), list(own))
+    for name in own.keys() & state.keys():
+        mine, theirs = getattr(own[name], "shape", None), getattr(state[name], "shape", None)
+        if mine != theirs:
+            raise CheckpointError(
+                f"model state {name!r} has shape {tuple(theirs or ())}",
+                expected=f"{tuple(mine or ())} as in this model",
+                do="load it into the model that wrote it",
+            )
+    module.load_state_dict(state, strict=strict)
+
+
+def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    names = parameter_names(module)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
+
+
+def _check_same(what: str, items: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    found_set, expected_set = set(found), set(expected)
+    missing, unknown = sorted(expected_set - found_set), sorted(found_set - expected_set)
+    if missing or unknown:
+        parts = [f"lacks {_some(missing)}" if missing else "", f"has {_some(unknown)}" if unknown else ""]
+        raise CheckpointError(
+            f"{what} {' and '.join(part for part in parts if part)}",
+            expected=f"the {items} of this model",
+            do="load it into the model that wrote it",
+        )
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,476 @@
+"""`Trainer`: fit, validate, test, predict. Written on `Run`; calls hooks and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem import snapshot
+from stratagem.data import DataModule
+from stratagem.errors import ConfigError, nearest
+from stratagem.events import Events
+from stratagem.loops import Position
+from stratagem.metrics import MetricBook
+from stratagem.module import Module, OptimizerHandle, overrides
+from stratagem.optimization import LRSchedulerConfig
+from stratagem.plugin import CheckpointFormat
+from stratagem.run import Run
+from stratagem.session import Job, Session
+from stratagem.settings import TrainerSettings, gather
+from stratagem.world import World
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+
+def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None]:
+    """Let ``__init__`` tell an argument that was given from one that has its default value."""
+
+    @functools.wraps(init)
+    def wrapper(self: Any, **arguments: Any) -> None:
+        known = inspect.signature(init).parameters
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(f"Trainer has no argument {name!r}", expected="one of its arguments",
+                                  do=nearest(name, known) or "see help(stratagem.Trainer)")  # fmt: skip
+        self.given = arguments
+        init(self, **arguments)
+
+    return wrapper
+
+
+class Trainer:
+    """Trains a `Module` with plugins chosen by name; every argument is documented in `stratagem.settings`.
+
+    Raises:
+        ConfigError, PluginError: arguments that cannot work, alone or together; before any process starts.
+    """
+
+    @_remembering_what_was_given
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        strategy: Any = "auto",
+        precision: Any = None,
+        comm_hook: Any = None,
+        environment: Any = "auto",
+        launcher: Any = None,
+        checkpoint: Any = None,
+        activation_checkpointing: Any = None,
+        plugins: Any = (),
+        callbacks: Any = (),
+        logger: Any = True,
+        lock: Any = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        max_time: timedelta | str | float | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        limit_test_batches: float | None = None,
+        limit_predict_batches: float | None = None,
+        val_check_interval: float = 1.0,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        log_every_n_steps: int = 50,
+        default_root_dir: str | Path | None = None,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool | None = None,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        deterministic: bool | str = False,
+        detect_anomaly: bool = False,
+        fast_dev_run: bool | int = False,
+        overfit_batches: float = 0,
+        profiler: Any = None,
+        inference_mode: bool = True,
+        barebones: bool = False,
+    ) -> None:
+        self.given: dict[str, Any]
+        self.settings: TrainerSettings = gather(TrainerSettings, self.given)
+        self.run = Run(self.settings)
+        self.run.trainer = self
+        self.max_time = _duration(self.settings.max_time)
+        if self.settings.max_epochs is None:
+            unlimited = self.settings.max_steps != -1 or self.max_time is not None
+            self.settings.max_epochs = -1 if unlimited else 1000
+        self.position = Position()
+        self.should_stop = False
+        self.sanity_checking = False
+        self.module: Any = None
+        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
+        #: What `training_step` returned last.
+        self.last_outputs: Any = None
+        #: Appended to metric names while one of several loaders is evaluated.
+        self.loader_suffix = ""
+        #: Of the training loader, for one process; None if it does not tell.
+        self.batch_size: int | None = None
+        self.num_training_batches: float = 0
+        self.num_val_batches: list[float] = []
+        self.batches_between_validations: float = math.inf
+        #: Optimizer and scheduler states that another process brought home.
+        self.carried: dict[str, Any] | None = None
+        self.forget_metrics()
+        self._enter()
+
+    def _enter(self) -> None:
+        """Begin a call in this process."""
+        self.book = MetricBook(True, self.run.collectives)
+        self.events = Events(self)
+        self._handles: list[OptimizerHandle] = []
+        self._last_logged_step = -1
+
+    def forget_metrics(self) -> None:
+        """Forget every metric that was published."""
+        self.callback_metrics: dict[str, Any] = {}
+        self.logged_metrics: dict[str, Any] = {}
+        self._bar_metrics: dict[str, Any] = {}
+
+    # --- What a user calls ---------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train `model`.
+
+        Args:
+            train_dataloaders: a DataLoader (or any iterable of batches).
+            val_dataloaders: one or several; validated during training.
+            datamodule: a `DataModule` instead of loaders. Without either, the module's own ``train_dataloader()``.
+            ckpt_path: resume from this file, from ``"last"`` or from ``"best"``.
+
+        A second call continues where the first one stopped; raise `max_epochs` for it to have something to do.
+
+        Raises:
+            ConfigError: the module or a loader lacks what training needs.
+            CheckpointError: there is no such checkpoint, it is damaged, or it belongs to another model.
+        """
+        _require(model, "training_step", "fit")
+        _require(model, "configure_optimizers", "fit")
+        self._call("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
+
+    def validate(
+        self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Validate `model` (or the one trained last); return a dict of metrics for each loader."""
+        return self._evaluate("validate", "validation_step", model, dataloaders, datamodule, ckpt_path)
+
+    def test(
+        self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Test `model` (or the one trained last); return a dict of metrics for each loader."""
+        return self._evaluate("test", "test_step", model, dataloaders, datamodule, ckpt_path)
+
+    def predict(
+        self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Return what `predict_step` returned for each batch of this process's share; a list of lists for several loaders."""
+        results = self._evaluate("predict", "predict_step", model, dataloaders, datamodule, ckpt_path)
+        return results[0] if len(results) == 1 else results
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+        """Write everything needed to resume to `path`; with `weights_only`, what is needed to predict. All ranks call it."""
+        if self.module is None:
+            raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
+        state = snapshot.dump(self, weights_only)
+        self.events.emit("on_save_checkpoint", checkpoint=state)
+        self.run.ask("save_checkpoint", state=state, path=Path(path))
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``."""
+        return self.run.init_context(bool(empty_init))
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+        self.run.print(*values, **options)
+
+    def close(self) -> None:
+        """Leave the process group and release the device; done at exit if you do not."""
+        self.run.close()
+
+    # --- What a user reads ---------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        return self.run.world or World()
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.world.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: those that take part now, or that a launch would start."""
+        return self.run.world_size if self.run.world else self.run.num_processes * self.settings.num_nodes
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch being trained, from 0; after training, the number of epochs trained."""
+        return self.position.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+        return self.position.global_step
+
+    @property
+    def max_epochs(self) -> int:
+        assert self.settings.max_epochs is not None
+        return self.settings.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int) -> None:
+        self.settings.max_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        return self.settings.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.settings.max_steps = value
+
+    @property
+    def default_root_dir(self) -> Path:
+        return self.settings.default_root_dir
+
+    @property
+    def fast_dev_run(self) -> bool:
+        return bool(self.settings.fast_dev_run)
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        return self.run.checkpoint_format
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return [choice.plugin for choice in self.run.stack.callbacks]
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [choice.plugin for choice in self.run.stack.loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that answers: the innermost one."""
+        return self.run.stack.strategy
+
+    @property
+    def precision(self) -> Any:
+        return self.run.stack.precision.plugin
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
+        outputs = self.last_outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        shown = {"loss": loss.detach()} if isinstance(loss, torch.Tensor) and loss.numel() == 1 else {}
+        for name, value in self.book.step_values().items():
+            if self.book.shown(name, "prog_bar"):
+                shown[name] = value
+        return shown | self._bar_metrics
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples behind one optimizer step, over all processes; None if the loader does not tell its batch size."""
+        shards = self.run.mesh.num_data_shards
+        return self.batch_size and self.batch_size * shards * self.settings.accumulate_grad_batches
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.run.optimizers
+
+    @property
+    def optimizer_handles(self) -> list[OptimizerHandle]:
+        """The optimizers as `Module.optimizers` gives them: their steps go through the hooks."""
+        if len(self._handles) != len(self.run.optimizers):
+            self._handles = [OptimizerHandle(optimizer, self) for optimizer in self.run.optimizers]
+        return self._handles
+
+    # --- Launching -----------------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, stage: str, step: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+    ) -> list[Any]:
+        model = self.module if model is None else model
+        if model is None:
+            raise ConfigError(f"{stage} got no model and none was trained before", expected="a model")
+        if stage != "predict":
+            _require(model, step, stage)
+        results: list[Any] = self._call(stage, model, loaders, datamodule, ckpt_path)
+        return results
+
+    def _call(
+        self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
+    ) -> Any:
+        if not isinstance(model, Module):
+            raise ConfigError(f"{stage} got a {type(model).__name__}", expected="a stratagem.Module",
+                              do="derive from it, or use stratagem.Run with a loop of your own")  # fmt: skip
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        if datamodule is not None and loaders is not None:
+            raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
+        job = Job(stage, loaders, val_loaders, datamodule, ckpt_path)
+        if stage == "fit":
+            if model is not self.module:
+                self.position, self.carried = Position(), None
+            elif ckpt_path is None:
+                job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
+        self.module = model
+        home = self.run.launch(functools.partial(self._main, job))
+        return home.unpack(self) if isinstance(home, snapshot.Homecoming) else home
+
+    def _main(self, job: Job, run: Run) -> Any:
+        """Do `job` in this process, one of those that the launcher started."""
+        self.module.__dict__["_trainer"] = self
+        self._enter()
+        try:
+            result = Session(self, job).work()
+        except BaseException as error:
+            self.events.emit("on_exception", exception=error)
+            raise
+        return snapshot.Homecoming.pack(self, result, job.stage == "fit") if run.far_from_home else result
+
+    def step_by_hand(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Step `optimizer` for a module that optimizes by hand."""
+        run = self.run
+        self.events.emit("on_before_optimizer_step", optimizer=optimizer)
+        stepped = run.optimizer_step(optimizer, _agreeing(closure, run) if closure is not None else None)
+        self.position.global_step += 1
+        self.position.skipped_steps += not stepped
+        return stepped
+
+    def end_epoch(self) -> None:
+        """Reduce the epoch's metrics, step the schedulers, tell the callbacks."""
+        self.events.module_first("on_train_epoch_end", then=self._publish_training_epoch)
+        self.book.reset()
+
+    def _publish_training_epoch(self) -> None:
+        self.publish_epoch(self.book)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
+                config.step(self.callback_metrics)
+
+    # --- Metrics -------------------------------------------------------------------------------------------------
+
+    def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Record what `Module.log` got."""
+        if options.get("rank_zero_only") and not self.is_global_zero:
+            return
+        if self.loader_suffix:
+            name += self.loader_suffix
+        try:
+            self.book.log(name, value, **options)
+        except TypeError as error:
+            known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
+            unknown = next((option for option in options if option not in known), "")
+            raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
+                              do=nearest(unknown, known))  # fmt: skip
+
+    def log_step(self) -> None:
+        """After a training batch: hand step metrics to the loggers when it is their turn."""
+        step = self.position.global_step
+        if not self.book.metrics:
+            return
+        if step % self.settings.log_every_n_steps == 0 and step != self._last_logged_step and step:
+            self._last_logged_step = step
+            values = self.book.step_values()
+            self.callback_metrics.update(values)
+            self._to_loggers({name: v for name, v in values.items() if self.book.shown(name, "logger")})
+
+    def publish_epoch(self, book: MetricBook) -> dict[str, Any]:
+        """Reduce `book` over the epoch (collective) and hand the values to everybody; return them."""
+        values = book.epoch_values()
+        self.callback_metrics.update(book.step_values())
+        for name, value in values.items():
+            self.callback_metrics[name] = value
+            self.callback_metrics[name.removesuffix("_epoch")] = value
+            if book.shown(name, "prog_bar"):
+                self._bar_metrics[name] = value
+        if not self.sanity_checking:
+            self._to_loggers({name: value for name, value in values.items() if book.shown(name, "logger")})
+        return values
+
+    def _to_loggers(self, values: dict[str, Any]) -> None:
+        self.logged_metrics.update(values)
+        if not values or not self.is_global_zero or self.run.implemented("log_metrics") is None:
+            return
+        numbers = {name: float(value) for name, value in values.items()}
+        self.run.hook.log_metrics(metrics={"epoch": self.current_epoch, **numbers}, step=self.global_step, run=self.run)
+
+    # --- Travel to another process -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        at_work = {"book", "events", "_handles", "lr_scheduler_configs", "last_outputs"}
+        return {name: value for name, value in self.__dict__.items() if name not in at_work}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lr_scheduler_configs, self.last_outputs = [], None
+        self._enter()
+
+
+def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:
+    """Return `closure` with its loss averaged over ranks: the optimizer decides on it, and all must decide alike."""
+
+    def averaged() -> Any:
+        loss = closure()
+        return run.collectives.all_reduce(loss.detach(), "mean") if isinstance(loss, torch.Tensor) else loss
+
+    return averaged
+
+
+def _duration(value: Any) -> timedelta | None:
+    if value is None or isinstance(value, timedelta):
+        return value
+    parts = str(value).split(":")
+    if len(parts) != 4 or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"max_time is {value!r}", expected='seconds, a timedelta or "DD:HH:MM:SS"')
+    days, hours, minutes, seconds = map(int, parts)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def _require(model: Any, method: str, stage: str) -> None:
+    if isinstance(model, Module) and not overrides(model, method):
+        raise ConfigError(f"{type(model).__name__} has no {method}", expected=f"one, to {stage}", do="define it")

@@ -1,0 +1,246 @@
+"""Who the processes are (`World`), how they are arranged (`Mesh`) and how they talk (`Collectives`)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from stratagem.errors import ConfigError, LaunchError, StratagemError
+
+if TYPE_CHECKING:
+    import torch
+
+ReduceOp = Literal["mean", "sum", "max", "min"]
+
+#: torch's own default for collectives on gloo and NCCL alike.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@frozen(kw_only=True)
+class World:
+    """One process's place among all processes of a run; what an environment plugin answers.
+
+    rank and world_size count processes over all nodes; local_rank and local_world_size those on this node.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    num_nodes: int = 1
+    main_address: str = "127.0.0.1"
+    #: Port of the rendezvous store; None while there is one process and nothing to meet.
+    main_port: int | None = None
+    #: The store is hosted by whoever launched the processes, so rank 0 joins it as a client like the rest.
+    store_hosted: bool = False
+    #: Distinguishes successive attempts that share a store: a restarted process must not read a dead one's address.
+    generation: str = "0"
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.rank == 0
+
+
+@frozen(kw_only=True)
+class Mesh:
+    """The processes as named axes, outermost first; samplers, clipping and metrics ask it for sizes and positions.
+
+    Known names: ``data``, ``shard``, ``tensor``, ``pipeline``, ``context``. Ranks are laid out row by row.
+    """
+
+    axes: dict[str, int]
+    rank: int = 0
+
+    def size(self, axis: str) -> int:
+        return self.axes.get(axis, 1)
+
+    def position(self, axis: str) -> int:
+        stride = 1
+        for name, size in reversed(self.axes.items()):
+            if name == axis:
+                return self.rank // stride % size
+            stride *= size
+        return 0
+
+    @property
+    def num_data_shards(self) -> int:
+        """How many parts a data set is cut into: processes on the ``data`` and ``shard`` axes read different samples."""
+        return self.size("data") * self.size("shard")
+
+    @property
+    def data_shard(self) -> int:
+        """Which of those parts this process reads."""
+        return self.position("data") * self.size("shard") + self.position("shard")
+
+
+class Collectives:
+    """What processes say to each other. This base is the conversation of a single process with itself.
+
+    Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape.
+    """
+
+    world_size = 1
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        """Return the reduction of `tensor` over all ranks as a new tensor."""
+        return tensor.clone()
+
+    def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average `tensor` over all ranks in place; the future holds it. The floor under every stack of comm hooks."""
+        import torch
+
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(tensor)
+        return future
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's `tensor` (equal shapes), in rank order."""
+        return [tensor.clone()]
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` with rank `src`'s and return it."""
+        return tensor
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return rank `src`'s picklable `value` on every rank."""
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on at least one rank."""
+        return any(self.all_gather_object(bool(flag)))
+
+    def fail_together(self, error: BaseException | None) -> None:
+        """Raise on all ranks if any rank brings an error, naming the first such rank; else return on all.
+
+        A check that only some ranks fail would leave the others waiting in the next collective.
+        """
+        reports = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
+
+    def close(self) -> None:
+        """Leave the conversation; idempotent."""
+
+
+class TorchCollectives(Collectives):
+    """Collectives over torch.distributed's default process group."""
+
+    def __init__(self, world: World, device: torch.device, *, owns_group: bool) -> None:
+        self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
+
+    @classmethod
+    def connect(
+        cls, world: World, device: torch.device, *, backend: str, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> TorchCollectives:
+        """Join the process group, or adopt the one that an earlier run of this process made.
+
+        Raises:
+            ConfigError: a group exists with another backend or size.
+            LaunchError: the other ranks did not appear within `timeout`.
+        """
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
+            return cls(world, device, owns_group=False)
+        try:
+            dist.init_process_group(
+                backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
+            )
+        except dist.DistError as error:
+            raise LaunchError(
+                f"rank {world.rank} of {world.world_size} could not join the process group at "
+                f"{world.main_address}:{world.main_port} ({error})",
+                do="check that all ranks were started and can reach that address",
+            ) from error
+        return cls(world, device, owns_group=True)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        import torch.distributed as dist
+
+        reduced = tensor.to(self.device, copy=True)
+        ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(reduced, ops[op])
+        return (reduced / self.world_size if op == "mean" else reduced).to(tensor.device)
+
+    def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch.distributed as dist
+
+        # Divide first: a sum of large fp16 gradients would overflow before the division.
+        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        local = tensor.to(self.device).contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.world_size)]
+        dist.all_gather(parts, local)
+        return [part.to(tensor.device) for part in parts]
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        import torch.distributed as dist
+
+        moved = tensor.to(self.device)
+        dist.broadcast(moved, src)
+        return tensor if moved is tensor else tensor.copy_(moved)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src, device=self.device)
+        return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group()
+
+
+def _store(world: World, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
+    if world.main_port is None:
+        assert world.world_size == 1, "an environment that reports several processes must report a port to meet at"
+        return dist.HashStore()
+    hosts = world.is_global_zero and not world.store_hosted
+    store = dist.TCPStore(world.main_address, world.main_port, is_master=hosts, timeout=timeout)
+    return dist.PrefixStore(f"stratagem/{world.generation}", store)
+
+
+def _check_adoptable(backend: str, size: int, wanted_backend: str, wanted_size: int) -> None:
+    if size != wanted_size or backend not in wanted_backend:
+        raise ConfigError(
+            f"this process already belongs to a {backend} process group of {size}",
+            expected=f"a {wanted_backend} group of {wanted_size} or none",
+            do="close the earlier run (trainer.close()) or give both the same devices and strategy",
+        )

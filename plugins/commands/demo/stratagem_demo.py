@@ -1,0 +1,202 @@
+"""Train a small GPT on the Python manual, character by character, and let it write: an example to read and run.
+
+What a user writes is the module, the data and three lines of Trainer; the rest of this file is the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import stratagem as sg
+import torch
+from stratagem.seeding import seed_everything
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, Dataset
+
+CONTEXT = 96  # characters
+
+
+# --- The model ---------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each on top of what came in."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        heads = (batch, length, self.num_heads, width // self.num_heads)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, length, width / heads)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed(self.norm_2(x))
+
+
+class CharGPT(sg.Module):
+    """Predicts the next character; GPT as in Radford et al. 2018, pre-norm."""
+
+    def __init__(self, vocabulary: str, width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = 500) -> None:
+        super().__init__()
+        self.save_hyperparameters("vocabulary", "width", "depth", "num_heads", "steps")
+        self.vocabulary, self.steps = vocabulary, steps
+        self.tokens, self.places = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(vocabulary), bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x):
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
+
+    def loss(self, batch):
+        text, following = batch
+        return F.cross_entropy(self(text).flatten(0, 1).float(), following.flatten())
+
+    def training_step(self, batch):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=False)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.05)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=50)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+    def on_fit_start(self):
+        # Every run trains `steps` more, from wherever the checkpoint stands.
+        self.trainer.max_steps = self.global_step + self.steps
+
+    @torch.no_grad()
+    def write(self, prompt: str, length: int, temperature: float = 0.8) -> str:
+        """Return `prompt` continued by `length` characters."""
+        numbers = [self.vocabulary.index(character) for character in prompt]
+        for _ in range(length):
+            window = torch.tensor([numbers[-CONTEXT:]], device=self.device)
+            chances = (self(window)[0, -1].float() / temperature).softmax(-1)
+            numbers.append(int(torch.multinomial(chances, 1)))
+        return "".join(self.vocabulary[number] for number in numbers)
+
+
+# --- The data ----------------------------------------------------------------------------------------------------
+
+
+def manual() -> str:
+    """Return the language reference that CPython carries for ``help()``: about 460 thousand characters of English."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+class Windows(Dataset):
+    """Pieces of text, each with the same piece one character later."""
+
+    def __init__(self, text: str, vocabulary: str, stride: int) -> None:
+        number = {character: index for index, character in enumerate(vocabulary)}
+        self.numbers = torch.tensor([number[character] for character in text])
+        self.stride = stride
+
+    def __len__(self) -> int:
+        return (len(self.numbers) - CONTEXT - 1) // self.stride
+
+    def __getitem__(self, index):
+        start = index * self.stride
+        return self.numbers[start : start + CONTEXT], self.numbers[start + 1 : start + CONTEXT + 1]
+
+
+def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader, DataLoader]:
+    """Return loaders for the first nine tenths of `text`, and for a part of the rest."""
+    cut = len(text) * 9 // 10
+    train, held_out = Windows(text[:cut], vocabulary, CONTEXT // 4), Windows(text[cut:], vocabulary, CONTEXT)
+    return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(held_out, batch_size)
+
+
+# --- The command -------------------------------------------------------------------------------------------------
+
+
+class Demo(sg.Command):
+    """``stratagem demo``"""
+
+    help = "train a small GPT on the Python manual and let it write; run again to go on"
+
+    def add_arguments(self, parser):
+        parser.add_argument("--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)")
+        parser.add_argument("--steps", type=int, default=500, help="optimizer steps of this run (default: %(default)s)")
+        parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
+        parser.add_argument("--strategy", default="ddp", help="default: %(default)s")
+        parser.add_argument("--precision", help="default: the faster of 32-true and bf16-mixed here")
+        parser.add_argument("--devices", help="default: two processes on a CPU, all GPUs otherwise")
+
+    def run(self, arguments):
+        seed_everything(1)
+        text = manual()
+        vocabulary = "".join(sorted(set(text)))
+        model = CharGPT(vocabulary, steps=arguments.steps)
+        train, held_out = loaders(text, vocabulary, arguments.batch_size)
+
+        trainer = sg.Trainer(
+            strategy=arguments.strategy,
+            precision=arguments.precision or faster_precision(model),
+            devices=arguments.devices or ("auto" if torch.cuda.is_available() else 2),
+            default_root_dir=arguments.dir,
+            gradient_clip_val=1.0,
+            val_check_interval=min(250, len(train) // 2),
+            num_sanity_val_steps=0,
+            callbacks=[{"name": "model_checkpoint", "every_n_train_steps": 250, "save_last": True}],
+            log_every_n_steps=10,
+        )
+        started = sorted(arguments.dir.glob("checkpoints/*.ckpt"))
+        if started:
+            trainer.print(f"going on from the checkpoints in {arguments.dir}; delete that folder to start afresh")
+        trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
+        final = trainer.validate(model, held_out)[0]["val_loss"]
+        trainer.save_checkpoint(arguments.dir / "checkpoints" / "last.ckpt")
+        if trainer.is_global_zero:
+            report(model, trainer, final)
+        return 0
+
+
+def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:
+    """Print the loss and a sample."""
+    model.eval()
+    sample = model.write("The Python language", length=400)
+    print(f"\nvalidation loss {val_loss:.3f} nats per character after {trainer.global_step} steps; it now writes:\n")
+    print("    " + sample.replace("\n", "\n    "))
+
+
+def faster_precision(model: CharGPT) -> str:
+    """Return "bf16-mixed" if a step in it is faster here than in fp32, else "32-true"; every process agrees."""
+    chosen = os.environ.get("STRATAGEM_DEMO_PRECISION")
+    if chosen is None:
+        chosen = "bf16-mixed" if _seconds(model, mixed=True) < _seconds(model, mixed=False) else "32-true"
+        os.environ["STRATAGEM_DEMO_PRECISION"] = chosen  # for the processes that this one starts
+    return chosen
+
+
+def _seconds(model: CharGPT, mixed: bool) -> float:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probe = CharGPT(model.vocabulary).to(device)
+    batch = torch.randint(len(model.vocabulary), (2, 32, CONTEXT), device=device)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = probe.loss(tuple(batch))
+        loss.backward()
+        loss.item()
+        best = min(best, time.perf_counter() - start)
+    return best

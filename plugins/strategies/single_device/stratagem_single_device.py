@@ -1,0 +1,37 @@
+"""Train on one device, in this process. Also the smallest complete strategy: copy it to start your own."""
+
+from __future__ import annotations
+
+from attrs import define
+
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.plugin import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CLOSURE_OPTIMIZERS,
+    FULL_STATE,
+    MANUAL_OPTIMIZATION,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+)
+
+
+@define(eq=False, kw_only=True)
+class SingleDeviceStrategy(Strategy):
+    """The model as it is, on ``run.device``."""
+
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM,
+            CLIP_BY_VALUE,
+            CLOSURE_OPTIMIZERS,
+            FULL_STATE,
+            MANUAL_OPTIMIZATION,
+            MULTIPLE_OPTIMIZERS,
+            NO_SYNC,  # with nobody to talk to, inner micro-batches are silent by nature
+        }
+    )
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        return module.to(run.device)

@@ -1,0 +1,169 @@
+"""Plugins are found through metadata, loaded when named, and one broken package harms nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import stratagem as sg
+from stratagem import registry
+from stratagem.errors import PluginError
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put a package on the path, with metadata, as pip would."""
+
+    def put(distribution, entry_points, source="", version="1.0", requires=()):
+        module = distribution.replace("-", "_")
+        folder = tmp_path / f"site-{distribution}"
+        info = folder / f"{module}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
+        text = ""
+        for group, points in entry_points.items():
+            text += f"[{group}]\n" + "".join(f"{name} = {module}:{value}\n" for name, value in points.items())
+        (info / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+        registry.refresh()
+
+    yield put
+    registry.refresh()
+
+
+STRATEGY = """
+    from attrs import define
+    from stratagem import Strategy, hookimpl
+
+    @define(eq=False, kw_only=True)
+    class Mine(Strategy):
+        #: Nothing.
+        level: int = 1
+
+        @hookimpl
+        def wrap_model(self, module):
+            return module
+"""
+
+
+def test_an_installed_strategy_is_listed_found_and_built(install):
+    install("acme-strategy", {"stratagem.strategy": {"acme": "Mine"}}, STRATEGY)
+
+    entry = registry.find("strategy", "ACME")
+    trainer = sg.Trainer(strategy={"name": "acme", "level": 2}, **QUIET)
+
+    assert (entry.distribution, entry.version) == ("acme-strategy", "1.0")
+    assert trainer.strategy.level == 2
+
+
+def test_listing_imports_nothing(install):
+    install("acme-broken", {"stratagem.strategy": {"broken": "Nothing"}}, "raise RuntimeError('imported')")
+
+    assert "broken" in [entry.name for entry in registry.entries("strategy")]
+    assert "acme_broken" not in sys.modules
+
+
+def test_a_broken_package_is_fatal_only_when_chosen(install):
+    install("acme-broken", {"stratagem.strategy": {"broken": "Nothing"}}, "raise RuntimeError('out of order')")
+
+    sg.Trainer(strategy="single_device", **QUIET)
+    with pytest.raises(PluginError, match="acme-broken 1.0 cannot be imported .RuntimeError: out of order"):
+        sg.Trainer(strategy="broken", **QUIET)
+
+
+def test_a_broken_environment_does_not_stop_detection(install):
+    install("acme-env", {"stratagem.environment": {"acme": "Nothing"}}, "raise RuntimeError('imported')")
+
+    assert sg.Trainer(**QUIET).run.stack.environment.name == "local"
+
+
+def test_two_packages_with_one_name_are_told_apart_by_distribution(install):
+    install("acme-one", {"stratagem.strategy": {"twin": "Mine"}}, STRATEGY)
+    install("acme-two", {"stratagem.strategy": {"twin": "Mine"}}, STRATEGY)
+
+    with pytest.raises(PluginError, match="acme-one and acme-two.*'acme-one:twin' or 'acme-two:twin'"):
+        sg.Trainer(strategy="twin", **QUIET)
+    assert sg.Trainer(strategy="acme-two:twin", **QUIET).run.stack.strategies[0].entry.distribution == "acme-two"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(PluginError, match="strategy 'dpd' is unknown; expected one of.*did you mean 'ddp'"):
+        sg.Trainer(strategy="dpd", **QUIET)
+
+
+def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
+    monkeypatch.setattr(registry.catalog, "providers", lambda kind: {"warp": "stratagem-warp"})
+
+    with pytest.raises(PluginError, match="strategy 'warp' is not installed; run `pip install stratagem-warp`"):
+        sg.Trainer(strategy="warp", **QUIET)
+
+
+def test_a_package_for_another_core_is_refused(install):
+    install("acme-new", {"stratagem.strategy": {"new": "Mine"}}, STRATEGY, requires=["stratagem>=99"])
+
+    with pytest.raises(PluginError, match=r"acme-new 1.0 needs stratagem >=99 and this is"):
+        sg.Trainer(strategy="new", **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("version", "clause", "fits"),
+    [
+        ("0.1.0", ">=0.1", True), ("0.1.0", ">0.1", False), ("0.1.0", "<0.2", True), ("1.4", "~=1.2", True),
+        ("2.0", "~=1.2", False), ("1.2.9", "==1.2.*", True), ("1.3", "==1.2.*", False), ("1.3", "!=1.3", False),
+        ("1.2.dev3", ">=1.2", True),
+    ],
+)  # fmt: skip
+def test_version_clauses(version, clause, fits):
+    assert registry._satisfies(version, clause) is fits
+
+
+def test_deny_and_allow_lists(monkeypatch):
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "ddp")
+    with pytest.raises(PluginError, match="strategy 'ddp' is hidden by STRATAGEM_PLUGINS or STRATAGEM_DISABLE_PLUGINS"):
+        registry.find("strategy", "ddp")
+
+    monkeypatch.setenv("STRATAGEM_PLUGINS", "stratagem-ddp,single_device")
+    names = {entry.name for entry in registry.entries()}
+    assert "single_device" in names
+    assert "ddp_spawn" in names
+    assert "ddp" not in names
+    assert "csv" not in names
+
+
+def test_a_misspelt_hook_names_the_nearest(install):
+    install("acme-typo", {"stratagem.strategy": {"typo": "Mine"}}, STRATEGY.replace("wrap_model", "wrap_modle"))
+
+    with pytest.raises(PluginError, match="strategy 'typo' implements 'wrap_modle'.*did you mean 'wrap_model'"):
+        sg.Trainer(strategy="typo", **QUIET)
+
+
+def test_a_hook_argument_that_does_not_exist_is_refused(install):
+    install("acme-arg", {"stratagem.strategy": {"arg": "Mine"}}, STRATEGY.replace("(self, module)", "(self, modul)"))
+
+    with pytest.raises(PluginError, match="strategy 'arg' does not fit the hook contract"):
+        sg.Trainer(strategy="arg", **QUIET)
+
+
+def test_classes_are_importable_by_kind():
+    from stratagem.strategies import DDPStrategy
+
+    assert DDPStrategy().static_graph is False
+    with pytest.raises(ImportError, match="WarpStrategy"):
+        from stratagem.strategies import WarpStrategy  # noqa: F401
+
+
+def test_python_m_stratagem_is_the_same_program():
+    result = subprocess.run(
+        [sys.executable, "-m", "stratagem", "plugins", "list", "--kind", "strategy"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert "single_device" in result.stdout
+    assert "precision" not in result.stdout

@@ -1,0 +1,110 @@
+"""Run a function in several gloo processes: a quarter of a second for two, because they fork from a warm parent.
+
+Independent of stratagem's own launchers, so that tests of them and of everything above have something else to lean on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 60) -> list[Any]:
+    """Call ``function(rank, world_size, *arguments)`` in each process; return the results in rank order.
+
+    The processes find the variables of an external launcher (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    A rank that raises, or a run longer than `limit_s`, ends all of them and raises here with the tracebacks.
+    """
+    import torch
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
+        return _run_in(Path(name), function, world_size, arguments, limit_s)
+
+
+def _run_in(
+    folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
+) -> list[Any]:
+    port = _free_port()
+    children = [_fork(function, rank, world_size, port, folder, arguments) for rank in range(world_size)]
+    try:
+        failed = _wait(children, time.monotonic() + limit_s)
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+    reports = [folder / f"{rank}.error" for rank in range(world_size)]
+    text = "\n".join(f"--- rank {i}\n{r.read_text()}" for i, r in enumerate(reports) if r.exists() and r.stat().st_size)
+    if failed:
+        raise AssertionError(f"{failed}\n{text}")
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _fork(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, arguments: tuple[Any, ...]
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.error", "w"), all_threads=True)  # noqa: SIM115
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        result = function(rank, world_size, *arguments)
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(children: list[int], deadline: float) -> str:
+    """Return what went wrong, or an empty string."""
+    waiting = dict(enumerate(children))
+    while waiting:
+        for rank, child in list(waiting.items()):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                del waiting[rank]
+                code = os.waitstatus_to_exitcode(status)
+                if code:
+                    time.sleep(0.3)  # let the others write what they saw
+                    return f"rank {rank} ended with {code}"
+        if time.monotonic() > deadline:
+            for child in waiting.values():  # each writes its stack, see _fork
+                os.kill(child, signal.SIGUSR1)
+            time.sleep(0.5)
+            return f"ranks {sorted(waiting)} were still running at the time limit"
+        time.sleep(0.005)
+    return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
