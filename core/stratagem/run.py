@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -227,17 +228,23 @@ class Run:
 
     def bucket_reducer(self) -> Callable[[Bucket], torch.futures.Future[Tensor]] | None:
         """Return the stack of comm hooks as one function that averages a bucket; None if there is none."""
-        hooks = [choice.plugin.reduce_bucket for choice in self.stack.comm_hooks]
+        implementations = {impl.plugin: impl for impl in self.hook.reduce_bucket.get_hookimpls()}
+        hooks = [implementations[choice.plugin] for choice in self.stack.comm_hooks]
         if not hooks:
             return None
 
         def reduce(level: int, bucket: Bucket) -> torch.futures.Future[Tensor]:
             if level == len(hooks):
                 return self.collectives.average_async(bucket.buffer)
-            inner = lambda tensor: reduce(level + 1, Bucket(buffer=tensor, index=bucket.index, is_last=bucket.is_last))  # noqa: E731
-            return hooks[level](bucket, inner, self)
 
-        return lambda bucket: reduce(0, bucket)
+            def average(tensor: Tensor) -> torch.futures.Future[Tensor]:
+                return reduce(level + 1, Bucket(buffer=tensor, index=bucket.index, is_last=bucket.is_last))
+
+            given = {"bucket": bucket, "average": average, "run": self}
+            future: torch.futures.Future[Tensor] = hooks[level].function(*(given[n] for n in hooks[level].argnames))
+            return future
+
+        return functools.partial(reduce, 0)
 
     # --- The step ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,220 @@
+"""Which dtypes, where, with what torch itself has: true and mixed precision, and loss scaling for fp16."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar, Literal
+
+import torch
+from attrs import define, field
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_map_only
+
+from stratagem import Capabilities, Precision, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import at_least, between, more_than
+from stratagem.plugin import LOSS_SCALING, PrecisionPolicy
+
+_TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+
+
+# --- True: everything in one dtype -------------------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class TruePrecision(Precision):
+    """Parameters, inputs and results in one dtype."""
+
+    #: Fewer bits are faster and smaller; below 32, updates smaller than a rounding step are lost.
+    dtype: Literal["16", "bf16", "32", "64"] = "32"
+
+    def policy(self) -> PrecisionPolicy:
+        if self.dtype == "32":
+            return PrecisionPolicy()  # leave a model as its author made it
+        dtype = _TRUE[self.dtype]
+        return PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+
+    @hookimpl
+    def init_context(self):
+        return None if self.dtype == "32" else _default_dtype(_TRUE[self.dtype])
+
+    @hookimpl
+    def prepare_module(self, module):
+        if self.dtype != "32":
+            module.to(_TRUE[self.dtype])  # floating point only: torch leaves integers alone
+
+    @hookimpl
+    def step_context(self):
+        return None if self.dtype == "32" else _default_dtype(_TRUE[self.dtype])
+
+    @hookimpl(wrapper=True)
+    def transfer_batch(self):
+        batch = yield
+        return batch if self.dtype == "32" else _cast(batch, _TRUE[self.dtype])
+
+
+def half() -> TruePrecision:
+    """``16-true``"""
+    return TruePrecision(dtype="16")
+
+
+def bfloat16() -> TruePrecision:
+    """``bf16-true``"""
+    return TruePrecision(dtype="bf16")
+
+
+def double() -> TruePrecision:
+    """``64-true``"""
+    return TruePrecision(dtype="64")
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
+# --- Mixed: fp32 parameters, 16-bit compute ----------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class _Autocast(Precision):
+    """fp32 parameters; matrix products in 16 bits where that is safe (torch.autocast)."""
+
+    _compute_dtype: ClassVar[torch.dtype]
+
+    #: Remember the 16-bit copies of parameters within a forward: costs their memory, saves casting them at each use.
+    cache_enabled: bool = True
+
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy(compute_dtype=self._compute_dtype)
+
+    @hookimpl
+    def step_context(self, run):
+        # A module that optimizes by hand steps between two forwards of one context: a remembered copy would be stale.
+        remember = self.cache_enabled and not run.manual
+        return torch.autocast(run.device.type, self._compute_dtype, cache_enabled=remember)
+
+    @hookimpl(wrapper=True)
+    def backward(self, run):
+        # Backward runs in the dtypes of forward by itself; autocast around it would cast some of it a second time.
+        with torch.autocast(run.device.type, enabled=False):
+            return (yield)
+
+
+@define(eq=False, kw_only=True)
+class MixedPrecision(_Autocast):
+    """fp32 parameters; matrix products in bf16 where that is safe (torch.autocast)."""
+
+    _compute_dtype = torch.bfloat16
+
+
+@define(eq=False, kw_only=True)
+class ScaledPrecision(_Autocast):
+    """fp32 parameters; matrix products in fp16, with the loss scaled so that small gradients do not vanish.
+
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018. A step whose gradients overflowed is skipped, on all
+    ranks together, and the scale shrinks. With several optimizers it changes between batches, so that all losses of a
+    batch are scaled alike.
+    """
+
+    #: First loss scale; too large costs a few skipped steps, too small loses small gradients for a while.
+    init_scale: float = field(default=65536.0, validator=more_than(0))
+    #: What the scale is multiplied by after `growth_interval` steps without overflow.
+    growth_factor: float = field(default=2.0, validator=more_than(1))
+    #: What the scale is multiplied by after an overflow.
+    backoff_factor: float = field(default=0.5, validator=between(0.0001, 0.9999))
+    #: Steps without overflow before the scale is tried higher.
+    growth_interval: int = field(default=2000, validator=at_least(1))
+
+    _compute_dtype = torch.float16
+    capabilities = Capabilities(provides={LOSS_SCALING})
+
+    scaler: GradScaler | None = field(init=False, default=None)
+    _loaded: dict[str, Any] | None = field(init=False, default=None)
+    _found: dict[torch.device, torch.Tensor] = field(init=False, factory=dict)
+
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy(compute_dtype=torch.float16, loss_scaling=True)
+
+    @hookimpl
+    def prepare_module(self, run):
+        if self.scaler is None:
+            self.scaler = GradScaler(
+                run.device.type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval
+            )
+            if self._loaded is not None:
+                self.scaler.load_state_dict(self._loaded)
+
+    @hookimpl
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self, optimizer):
+        self._unscale(optimizer)
+        return (yield)
+
+    @hookimpl
+    def optimizer_step(self, optimizer, closure, run):
+        if closure is not None:
+            raise ConfigError(
+                f"precision '16-mixed' cannot step {type(optimizer).__name__}, which evaluates the model itself",
+                expected="an optimizer without a closure",
+                do='use precision="bf16-mixed" or "32-true"',
+            )
+        found = self._unscale(optimizer)
+        if run.collectives.world_size > 1:
+            for device, flag in found.items():  # an overflow on one rank is an overflow on all
+                found[device] = run.collectives.all_reduce(flag, "max")
+        if not found:
+            return True  # no gradients, nothing to step
+        self.scaler.step(optimizer)
+        self._remember(optimizer)
+        if len(run.optimizers) <= 1:
+            self._update()
+        return not any(bool(flag) for flag in found.values())
+
+    @hookimpl(wrapper=True)
+    def transfer_batch(self):
+        self._update()
+        return (yield)
+
+    def _unscale(self, optimizer) -> dict[torch.device, torch.Tensor]:
+        """Divide the gradients by the scale unless that was done; return the flags of overflow, one a device."""
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.scaler.unscale_(optimizer)
+        return state["found_inf_per_device"]
+
+    def _remember(self, optimizer) -> None:
+        """Keep what this optimizer found for the next update, and let it step again before that."""
+        state = self.scaler._per_optimizer_states.pop(id(optimizer))
+        for device, flag in state["found_inf_per_device"].items():
+            self._found[device] = torch.maximum(self._found[device], flag) if device in self._found else flag
+
+    def _update(self) -> None:
+        """Change the scale by what the optimizers found since the last update, if they stepped at all."""
+        if self._found:
+            self.scaler._per_optimizer_states["found"] = {"stage": OptState.STEPPED, "found_inf_per_device": self._found}
+            self.scaler.update()
+            self._found = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and how long it has lasted."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a saved scale; also before the scaler exists."""
+        self._loaded = state or None
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
