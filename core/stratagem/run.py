@@ -30,6 +30,7 @@ from attrs import define
 
 from stratagem import defaults, hookspecs
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
+from stratagem.launch import join_supervision
 from stratagem.module import StepModule
 from stratagem.plugin import Bucket, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
@@ -467,6 +468,7 @@ class _ProcessBody:
     def __call__(self) -> Any:
         run = self.run
         run.far_from_home = self.far_from_home
+        join_supervision()
         run.connect()
         try:
             return self.main(run)

@@ -446,9 +446,9 @@ class Trainer:
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
         self.lr_scheduler_configs, self.last_outputs = [], None
-        self._enter()
 
 
 def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:

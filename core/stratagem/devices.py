@@ -1,0 +1,126 @@
+"""The `devices=` grammar: a count, a list of numbers, or everything there is.
+
+===============  ===========================================  =========================
+value            an accelerator with numbered devices (cuda)  one without (cpu)
+===============  ===========================================  =========================
+"auto"           all                                          one process
+3, "3"           the first three                              three processes
+-1, "-1"         all                                          refused
+[1, 3], "1,3"    exactly those                                refused
+"2,"             device 2                                     refused
+0, "0", []       refused                                      refused
+===============  ===========================================  =========================
+
+In the `gpus=` argument of older trainers a digit string was an index: ``gpus="3"`` meant device 3. Here it is a count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from stratagem.errors import ConfigError, StratagemError
+from stratagem.plugin import Accelerator
+
+_GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", or "auto"'
+
+
+def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
+    """Return the device numbers that the processes of this node use, one each.
+
+    Raises:
+        ConfigError: `value` is not in the grammar above, or names devices that do not exist.
+    """
+    if isinstance(value, str):
+        value = _parse_text(value)
+    if not accelerator.indexed:
+        return tuple(range(_process_count(value)))
+    available = accelerator.count()
+    if value == "auto" or (_is_integer(value) and value == -1):
+        return tuple(range(available))
+    if _is_integer(value):
+        return _first(value, available)
+    if isinstance(value, Sequence):
+        return _exactly(value, available)
+    raise ConfigError(f"devices is {value!r}", expected=_GRAMMAR)
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the first `num_devices` CUDA devices that accept a tensor (-1: all that do), for `devices=`.
+
+    Another job may take a device between this call and its use.
+
+    Raises:
+        ConfigError: `num_devices` is 0, or more than exist.
+        StratagemError: fewer devices than asked for accept a tensor.
+    """
+    import torch
+
+    available = torch.cuda.device_count()
+    if not _is_integer(num_devices) or num_devices == 0 or num_devices < -1 or num_devices > available:
+        raise ConfigError(f"num_devices is {num_devices!r}", expected=f"1 to {available} (there are {available}), or -1")
+    usable: list[int] = []
+    for index in range(available):
+        if len(usable) == num_devices:
+            break
+        try:
+            torch.tensor(0.0, device=f"cuda:{index}")
+        except RuntimeError:
+            continue
+        usable.append(index)
+    if len(usable) < max(num_devices, 1):
+        raise StratagemError(
+            f"{len(usable)} of {available} CUDA devices accept work", expected=f"{max(num_devices, 1)}",
+            do="wait for other jobs, or ask for fewer",
+        )  # fmt: skip
+    return usable
+
+
+def _parse_text(text: str) -> Any:
+    stripped = text.strip()
+    if stripped.lower() == "auto":
+        return "auto"
+    if re.fullmatch(r"-?\d+", stripped):
+        return int(stripped)
+    if re.fullmatch(r"\d+(\s*,\s*\d+)*\s*,?", stripped):
+        return [int(part) for part in stripped.split(",") if part.strip()]
+    raise ConfigError(f"devices is {text!r}", expected=_GRAMMAR)
+
+
+def _process_count(value: Any) -> int:
+    if value == "auto":
+        return 1
+    if _is_integer(value) and value > 0:
+        return int(value)
+    raise ConfigError(f"devices is {value!r}", expected="a number of processes: this accelerator has no numbered devices")
+
+
+def _first(count: int, available: int) -> tuple[int, ...]:
+    if count == 0:
+        raise ConfigError(
+            "devices is 0", expected="at least one device", do='use accelerator="cpu", or devices=[0] for the first device'
+        )
+    if count < -1:
+        raise ConfigError(f"devices is {count}", expected=_GRAMMAR)
+    if count > available:
+        hint = f'devices=[{count}], as gpus="{count}" once meant, would need {count + 1}' if count == available else ""
+        raise ConfigError(f"devices is {count} and there are {available}", expected=f"at most {available}", do=hint)
+    return tuple(range(count))
+
+
+def _exactly(indices: Sequence[Any], available: int) -> tuple[int, ...]:
+    if not indices:
+        raise ConfigError(f"devices is {indices!r}", expected="at least one device", do='use accelerator="cpu" for none')
+    if not all(_is_integer(index) for index in indices):
+        raise ConfigError(f"devices is {indices!r}", expected="whole numbers in the list")
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"devices is {list(indices)}", expected="each device once")
+    absent = [index for index in indices if not 0 <= index < available]
+    if absent:
+        raise ConfigError(f"devices is {list(indices)} and there are {available}", expected=f"0 to {available - 1}")
+    return tuple(indices)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int

@@ -1,0 +1,390 @@
+"""Start local processes with a place each, watch them, and end them together.
+
+[Note: supervision]
+When a process dies the others are ended within seconds, and what is shown is the *root* error: the one of the rank that
+was not merely told by a broken connection that somebody else had died. Each process leaves a report of its error in a
+folder that the parent made. Processes stay in the parent's process group, and die with it, also when it is killed: on
+Linux the kernel sees to that (PR_SET_PDEATHSIG); elsewhere each process looks for its parent once a second.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, frozen
+
+from stratagem import errors
+from stratagem.errors import ConfigError, LaunchError, StratagemError
+from stratagem.world import World
+
+#: "1": whoever launched this process hosts the rendezvous store, and rank 0 joins it like the rest.
+STORE_HOSTED_VARIABLE = "STRATAGEM_STORE_HOSTED"
+#: The process that launched this one; it does not outlive it.
+PARENT_VARIABLE = "STRATAGEM_PARENT_PID"
+#: Where this process leaves the report of its error.
+REPORTS_VARIABLE = "STRATAGEM_REPORTS"
+
+#: How long a process may take to notice that another died, and to end when told to.
+NOTICE_S = 4.0
+END_S = 5.0
+
+_PR_SET_PDEATHSIG = 1
+#: What gloo, NCCL and the store say when the other side is gone.
+_ECHOES = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket", "remote process exited",
+           "timed out waiting", "application timeout", "nccl", "recvvalue failed", "store")  # fmt: skip
+
+
+# --- Places ------------------------------------------------------------------------------------------------------
+
+
+def process_variables(world: World) -> dict[str, str]:
+    """Return the environment variables that tell a process its place; an environment plugin reads them back."""
+    variables = {
+        "RANK": world.rank, "LOCAL_RANK": world.local_rank, "NODE_RANK": world.node_rank,
+        "WORLD_SIZE": world.world_size, "LOCAL_WORLD_SIZE": world.local_world_size,
+        "MASTER_ADDR": world.main_address, "MASTER_PORT": world.main_port,
+        STORE_HOSTED_VARIABLE: int(world.store_hosted),
+    }  # fmt: skip
+    return {name: str(value) for name, value in variables.items()}
+
+
+def local_places(world: World) -> list[World]:
+    """Return the places of all processes of this node, given local rank 0's."""
+    return [
+        evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)
+    ]
+
+
+def host_store(world: World) -> tuple[World, Any]:
+    """Host the rendezvous store if this is node 0; return the world with its port, and the store to keep alive.
+
+    The kernel picks the port and this process keeps it, so nobody can take it between choosing and using.
+    """
+    if world.node_rank != 0:
+        return world, None
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(world.main_address, world.main_port or 0, is_master=True, wait_for_workers=False)
+    except dist.DistError as error:
+        raise LaunchError(
+            f"cannot listen on {world.main_address}:{world.main_port or 0} ({error})",
+            do="choose another MASTER_PORT, or an address of this machine",
+        ) from error
+    return evolve(world, main_port=store.port, store_hosted=True), store
+
+
+def child_environment(world: World, reports: Path) -> dict[str, str]:
+    """Return the whole environment of a process that takes `world`'s place."""
+    threads = max(1, (os.cpu_count() or 1) // world.local_world_size)
+    return {
+        "OMP_NUM_THREADS": str(threads), **os.environ, **process_variables(world),
+        PARENT_VARIABLE: str(os.getpid()), REPORTS_VARIABLE: str(reports),
+    }  # fmt: skip
+
+
+def relaunch_command() -> list[str]:
+    """Return the command that runs the user's program again, whatever the current directory is now.
+
+    Raises:
+        ConfigError: there is no program to run again (a notebook, ``python -c``, a prompt).
+    """
+    main = sys.modules["__main__"]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    file = getattr(main, "__file__", None)
+    if file is None or not os.path.exists(file):
+        raise ConfigError(
+            "this program has no file to run again in another process",
+            expected="a script, or a module run with -m",
+            do='use a strategy that forks (such as "ddp_notebook")',
+        )
+    return [sys.executable, *flags, os.path.abspath(file), *sys.argv[1:]]
+
+
+# --- Life and death ----------------------------------------------------------------------------------------------
+
+
+def die_with(parent: int) -> None:
+    """End this process when `parent` ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before the kernel knew
+            os._exit(1)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+@define(eq=False)
+class Child:
+    """A process on this machine."""
+
+    rank: int
+    pid: int
+    #: Return its exit code, negative for a signal; None while it runs.
+    poll: Callable[[], int | None]
+
+
+def end(children: Iterable[Child]) -> None:
+    """Ask `children` to end, then make them; return when they have."""
+    for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+        running = [child for child in children if child.poll() is None]
+        for child in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+        _wait_until(lambda running=running: all(child.poll() is not None for child in running), patience)
+
+
+def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- Reports -----------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Report:
+    """What a process said before it ended."""
+
+    rank: int
+    time: float
+    type: str
+    message: str
+    traceback: str
+    #: The parts of a StratagemError, so that the parent can raise the same.
+    parts: dict[str, str]
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only tells of a connection to a process that died first."""
+        return is_echo(self.type, self.message)
+
+
+def is_echo(kind: str, message: str) -> bool:
+    """Whether an error of class `kind` is the sound of another process dying."""
+    lowered = message.lower()
+    network = kind in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
+    return network or (kind == "RuntimeError" and any(echo in lowered for echo in _ECHOES))
+
+
+def report(error: BaseException, rank: int, folder: Path) -> None:
+    """Leave the report of `error`; the first one of a process stands."""
+    path = folder / f"{rank}.json"
+    if path.exists():
+        return
+    parts = {}
+    if isinstance(error, StratagemError):
+        parts = {"found": error.found, "expected": error.expected, "do": error.do}
+    content = {
+        "rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)), "parts": parts,
+    }  # fmt: skip
+    with contextlib.suppress(OSError):
+        staged = path.with_suffix(".staged")
+        staged.write_text(json.dumps(content))
+        staged.rename(path)
+
+
+def join_supervision() -> None:
+    """In a process that a launcher started by running the program again: report what ends it, rather than print it."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()) or sys.excepthook is _report_and_exit:
+        return
+    sys.excepthook = _report_and_exit
+
+
+def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    folder = Path(os.environ[REPORTS_VARIABLE])
+    if isinstance(error, KeyboardInterrupt):
+        return
+    if folder.exists():
+        report(error, int(os.environ.get("RANK", "0")), folder)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None:
+    """Return the error to show for what happened, made from the reports and the exit codes; None if nothing did."""
+    reports = sorted((_read(path) for path in folder.glob("*.json")), key=lambda report: report.time)
+    silent = [
+        child for child in children if child.poll() not in (None, 0) and child.rank not in {r.rank for r in reports}
+    ]
+    roots = [found for found in reports if not found.is_echo]
+    if roots:
+        return _as_error(roots[0])
+    if silent:
+        child = silent[0]
+        return LaunchError(
+            f"rank {child.rank} {_ending(child.poll())} without a word",
+            do="its own output, or the system's log (out of memory?), may tell more",
+        )
+    return _as_error(reports[0]) if reports else None
+
+
+def _read(path: Path) -> Report:
+    return Report(**json.loads(path.read_text()))
+
+
+def _as_error(found: Report) -> StratagemError:
+    note = f"on rank {found.rank}:\n{found.traceback.rstrip()}"
+    cls = getattr(errors, found.type, None)
+    if found.parts and isinstance(cls, type):
+        error: StratagemError = cls(found.parts["found"], expected=found.parts["expected"], do=found.parts["do"])
+    else:
+        error = LaunchError(f"rank {found.rank} failed with {found.type}: {found.message}", do="its traceback is below")
+    error.add_note(note)
+    return error
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+# --- Two ways to wait --------------------------------------------------------------------------------------------
+
+
+def wait_for(children: list[Child], folder: Path) -> None:
+    """Wait until all `children` are done; on the first failure end the others and raise the root cause.
+
+    Raises:
+        StratagemError: of the class that the failing process raised, or `LaunchError`; its note holds the traceback.
+    """
+    try:
+        while any(child.poll() is None for child in children):
+            if any(child.poll() not in (None, 0) for child in children):
+                break
+            time.sleep(0.01)
+        if all(child.poll() == 0 for child in children):
+            return
+        # The others notice by themselves, most of the time; their reports may hold the cause.
+        _wait_until(lambda: _root_is_known(folder) or all(c.poll() is not None for c in children), NOTICE_S)
+    finally:
+        end(children)
+    cause = root_cause(folder, children)
+    assert cause is not None, "a process failed"
+    raise cause
+
+
+def _root_is_known(folder: Path) -> bool:
+    return any(not _read(path).is_echo for path in folder.glob("*.json"))
+
+
+class Companions:
+    """The other processes of this node, beside a parent that is one of the ranks itself."""
+
+    def __init__(self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any) -> None:
+        self.children = [Child(rank, process.pid, process.poll) for rank, process in children]
+        self.folder, self.store = folder, store
+        self.ending = threading.Event()
+        for _, process in children:
+            threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+        atexit.register(self._at_exit)
+        self._earlier_hook, sys.excepthook = sys.excepthook, self._excepthook
+
+    def run(self, main: Callable[[], Any]) -> Any:
+        """Call `main` as this process's part; an error that another process caused becomes that process's error."""
+        try:
+            return main()
+        except BaseException as error:
+            cause = self._settle(error)
+            if cause is None:
+                raise
+            raise cause from None
+
+    def _settle(self, error: BaseException) -> BaseException | None:
+        """End everybody after `error` here; return the error of another process if that one was the cause."""
+        interrupted = isinstance(error, KeyboardInterrupt)
+        echo = is_echo(type(error).__name__, str(error))
+        if echo or (interrupted and self._someone_failed()):
+            _wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
+            _wait_until(lambda: _root_is_known(self.folder), 0.5)
+        self.ending.set()
+        end(self.children)
+        return root_cause(self.folder, self.children) if echo or interrupted and self._reported() else None
+
+    def _someone_failed(self) -> bool:
+        return any(child.poll() not in (None, 0) for child in self.children)
+
+    def _reported(self) -> bool:
+        return any(self.folder.glob("*.json"))
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """When a companion dies and this process does not notice, tell it; if it is stuck, end it."""
+        if process.wait() == 0 or self.ending.wait(NOTICE_S):
+            return
+        self._print_cause()
+        self.ending.set()
+        _thread.interrupt_main()
+        time.sleep(END_S)
+        end(self.children)
+        os._exit(1)
+
+    def _print_cause(self) -> None:
+        cause = root_cause(self.folder, self.children)
+        if cause is not None:
+            traceback.print_exception(cause, chain=False)
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """In a later call than the one that launched: show the cause, not its echo."""
+        told = self.ending.is_set()
+        cause = None if told else self._settle(error)
+        if cause is not None:
+            traceback.print_exception(cause, chain=False)
+        elif not (told and isinstance(error, KeyboardInterrupt)):
+            self._earlier_hook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        """Wait for the companions after a normal end; end them after an exception."""
+        already_ending = self.ending.is_set()
+        self.ending.set()
+        if already_ending or getattr(sys, "last_value", None) is not None:
+            end(self.children)
+        try:
+            while any(child.poll() is None for child in self.children):
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            end(self.children)
+        failed = self._someone_failed() and not already_ending
+        if failed:
+            self._print_cause()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def reports_folder() -> Path:
+    """Return a new folder for reports and results, readable by this user alone."""
+    return Path(tempfile.mkdtemp(prefix="stratagem-"))

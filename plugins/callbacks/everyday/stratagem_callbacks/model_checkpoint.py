@@ -1,0 +1,223 @@
+"""Keep the best or the last checkpoints of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError, nearest
+from stratagem.options import at_least, at_least_or_unlimited
+
+
+@define(eq=False, kw_only=True)
+class ModelCheckpoint(Callback):
+    """Saves after validation (or each epoch, or every n steps) and keeps the `save_top_k` best by `monitor`.
+
+    Rank 0 decides from its own value of the monitored metric and all ranks follow; log it with ``sync_dist=True`` for
+    it to mean the whole data set. Without `monitor` the newest checkpoint is kept.
+    """
+
+    #: Folder of the checkpoints; ``<default_root_dir>/checkpoints`` if not given.
+    dirpath: Path | None = None
+    #: Name with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
+    filename: str = "{epoch}-{step}"
+    #: Metric to compare by.
+    monitor: str | None = None
+    #: Whether small or large values of `monitor` are good.
+    mode: Literal["min", "max"] = "min"
+    #: How many to keep: -1 all, 0 none; without `monitor` 1 keeps the newest.
+    save_top_k: int = field(default=1, validator=at_least_or_unlimited(0))
+    #: Also keep a copy of the newest as ``last``: something to resume from when the best is old.
+    save_last: bool = False
+    #: Save every so many epochs.
+    every_n_epochs: int | None = field(default=None, validator=at_least(1))
+    #: Save every so many optimizer steps instead of epochs.
+    every_n_train_steps: int | None = field(default=None, validator=at_least(1))
+    #: Leave out optimizers and everything else that only resuming needs.
+    save_weights_only: bool = False
+    #: Save at the end of the training epoch rather than after validation; by default after validation if there is any.
+    save_on_train_epoch_end: bool | None = None
+    #: Write ``val_loss=0.31`` rather than ``0.31`` into names.
+    auto_insert_metric_name: bool = True
+    #: Add ``-v1``, ``-v2`` to a name that is taken rather than overwrite the file.
+    enable_version_counter: bool = True
+
+    #: Path of the best checkpoint so far; the newest without a monitor.
+    best_model_path: str = field(init=False, default="")
+    #: Its value of `monitor`.
+    best_model_score: float | None = field(init=False, default=None)
+    #: Path of the ``last`` checkpoint.
+    last_model_path: str = field(init=False, default="")
+    #: Value by path, of those kept.
+    best_k_models: dict[str, float] = field(init=False, factory=dict)
+    _last_step: int = field(init=False, default=-1)
+
+    def __attrs_post_init__(self) -> None:
+        if self.every_n_epochs is not None and self.every_n_train_steps is not None:
+            raise ConfigError(
+                f"model_checkpoint has every_n_epochs={self.every_n_epochs} and "
+                f"every_n_train_steps={self.every_n_train_steps}",
+                expected="one of the two",
+            )
+        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
+            raise ConfigError(
+                f"model_checkpoint.save_top_k is {self.save_top_k} without a monitor",
+                expected="-1, 0 or 1, or the name of a metric to compare by",
+                do='add monitor="val_loss"',
+            )
+
+    def folder(self, trainer: Any) -> Path:
+        """Return the folder of the checkpoints."""
+        return Path(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
+
+    # --- When ----------------------------------------------------------------------------------------------------
+
+    @hookimpl(trylast=True)
+    def on_train_batch_end(self, trainer):
+        if self.every_n_train_steps is None:
+            return
+        step = trainer.global_step
+        if step != self._last_step and step % self.every_n_train_steps == 0 and step:
+            self._save(trainer)
+
+    @hookimpl(trylast=True)
+    def on_validation_end(self, trainer):
+        if not trainer.sanity_checking and trainer.run.optimizers and not self._after_training(trainer):
+            self._save_if_due(trainer)
+
+    @hookimpl(trylast=True)
+    def on_train_epoch_end(self, trainer):
+        if self._after_training(trainer):
+            self._save_if_due(trainer)
+
+    def _after_training(self, trainer: Any) -> bool:
+        if self.save_on_train_epoch_end is None:
+            return not trainer.num_val_batches
+        return self.save_on_train_epoch_end
+
+    def _save_if_due(self, trainer: Any) -> None:
+        due = (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0
+        if self.every_n_train_steps is None and due and trainer.global_step != self._last_step:
+            self._save(trainer)
+
+    # --- What ----------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Any) -> None:
+        if trainer.fast_dev_run:
+            return
+        self._last_step = trainer.global_step
+        plan = trainer.run.collectives.broadcast_object(self._plan(trainer) if trainer.is_global_zero else None)
+        if isinstance(plan, ConfigError):
+            raise plan
+        path, score, doomed = plan
+        if path:
+            self._remember(path, score, doomed)
+            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        if self.save_last:
+            self.last_model_path = str(self.folder(trainer) / f"last{trainer.checkpoint_format.suffix}")
+            trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+        if trainer.is_global_zero:  # only now is there something better on the disk
+            for old in doomed:
+                trainer.checkpoint_format.remove(Path(old))
+
+    def _plan(self, trainer: Any) -> tuple[str, float | None, list[str]] | ConfigError:
+        """Decide on rank 0: where to save (nowhere: ""), the score, and what to delete afterwards."""
+        try:
+            score = self._score(trainer)
+            if self.save_top_k == 0 or not self._is_wanted(score):
+                return "", score, []
+            path = self._path(trainer)
+        except ConfigError as error:
+            return error
+        doomed = []
+        if self.monitor is None:
+            doomed = [kept for kept in self.best_k_models if kept != path] if self.save_top_k == 1 else []
+        elif 0 < self.save_top_k <= len(self.best_k_models):
+            doomed = [self._worst()]
+        return path, score, doomed
+
+    def _score(self, trainer: Any) -> float | None:
+        if self.monitor is None:
+            return None
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            known = sorted(trainer.callback_metrics)
+            raise ConfigError(
+                f"model_checkpoint.monitor is {self.monitor!r}, which nobody logged",
+                expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
+                do=nearest(self.monitor, known) or f"log it with self.log({self.monitor!r}, ...)",
+            )
+        return float(value)
+
+    def _is_wanted(self, score: float | None) -> bool:
+        if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        return self._badness(score) < self._badness(self.best_k_models[self._worst()])
+
+    def _remember(self, path: str, score: float | None, doomed: list[str]) -> None:
+        for old in doomed:
+            self.best_k_models.pop(old, None)
+        self.best_k_models[path] = math.nan if score is None else score
+        if self.monitor is None:
+            self.best_model_path = path
+        else:
+            self.best_model_path = min(self.best_k_models, key=lambda kept: self._badness(self.best_k_models[kept]))
+            self.best_model_score = self.best_k_models[self.best_model_path]
+
+    def _worst(self) -> str:
+        return max(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
+
+    def _badness(self, score: float | None) -> float:
+        if score is None or math.isnan(score):
+            return math.inf
+        return score if self.mode == "min" else -score
+
+    # --- Names ---------------------------------------------------------------------------------------------------
+
+    def _path(self, trainer: Any) -> str:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        name = self._format(values)
+        folder, suffix = self.folder(trainer), trainer.checkpoint_format.suffix
+        path, version = folder / f"{name}{suffix}", 0
+        while self.enable_version_counter and path.exists() and str(path) not in self.best_k_models:
+            version += 1
+            path = folder / f"{name}-v{version}{suffix}"
+        return str(path)
+
+    def _format(self, values: dict[str, Any]) -> str:
+        def fill(match: re.Match[str]) -> str:
+            name, form = match[1], match[2] or ""
+            if name not in values:
+                warnings.warn(f"model_checkpoint.filename names {name!r}, which nobody logged: 0 stands in", stacklevel=2)
+            try:
+                text = format(values.get(name, 0), form)
+            except ValueError:
+                text = format(int(values.get(name, 0)), form)
+            return f"{name}={text}".replace("/", "_") if self.auto_insert_metric_name else text
+
+        try:
+            return re.sub(r"\{([^}:]+)(?::([^}]*))?\}", fill, self.filename)
+        except ValueError as error:
+            raise ConfigError(
+                f"model_checkpoint.filename is {self.filename!r} ({error})", expected="formats that fit numbers"
+            ) from error
+
+    # --- State ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, and what was best."""
+        names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step")
+        return {name.lstrip("_"): getattr(self, name) for name in names} | {"best_k_models": dict(self.best_k_models)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what an earlier run kept, as far as it is still there."""
+        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if Path(path).exists()}
+        self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
+        self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]

@@ -1,0 +1,183 @@
+"""Show where a run is: a rich bar in a terminal, plain lines elsewhere; on rank 0 alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.options import more_than
+
+
+@define(eq=False, kw_only=True)
+class ProgressBar(Callback):
+    """Epoch, batches, steps per second, time left, the loss and what was logged with ``prog_bar=True``."""
+
+    #: Seconds between two updates of the bar: fewer look smoother and cost a little each.
+    refresh_every_s: float = field(default=0.25, validator=more_than(0))
+    #: Seconds between two lines where the output is no terminal.
+    line_every_s: float = field(default=10.0, validator=more_than(0))
+
+    _view: Any = field(init=False, default=None)
+    _due: float = field(init=False, default=math.inf)
+    _began: float = field(init=False, default=0.0)
+    _first_batch: int = field(init=False, default=0)
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if trainer.is_global_zero:
+            self._open(trainer)
+            world, size = trainer.world_size, trainer.effective_batch_size
+            text = f"{world} process{'es' if world > 1 else ''} on {trainer.run.device.type}"
+            self._view.say(text + (f", effective batch size {size}" if size else ""))
+
+    @hookimpl
+    def on_train_epoch_start(self, trainer):
+        if self._view is not None:
+            self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
+            self._show(trainer)
+
+    @hookimpl
+    def on_train_batch_end(self, trainer, batch_idx):
+        if time.perf_counter() >= self._due:
+            self._show(trainer, batch_idx + 1)
+
+    @hookimpl
+    def on_validation_start(self, trainer):
+        if trainer.is_global_zero and not trainer.sanity_checking and self._view is not None:
+            self._view.validating(trainer.num_val_batches)
+
+    @hookimpl
+    def on_validation_batch_end(self):
+        if self._view is not None:
+            self._view.validated()
+
+    @hookimpl
+    def on_validation_end(self):
+        if self._view is not None:
+            self._view.validating(None)
+
+    @hookimpl
+    def on_train_epoch_end(self, trainer):
+        if self._view is not None:
+            self._show(trainer, trainer.position.batches_done, final=True)
+
+    @hookimpl
+    def on_train_end(self):
+        self._close()
+
+    @hookimpl
+    def on_exception(self):
+        self._close()
+
+    @hookimpl
+    def teardown(self):
+        self._close()
+
+    def _open(self, trainer: Any) -> None:
+        self._close()
+        terminal = sys.stdout.isatty() and not trainer.settings.barebones
+        self._view = _Bar() if terminal else _Lines()
+        self._due = 0.0
+
+    def _close(self) -> None:
+        view, self._view, self._due = self._view, None, math.inf
+        if view is not None:
+            view.close()
+
+    def _show(self, trainer: Any, done: int = 0, final: bool = False) -> None:
+        now = time.perf_counter()
+        self._due = now + (self.refresh_every_s if isinstance(self._view, _Bar) else self.line_every_s)
+        if self._first_batch and not done:
+            done = self._first_batch
+        seconds = now - self._began
+        rate = (done - self._first_batch) / seconds if seconds > 0 else 0.0
+        epochs, total = trainer.max_epochs, trainer.num_training_batches
+        title = f"epoch {trainer.current_epoch + 1}" + (f"/{epochs}" if epochs > 0 else "")
+        self._view.show(title, done, _end_of(trainer, done, total), rate, _numbers(trainer), final)
+
+
+def _end_of(trainer: Any, done: int, total: float) -> float:
+    """Return the batch at which this epoch will end: earlier than its size if the steps run out before."""
+    if trainer.max_steps < 0:
+        return total
+    left = (trainer.max_steps - trainer.global_step) * trainer.settings.accumulate_grad_batches
+    return min(total, done + left)
+
+
+def _numbers(trainer: Any) -> str:
+    # The only place that reads tensors: on a GPU each read waits for the device.
+    return "  ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
+
+
+class _Lines:
+    """A line now and then, for files and pipes."""
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)  # noqa: T201
+
+    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+        if not done:
+            return
+        of = "" if math.isinf(total) else f"/{int(total)}"
+        self.say(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
+
+    def validating(self, sizes: Any) -> None:
+        pass
+
+    def validated(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar that redraws in place; a second one while validating."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[numbers]}"),
+            auto_refresh=False,
+        )  # fmt: skip
+        self.training = self.progress.add_task("", rate="", numbers="")
+        self.validation: Any = None
+        self.next_refresh = 0.0
+        self.progress.start()
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text)
+
+    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+        self.progress.update(
+            self.training, description=title, completed=done, total=None if math.isinf(total) else int(total),
+            rate=f"{rate:.1f} it/s", numbers=numbers, refresh=True,
+        )  # fmt: skip
+
+    def validating(self, sizes: Any) -> None:
+        if self.validation is not None:
+            self.progress.remove_task(self.validation)
+            self.validation = None
+        if sizes:
+            total = sum(sizes)
+            self.validation = self.progress.add_task(
+                "validation", total=None if math.isinf(total) else int(total), rate="", numbers=""
+            )
+        self.progress.refresh()
+
+    def validated(self) -> None:
+        if self.validation is not None:
+            due = time.perf_counter() >= self.next_refresh
+            self.progress.update(self.validation, advance=1, refresh=due)
+            if due:
+                self.next_refresh = time.perf_counter() + 0.25
+
+    def close(self) -> None:
+        self.progress.stop()

@@ -1,0 +1,120 @@
+"""Everything in one file, which ``torch.load(path, weights_only=True)`` can read, with its checksum beside it."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from attrs import define
+
+from stratagem import CheckpointFormat, hookimpl
+from stratagem.checkpoint import publish_file, remove_file, verify_file
+from stratagem.errors import CheckpointError
+
+#: What torch's weights-only loader gives back without an allow-list.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@define(eq=False, kw_only=True)
+class FullCheckpoint(CheckpointFormat):
+    """Rank 0 writes one file; every rank reads it."""
+
+    suffix: ClassVar[str] = ".ckpt"
+
+    @hookimpl
+    def save_checkpoint(self, state, path, run):
+        error = None
+        if run.is_global_zero:
+            try:
+                publish_file(Path(path), lambda file: torch.save(_loadable(state), file), xxhash.xxh3_128)
+            except CheckpointError as caught:
+                error = caught
+        run.collectives.fail_together(error)
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, path, into, run):
+        state, error = None, None
+        try:
+            state = _read(Path(path))
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        return state
+
+    def recognises(self, path: Path) -> bool:
+        return path.is_file() and zipfile.is_zipfile(path)
+
+    def is_whole(self, path: Path) -> bool:
+        try:
+            # A file that another program wrote carries no checksum; zip's own directory at its end must do.
+            return verify_file(path, xxhash.xxh3_128) or self.recognises(path)
+        except CheckpointError:
+            return False
+
+    def remove(self, path: Path) -> None:
+        remove_file(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    verify_file(path, xxhash.xxh3_128)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint ({_first_line(error)})",
+            expected="a file of tensors and plain values",
+            do="nothing in it was executed; use another file",
+        ) from error
+    if not (isinstance(state, dict) and isinstance(state.get("state_dict"), dict)):
+        raise CheckpointError(
+            f"{path} holds a {type(state).__name__} without a model", expected='a dict with a "state_dict"'
+        )
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    """Return what went wrong without torch's advice to load the file unsafely."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
+
+
+def _loadable(value: Any, path: str = "") -> Any:
+    """Return `value` in types that the weights-only loader accepts, small views of large tensors cut out.
+
+    Raises:
+        CheckpointError: names the place of a value of any other type.
+    """
+    if isinstance(value, torch.Tensor):
+        detached = value.detach()
+        is_view = detached.untyped_storage().nbytes() > detached.numel() * detached.element_size()
+        return detached.clone() if is_view else detached
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, _PLAIN):
+                raise _foreign(f"a key of {path or 'the checkpoint'}", key)
+        return {key: _loadable(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_loadable(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str | int | float):  # enumerations and numpy scalars that are numbers too
+        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise _foreign(path, value)
+
+
+def _foreign(path: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {type(value).__name__}",
+        expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
+        do="convert it in state_dict() or on_save_checkpoint()",
+    )

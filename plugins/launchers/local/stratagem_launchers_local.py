@@ -1,0 +1,198 @@
+"""Start the other processes of this machine: run the program again, or call the function in fresh or copied processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attrs import define
+
+from stratagem import Launcher, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.launch import (
+    Child,
+    Companions,
+    child_environment,
+    die_with,
+    host_store,
+    local_places,
+    process_variables,
+    relaunch_command,
+    report,
+    reports_folder,
+    wait_for,
+)
+
+#: Set while a spawned process imports the user's script: a launch then means that the script has no main guard.
+_IMPORTING = "STRATAGEM_IMPORTING_MAIN"
+
+
+@define(eq=False, kw_only=True)
+class SubprocessLauncher(Launcher):
+    """Runs the program again for each further process of this machine; the one you started is local rank 0.
+
+    All processes live to the end of the program, so a script may fit, then test, then fit another model.
+    """
+
+    parent_trains = True
+
+    @hookimpl
+    def launch(self, main, run):
+        if run.world.local_world_size == 1 and run.world.main_port is not None:
+            os.environ.update(process_variables(run.world))
+            return main()
+        command = relaunch_command()
+        world, store = host_store(run.world)
+        first, *others = local_places(world)
+        folder = reports_folder()
+        children = [
+            (place.rank, subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=_dying_with(os.getpid())))  # noqa: PLW1509
+            for place in others
+        ]
+        os.environ.update(process_variables(first))
+        return Companions(children, folder, store).run(main)
+
+
+def _dying_with(parent: int) -> Callable[[], None] | None:
+    return (lambda: die_with(parent)) if sys.platform == "linux" else None
+
+
+@define(eq=False, kw_only=True)
+class _FunctionLauncher(Launcher):
+    """Calls the training function in processes of its own and carries rank 0's result home."""
+
+    parent_trains = False
+    start_method: ClassVar[str]
+
+    @hookimpl
+    def launch(self, main, run):
+        self._check()
+        main = self._pack(main)
+        world, store = host_store(run.world)
+        folder = reports_folder()
+        context = multiprocessing.get_context(self.start_method)
+        processes = []
+        try:
+            with _variable(_IMPORTING, str(folder)):
+                for place in local_places(world):
+                    variables = child_environment(place, folder)
+                    process = context.Process(target=_child, args=(main, variables, folder, place.rank, self.start_method))
+                    process.start()
+                    processes.append((place.rank, process))
+            wait_for([Child(rank, process.pid, _exit_code(process)) for rank, process in processes], folder)
+            return _read_result(folder)
+        finally:
+            del store
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _check(self) -> None:
+        """Refuse where this way of starting cannot work."""
+
+    def _pack(self, main: Any) -> Any:
+        return main
+
+
+@define(eq=False, kw_only=True)
+class SpawnLauncher(_FunctionLauncher):
+    """Fresh interpreters, which import the script: it needs ``if __name__ == "__main__":``, and all must pickle."""
+
+    start_method = "spawn"
+
+    def _check(self) -> None:
+        folder = os.environ.get(_IMPORTING)
+        if folder is not None:
+            error = ConfigError(
+                "the script starts processes while it is being imported by one of them",
+                expected='its main part under `if __name__ == "__main__":`',
+                do="indent it under that line, as a spawned process imports the script",
+            )
+            report(error, 0, Path(folder))
+            raise error
+
+    def _pack(self, main: Any) -> bytes:
+        # Plain pickle, not torch.multiprocessing's: that one would share the parameters' memory between the ranks.
+        try:
+            return pickle.dumps(main)
+        except Exception as error:
+            raise ConfigError(
+                f"the module, a callback or a loader cannot be sent to a spawned process ({error})",
+                expected="everything to pickle",
+                do='define it at the top of a module, or use a strategy that forks or runs the script again ("ddp")',
+            ) from error
+
+
+@define(eq=False, kw_only=True)
+class ForkLauncher(_FunctionLauncher):
+    """Copies of this process, in a fraction of a second; nothing has to pickle. For notebooks and tests."""
+
+    start_method = "fork"
+
+    def _check(self) -> None:
+        import torch
+        import torch._dynamo  # the first optimizer step imports it, seconds in every process unless it is here already
+
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
+        if torch.cuda.is_initialized():
+            raise ConfigError(
+                "launcher 'fork' was chosen and this process already uses CUDA",
+                expected="a process that has not touched a CUDA device: a copy of it cannot",
+                do="restart the notebook and create no tensor on a GPU before fit, or use another launcher",
+            )
+
+
+def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:
+    """What a started process does."""
+    parent = int(variables["STRATAGEM_PARENT_PID"])
+    die_with(parent)
+    os.environ.update(variables)
+    os.environ.pop(_IMPORTING, None)
+    try:
+        import torch
+
+        if start_method == "fork":
+            # A pool of threads does not survive a fork: the first parallel operation would wait for it for ever.
+            torch.set_num_threads(1)
+        result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - our own parent's
+        if variables["LOCAL_RANK"] == "0":
+            torch.save(result, folder / "result.pt")
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it
+        report(error, rank, folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _read_result(folder: Path) -> Any:
+    import torch
+
+    # Written by our own process into a folder that only this user can write to.
+    return torch.load(folder / "result.pt", map_location="cpu", weights_only=False)
+
+
+def _exit_code(process: Any) -> Callable[[], int | None]:
+    return lambda: process.exitcode
+
+
+class _variable:  # noqa: N801 - reads as a statement
+    """Set an environment variable for the duration of a block."""
+
+    def __init__(self, name: str, value: str) -> None:
+        self.name, self.value = name, value
+
+    def __enter__(self) -> None:
+        os.environ[self.name] = self.value
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(self.name, None)
+
+
