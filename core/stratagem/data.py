@@ -129,7 +129,7 @@ def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sam
     if stage == "predict" and not shuffles:
         return UnrepeatedSampler(loader.dataset, shards, shard, shuffle=False)
     size = len(loader.dataset)  # type: ignore[arg-type]
-    if stage in ("validate", "test") and size % shards:
+    if stage in ("validate", "test") and size % shards and shard == 0:
         warnings.warn(
             f"{size} samples do not divide by {shards} processes: {stage} sees {-size % shards} of them twice. "
             "Results are exact with a data set that divides, or on one device.",

@@ -116,6 +116,7 @@ class TrainLoop:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
         trainer.events.emit("on_train_end")
+        trainer.last_outputs = None  # it holds the last graph
 
     def _begin(self, epoch: int) -> None:
         self.position.epoch, self.position.batches_done, self.position.epoch_done = epoch, 0, False

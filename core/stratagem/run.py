@@ -151,7 +151,7 @@ class Run:
         _set_determinism(self.settings.deterministic)
         self.collectives = self.ask("connect", world=self.world)
         self.connected = True
-        _close_at_exit(self)
+        atexit.register(_close, weakref.ref(self))
 
     def close(self) -> None:
         """Tear down: plugins first, then the connection. Safe to call twice."""
@@ -159,8 +159,8 @@ class Run:
             return
         self.connected = False
         self.hook.teardown(run=self)
-        self.collectives.close()
         self.model, self.optimizers = None, []
+        self.collectives.close()
 
     def __enter__(self) -> Run:
         self.connect()
@@ -496,16 +496,11 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
     return manager
 
 
-def _close_at_exit(run: Run) -> None:
-    reference = weakref.ref(run)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            with contextlib.suppress(StratagemError, RuntimeError):
-                alive.close()
-
-    atexit.register(close)
+def _close(reference: weakref.ref[Run]) -> None:
+    run = reference()
+    if run is not None:
+        with contextlib.suppress(StratagemError, RuntimeError):
+            run.close()
 
 
 def _set_determinism(wanted: bool | str) -> None:

@@ -172,8 +172,7 @@ class Session:
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")
         limits = [self._limit(word, loader, limit) for loader in loaders]
-        if stage == "validate":
-            trainer.num_val_batches = limits
+        setattr(trainer, f"num_{word}_batches", limits)
         return evaluate(trainer, stage, loaders, limits)
 
     # --- Loaders -------------------------------------------------------------------------------------------------

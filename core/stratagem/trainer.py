@@ -122,7 +122,10 @@ class Trainer:
         #: Of the training loader, for one process; None if it does not tell.
         self.batch_size: int | None = None
         self.num_training_batches: float = 0
+        #: Batches of each loader, as far as they are known and not limited; inf otherwise.
         self.num_val_batches: list[float] = []
+        self.num_test_batches: list[float] = []
+        self.num_predict_batches: list[float] = []
         self.batches_between_validations: float = math.inf
         #: Optimizer and scheduler states that another process brought home.
         self.carried: dict[str, Any] | None = None

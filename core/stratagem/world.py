@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -166,6 +168,8 @@ class TorchCollectives(Collectives):
                 f"{world.main_address}:{world.main_port} ({error})",
                 do="check that all ranks were started and can reach that address",
             ) from error
+        # A group may outlive its run: a script that drops its trainer must leave in order all the same.
+        atexit.register(_leave_group)
         return cls(world, device, owns_group=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
@@ -219,11 +223,20 @@ class TorchCollectives(Collectives):
         dist.barrier()
 
     def close(self) -> None:
-        import torch.distributed as dist
-
-        if self._owns_group and dist.is_initialized():
+        if self._owns_group:
             self._owns_group = False
-            dist.destroy_process_group()
+            atexit.unregister(_leave_group)
+            _leave_group()
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        # A DDP reducer that outlives its group takes the interpreter down at exit (std::terminate, seen with torch 2.13
+        # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _store(world: World, timeout: timedelta) -> Any:

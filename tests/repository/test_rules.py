@@ -14,6 +14,8 @@ import attrs
 import pytest
 
 from stratagem import catalog, hookspecs, registry
+from stratagem.defaults import DEFAULTS
+from stratagem.errors import ConfigError
 from stratagem.inspection import option_docs
 from stratagem.plugin import KINDS, Command
 from stratagem.resolver import hook_implementations, hook_specifications, make
@@ -30,6 +32,17 @@ AWAITED = {"forward_backward": "a pipeline strategy, which owns the step"}
 
 def names_of_plugins() -> set[str]:
     return {entry.name for entry in ENTRIES}
+
+
+def class_of(entry):
+    """The plugin's class; None for a preset that this machine cannot make (`gpu` without one)."""
+    target = entry.load()
+    if isinstance(target, type):
+        return target
+    try:
+        return type(make(entry, {}))
+    except ConfigError:
+        return None
 
 
 # --- 1. The core knows no plugin ---------------------------------------------------------------------------------
@@ -118,11 +131,11 @@ def test_hook_is_mentioned_by_a_test(hook):
 
 @pytest.mark.parametrize("hook", sorted(hook_specifications()))
 def test_hook_is_used_by_a_real_plugin(hook):
-    used = set()
+    """A hook that the core itself answers where no plugin does is in use by nature."""
+    used = set(DEFAULTS)
     for entry in ENTRIES:
         if entry.kind in KINDS:
-            target = entry.load()
-            used |= set(hook_implementations(target if isinstance(target, type) else type(make(entry, {})), of_class=True))
+            used |= set(hook_implementations(class_of(entry), of_class=True))
 
     assert (hook in used) != (hook in AWAITED), f"{hook}: use it, or list it as awaited, not both"
 
@@ -132,11 +145,12 @@ def test_hook_is_used_by_a_real_plugin(hook):
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}-{entry.name}")
 def test_entry_point_names_a_plugin_with_documented_attrs_options(entry):
-    target = entry.load()
+    cls = class_of(entry)
     if entry.kind == "command":
-        assert issubclass(target, Command)
+        assert issubclass(cls, Command)
         return
-    cls = target if isinstance(target, type) else type(make(entry, {}))
+    if cls is None:
+        pytest.skip("this preset needs a device that this machine does not have")
 
     assert issubclass(cls, KINDS[entry.kind].base)
     assert attrs.has(cls)

@@ -26,6 +26,7 @@ class ProgressBar(Callback):
     _due: float = field(init=False, default=math.inf)
     _began: float = field(init=False, default=0.0)
     _first_batch: int = field(init=False, default=0)
+    _alone: bool = field(init=False, default=False)
 
     @hookimpl
     def on_train_start(self, trainer):
@@ -48,18 +49,40 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_validation_start(self, trainer):
-        if trainer.is_global_zero and not trainer.sanity_checking and self._view is not None:
-            self._view.validating(trainer.num_val_batches)
+        if not trainer.sanity_checking:
+            self._start_pass(trainer, "validation", trainer.num_val_batches)
 
     @hookimpl
     def on_validation_batch_end(self):
-        if self._view is not None:
-            self._view.validated()
+        self._advance()
 
     @hookimpl
     def on_validation_end(self):
-        if self._view is not None:
-            self._view.validating(None)
+        self._end_pass()
+
+    @hookimpl
+    def on_test_start(self, trainer):
+        self._start_pass(trainer, "test", trainer.num_test_batches)
+
+    @hookimpl
+    def on_test_batch_end(self):
+        self._advance()
+
+    @hookimpl
+    def on_test_end(self):
+        self._end_pass()
+
+    @hookimpl
+    def on_predict_start(self, trainer):
+        self._start_pass(trainer, "predict", trainer.num_predict_batches)
+
+    @hookimpl
+    def on_predict_batch_end(self):
+        self._advance()
+
+    @hookimpl
+    def on_predict_end(self):
+        self._end_pass()
 
     @hookimpl
     def on_train_epoch_end(self, trainer):
@@ -78,10 +101,30 @@ class ProgressBar(Callback):
     def teardown(self):
         self._close()
 
-    def _open(self, trainer: Any) -> None:
+    def _start_pass(self, trainer: Any, title: str, sizes: list[float]) -> None:
+        """Show a pass over evaluation loaders, within training or on its own."""
+        if not trainer.is_global_zero:
+            return
+        self._alone = self._view is None
+        if self._alone:
+            self._open(trainer, training=False)
+        self._view.start_pass(title, sum(sizes))
+
+    def _advance(self) -> None:
+        if self._view is not None and self._view.evaluating:
+            self._view.advance()
+
+    def _end_pass(self) -> None:
+        if self._view is not None:
+            self._view.end_pass()
+        if self._alone:
+            self._alone = False
+            self._close()
+
+    def _open(self, trainer: Any, training: bool = True) -> None:
         self._close()
         terminal = sys.stdout.isatty() and not trainer.settings.barebones
-        self._view = _Bar() if terminal else _Lines()
+        self._view = _Bar(training) if terminal else _Lines()
         self._due = 0.0
 
     def _close(self) -> None:
@@ -117,6 +160,8 @@ def _numbers(trainer: Any) -> str:
 class _Lines:
     """A line now and then, for files and pipes."""
 
+    evaluating = False
+
     def say(self, text: str) -> None:
         print(text, flush=True)  # noqa: T201
 
@@ -126,10 +171,13 @@ class _Lines:
         of = "" if math.isinf(total) else f"/{int(total)}"
         self.say(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
 
-    def validating(self, sizes: Any) -> None:
+    def start_pass(self, title: str, total: float) -> None:
         pass
 
-    def validated(self) -> None:
+    def advance(self) -> None:
+        pass
+
+    def end_pass(self) -> None:
         pass
 
     def close(self) -> None:
@@ -137,9 +185,11 @@ class _Lines:
 
 
 class _Bar:
-    """A bar that redraws in place; a second one while validating."""
+    """A bar that redraws in place; a second one while evaluating."""
 
-    def __init__(self) -> None:
+    evaluating = False
+
+    def __init__(self, training: bool) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
@@ -147,8 +197,8 @@ class _Bar:
             TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[numbers]}"),
             auto_refresh=False,
         )  # fmt: skip
-        self.training = self.progress.add_task("", rate="", numbers="")
-        self.validation: Any = None
+        self.training = self.progress.add_task("", rate="", numbers="") if training else None
+        self.evaluation: Any = None
         self.next_refresh = 0.0
         self.progress.start()
 
@@ -157,27 +207,32 @@ class _Bar:
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
         self.progress.update(
-            self.training, description=title, completed=done, total=None if math.isinf(total) else int(total),
-            rate=f"{rate:.1f} it/s", numbers=numbers, refresh=True,
+            self.training, description=title, completed=done, total=_known(total), rate=f"{rate:.1f} it/s",
+            numbers=numbers, refresh=True,
         )  # fmt: skip
 
-    def validating(self, sizes: Any) -> None:
-        if self.validation is not None:
-            self.progress.remove_task(self.validation)
-            self.validation = None
-        if sizes:
-            total = sum(sizes)
-            self.validation = self.progress.add_task(
-                "validation", total=None if math.isinf(total) else int(total), rate="", numbers=""
-            )
+    def start_pass(self, title: str, total: float) -> None:
+        self.evaluating = True
+        self.evaluation = self.progress.add_task(title, total=_known(total), rate="", numbers="")
         self.progress.refresh()
 
-    def validated(self) -> None:
-        if self.validation is not None:
-            due = time.perf_counter() >= self.next_refresh
-            self.progress.update(self.validation, advance=1, refresh=due)
-            if due:
-                self.next_refresh = time.perf_counter() + 0.25
+    def advance(self) -> None:
+        due = time.perf_counter() >= self.next_refresh
+        self.progress.update(self.evaluation, advance=1, refresh=due)
+        if due:
+            self.next_refresh = time.perf_counter() + 0.25
+
+    def end_pass(self) -> None:
+        if not self.evaluating:
+            return  # a sanity check shows nothing
+        self.evaluating = False
+        if self.training is not None:
+            self.progress.remove_task(self.evaluation)
+        self.progress.refresh()
 
     def close(self) -> None:
         self.progress.stop()
+
+
+def _known(total: float) -> int | None:
+    return None if math.isinf(total) else int(total)

@@ -1,0 +1,47 @@
+"""Functions of your own on the events of a run, without writing a class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl, hookspecs
+from stratagem.errors import ConfigError, nearest
+
+_EVENTS = tuple(name for name in vars(hookspecs) if name.startswith("on_"))
+
+
+def _event(name: str) -> Any:
+    """Make the hook implementation that passes event `name` on to the function given for it, if there is one."""
+    arguments = [argument for argument in inspect.signature(getattr(hookspecs, name)).parameters if argument != "run"]
+    names = ", ".join(arguments)
+    space: dict[str, Any] = {}
+    source = f"def {name}(self, {names}):\n    if {name!r} in self.on: self.on[{name!r}]({names})\n"
+    exec(source, space)  # noqa: S102 - pluggy reads the names of arguments from the signature
+    return hookimpl(space[name])
+
+
+@define(eq=False, kw_only=True)
+class LambdaCallback(Callback):
+    """``{"name": "lambda", "on": {"on_train_epoch_end": lambda trainer, module: ...}}``
+
+    Each function gets the arguments of its hook, in the order of docs/hooks.md, without `run`.
+    """
+
+    #: Function by event: handy for a line or two; a class of your own reads better beyond that.
+    on: dict[str, Callable[..., Any]] = field()
+
+    @on.validator
+    def _known(self, _: Any, value: dict[str, Any]) -> None:
+        for name in value:
+            if name not in _EVENTS:
+                raise ConfigError(
+                    f"LambdaCallback.on names {name!r}", expected="an event of docs/hooks.md", do=nearest(name, _EVENTS)
+                )
+
+    for _name in _EVENTS:
+        locals()[_name] = _event(_name)
+    del _name

@@ -1,0 +1,136 @@
+"""Every hook is called, in the order of a run's life, with the arguments its specification names."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from models import Net, data, joined_batches
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem import hookspecs
+from stratagem.resolver import hook_specifications
+
+#: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
+LIFE = [
+    "setup_environment", "launch", "connect", "init_context", "prepare_module", "wrap_model", "wrap_optimizers",
+    "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_validation_start", "transfer_batch", "step_context",
+    "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "scale_loss", "backward", "reduce_bucket", "on_before_optimizer_step", "clip_gradients",
+    "optimizer_step", "log_metrics", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+    "model_state", "optimizer_state", "on_save_checkpoint", "save_checkpoint", "load_checkpoint", "on_load_checkpoint",
+    "load_model_state", "load_optimizer_state", "on_test_start", "on_test_batch_end", "on_test_epoch_end",
+    "on_test_end", "on_predict_start", "on_predict_batch_end", "on_predict_end", "on_exception", "teardown",
+]  # fmt: skip
+
+#: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py.
+NOT_ASKED = {"forward_backward"}
+
+
+def spy(seen):
+    """A plugin that wraps every answer hook, acts on every other one, and remembers the first call of each."""
+    body = {}
+    for name, options in hook_specifications().items():
+        if name == "reduce_bucket":
+            continue  # called directly, not through pluggy
+        arguments = list(inspect.signature(getattr(hookspecs, name)).parameters)
+        wraps = options["firstresult"] and name not in NOT_ASKED
+        text = f"def {name}(self, {', '.join(arguments)}):\n"
+        text += f"    seen.setdefault({name!r}, dict({', '.join(f'{a}={a}' for a in arguments)}))\n"
+        text += "    return (yield)\n" if wraps else "    return None\n"
+        if name in NOT_ASKED:
+            continue
+        space = {"seen": seen}
+        exec(text, space)
+        body[name] = sg.hookimpl(wrapper=wraps)(space[name])
+    return type("Spy", (), body)()
+
+
+class Hook(sg.CommHook):
+    def __init__(self, seen):
+        self.seen = seen
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket, average, run):
+        self.seen.setdefault("reduce_bucket", {"bucket": bucket, "average": average, "run": run})
+        return average(bucket.buffer)
+
+
+class Parametrised(Net):
+    def __init__(self, lr=1e-3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_every_hook_is_called_in_the_order_of_a_life(tmp_path):
+    seen = {}
+    trainer = sg.Trainer(
+        strategy="ddp", launcher="subprocess", accelerator="cpu", comm_hook=[Hook(seen)], plugins=[spy(seen)], max_epochs=1,
+        gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, log_every_n_steps=1,
+        precision="16-mixed", default_root_dir=tmp_path,
+    )  # fmt: skip
+    # A single process needs no launcher; a launch of one process is still a launch.
+    loader = DataLoader(TensorDataset(*data(32)), 8)
+    model = Parametrised()
+    original = trainer.run.launch
+    trainer.run.launch = lambda main: original(main) if trainer.run.connected else _launch(trainer.run, main)
+    trainer.fit(model, loader, loader)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.max_epochs = 2
+    trainer.fit(model, loader, loader, ckpt_path=tmp_path / "a.ckpt")
+    trainer.test(model, loader)
+    trainer.predict(model, loader)
+    try:
+        trainer.test(model, "not a loader but iterable")
+    except Exception as error:
+        assert isinstance(seen["on_exception"]["exception"], type(error))
+    trainer.close()
+
+    assert list(seen) == LIFE
+    assert set(LIFE) | NOT_ASKED == set(hook_specifications())
+    assert seen["transfer_batch"]["run"] is trainer.run
+    assert seen["step_context"] == {"stage": "validate", "sync": True, "run": trainer.run}
+    assert isinstance(seen["scale_loss"]["loss"], torch.Tensor)
+
+
+def _launch(run, main):
+    from stratagem.run import _ProcessBody
+
+    run.world = run.ask("setup_environment")
+    return run.hook.launch(main=_ProcessBody(run, main), run=run)
+
+
+def test_a_plugin_is_passed_only_what_it_names():
+    class Modest:
+        @sg.hookimpl
+        def on_train_batch_end(self, batch_idx):
+            self.last = batch_idx
+
+    modest = Modest()
+    sg.Trainer(
+        max_epochs=1, plugins=[modest], accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False,
+    ).fit(Net(), joined_batches(3, 8))  # fmt: skip
+
+    assert modest.last == 2
+
+
+def test_plugins_act_in_the_order_of_the_stack_and_callbacks_as_listed():
+    order = []
+
+    class Acts(sg.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        @sg.hookimpl
+        def on_fit_start(self):
+            order.append(self.name)
+
+    trainer = sg.Trainer(
+        max_epochs=0, callbacks=[Acts("first"), Acts("second")], plugins=[Acts("third")], accelerator="cpu", logger=False,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Net(), joined_batches(1, 8))
+
+    assert order == ["first", "second", "third"]
