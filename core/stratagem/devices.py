@@ -99,13 +99,14 @@ def _process_count(value: Any) -> int:
 def _first(count: int, available: int) -> tuple[int, ...]:
     if count == 0:
         raise ConfigError(
-            "devices is 0", expected="at least one device", do='use accelerator="cpu", or devices=[0] for the first device'
+            "devices is 0",
+            expected="at least one device",
+            do='use accelerator="cpu", or devices=[0] for the first one, which gpus="0" once meant',
         )
     if count < -1:
         raise ConfigError(f"devices is {count}", expected=_GRAMMAR)
     if count > available:
-        hint = f'devices=[{count}], as gpus="{count}" once meant, would need {count + 1}' if count == available else ""
-        raise ConfigError(f"devices is {count} and there are {available}", expected=f"at most {available}", do=hint)
+        raise ConfigError(f"devices is {count} and there are {available}", expected=f"at most {available}")
     return tuple(range(count))
 
 

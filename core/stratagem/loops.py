@@ -146,8 +146,6 @@ class TrainLoop:
         start = position.batches_done
         for batch_idx, batch, is_last in _marking_last(iterator, start, num_batches):
             self._batch(batch, batch_idx, is_last)
-            position.batches_done = batch_idx + 1
-            position.epoch_done = is_last
             if (batch_idx + 1) % validate_every == 0 or (is_last and math.isinf(validate_every)):
                 self.session.validate()
             if self._stops_here():
@@ -194,6 +192,7 @@ class TrainLoop:
             if sync and self.optimizer is not None:
                 self._step()
         trainer.last_outputs = outputs
+        self.position.batches_done, self.position.epoch_done = batch_idx + 1, is_last
         trainer.log_step()
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)

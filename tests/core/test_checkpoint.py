@@ -1,0 +1,140 @@
+"""A published file is whole or not there, whenever the process dies."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+
+import pytest
+
+from stratagem import checkpoint
+from stratagem.checkpoint import newest_whole, publish_file, remove_file, sidecar, verify_file
+from stratagem.errors import CheckpointError
+from stratagem.plugin import CheckpointFormat
+
+
+def publish(path, content):
+    publish_file(path, lambda file: file.write(content), hashlib.sha256)
+
+
+def is_whole(path):
+    return verify_file(path, hashlib.sha256)
+
+
+class Crash(BaseException):
+    """Ends the process as far as the code under test can tell."""
+
+
+def crash_at(monkeypatch, name, call):
+    """Raise Crash instead of the `call`-th call of os.`name`, or right after it."""
+    number, when = divmod(call, 2)
+    original, calls = getattr(os, name), []
+
+    def wrapper(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number + 1 and when == 0:
+            raise Crash
+        result = original(*arguments, **options)
+        if len(calls) == number + 1:
+            raise Crash
+        return result
+
+    monkeypatch.setattr(os, name, wrapper)
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+@pytest.mark.parametrize("call", range(8))
+def test_a_crash_at_any_moment_leaves_a_whole_file(tmp_path, monkeypatch, name, call):
+    path = tmp_path / "last.ckpt"
+    publish(path, b"old")
+    with monkeypatch.context() as patched:
+        crash_at(patched, name, call)
+        try:
+            publish(path, b"new content")
+        except Crash:
+            pass
+
+    assert is_whole(path)
+    assert path.read_bytes() in (b"old", b"new content")
+    publish(path, b"later")
+    assert is_whole(path)
+    assert len(sidecar(path).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+@pytest.mark.parametrize("call", range(0, 8, 2))
+def test_a_full_disk_leaves_the_old_file_and_one_sentence(tmp_path, monkeypatch, name, call):
+    path = tmp_path / "last.ckpt"
+    publish(path, b"old")
+    original, calls = getattr(os, name), []
+
+    def full(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call // 2 + 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, full)
+        try:
+            publish(path, b"new content")
+        except CheckpointError as error:
+            assert "could not be written (No space left on device)" in str(error)
+
+    assert is_whole(path)
+    assert not list(tmp_path.glob("*.staged"))
+
+
+def test_a_truncated_or_changed_file_does_not_verify(tmp_path):
+    path = tmp_path / "a.ckpt"
+    publish(path, b"0123456789")
+    path.write_bytes(b"01234")
+    with pytest.raises(CheckpointError, match="it has 5 bytes instead of 10"):
+        is_whole(path)
+    path.write_bytes(b"0123456780")
+    with pytest.raises(CheckpointError, match="its checksum differs"):
+        is_whole(path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        is_whole(tmp_path / "b.ckpt")
+
+
+def test_a_file_of_another_program_has_nothing_to_verify(tmp_path):
+    (tmp_path / "foreign").write_bytes(b"x")
+
+    assert is_whole(tmp_path / "foreign") is False
+
+
+def test_a_folder_in_the_way_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="could not be written"):
+        publish(tmp_path, b"x")
+
+
+class Format(CheckpointFormat):
+    def recognises(self, path):
+        return path.suffix == ".ckpt"
+
+    def is_whole(self, path):
+        try:
+            return is_whole(path)
+        except CheckpointError:
+            return False
+
+
+def test_the_newest_whole_file_is_found(tmp_path):
+    for age, name in enumerate(["a", "b", "c"]):
+        publish(tmp_path / f"{name}.ckpt", name.encode())
+        os.utime(tmp_path / f"{name}.ckpt", ns=(age, age))
+    (tmp_path / "c.ckpt").write_bytes(b"?")
+    (tmp_path / "d.ckpt.1.staged").write_bytes(b"half")
+
+    assert newest_whole(tmp_path, Format()) == tmp_path / "b.ckpt"
+    assert newest_whole(tmp_path / "nowhere", Format()) is None
+
+
+def test_removing_takes_the_sidecar_along(tmp_path):
+    publish(tmp_path / "a.ckpt", b"x")
+    remove_file(tmp_path / "a.ckpt")
+
+    assert list(tmp_path.iterdir()) == []
+    assert checkpoint.sidecar(tmp_path / "a").name == "a.sum"

@@ -1,0 +1,115 @@
+"""A run that was stopped and resumed ends with the weights of one that was not: bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Net, data
+from processes import run_in_processes
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+class Noisy(Net):
+    """Dropout uses randomness in every step; the scheduler and Adam have state of their own."""
+
+    def forward(self, x):
+        return self.net(torch.nn.functional.dropout(x, 0.2, self.training))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+def loader(num_workers=0):
+    return DataLoader(TensorDataset(*data(48)), 8, shuffle=True, num_workers=num_workers)
+
+
+class SaveAt(sg.Callback):
+    """Saves once, at an epoch's end or in the middle of one."""
+
+    def __init__(self, path, epoch, batch=None):
+        self.path, self.epoch, self.batch = path, epoch, batch
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer, batch_idx):
+        if trainer.current_epoch == self.epoch and batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+    @sg.hookimpl
+    def on_train_epoch_end(self, trainer):
+        if trainer.current_epoch == self.epoch and self.batch is None:
+            trainer.save_checkpoint(self.path)
+
+
+def train(path, batch, workers=0, **arguments):
+    """Return the weights of an uninterrupted run that saved on its way, and of one resumed from there."""
+    torch.manual_seed(11)
+    whole = Noisy()
+    saver = SaveAt(path, 1, batch)
+    sg.Trainer(max_epochs=4, callbacks=[saver], **(QUIET | arguments)).fit(whole, loader(workers), loader())
+
+    torch.manual_seed(99)
+    torch.randn(5)
+    resumed = Noisy()
+    trainer = sg.Trainer(max_epochs=4, **(QUIET | arguments))
+    trainer.fit(resumed, loader(workers), loader(), ckpt_path=path)
+    return [{k: v.clone() for k, v in model.state_dict().items()} for model in (whole, resumed)], trainer.global_step
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["epoch boundary", "mid-epoch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_equals_uninterrupted(tmp_path, batch, workers):
+    (whole, resumed), steps = train(tmp_path / "a.ckpt", batch, workers)
+
+    assert steps == 24
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["epoch boundary", "mid-window"])
+def test_with_accumulation_and_loss_scaling(tmp_path, batch):
+    options = {"accumulate_grad_batches": 3, "precision": {"name": "16-mixed", "init_scale": 1024.0}}
+    (whole, resumed), steps = train(tmp_path / "a.ckpt", batch, **options)
+
+    assert steps == 8
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def _ddp(rank, world_size, path, batch):
+    return train(path, batch, strategy="ddp", devices=world_size)
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+def test_on_two_ranks(tmp_path, batch):
+    for (whole, resumed), steps in run_in_processes(_ddp, 2, str(tmp_path / "a.ckpt"), batch):
+        assert steps == 12
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_last_finds_the_newest_checkpoint_of_an_earlier_run(tmp_path):
+    options = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    sg.Trainer(max_epochs=1, **options).fit(Noisy(), loader())
+    trainer = sg.Trainer(max_epochs=2, **options)
+    trainer.fit(Noisy(), loader(), ckpt_path="last")
+
+    assert trainer.global_step == 12
+
+
+def test_last_and_best_without_a_checkpoint_are_refused(tmp_path):
+    with pytest.raises(sg.StratagemError, match='ckpt_path is "last"; expected a whole checkpoint in'):
+        sg.Trainer(default_root_dir=tmp_path, **QUIET).fit(Noisy(), loader(), ckpt_path="last")
+    with pytest.raises(sg.StratagemError, match='ckpt_path is "best"'):
+        sg.Trainer(default_root_dir=tmp_path, **QUIET).fit(Noisy(), loader(), ckpt_path="best")
+
+
+def test_another_world_size_reads_it_and_says_what_it_cannot_keep(tmp_path):
+    run_in_processes(_ddp, 2, str(tmp_path / "a.ckpt"), None)
+
+    trainer = sg.Trainer(max_epochs=4, **QUIET)
+    with pytest.warns(UserWarning, match="random states of 2 processes and this run has 1"):
+        trainer.fit(Noisy(), loader(), ckpt_path=tmp_path / "a.ckpt")
+
+    assert trainer.global_step == 6 + 2 * 6

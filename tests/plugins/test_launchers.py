@@ -1,0 +1,325 @@
+"""Each way of starting processes trains alike, brings everything home, and ends cleanly when something dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from models import Net, joined_batches, relative_difference, train_plainly
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.errors import ConfigError, LaunchError
+
+TESTS = Path(__file__).parents[1]
+
+SCRIPT = """
+    import os, sys, time
+    sys.path.insert(0, {tests!r})
+    import torch
+    import stratagem as sg
+    from models import Net, joined_batches, relative_difference, train_plainly
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def loader(batches):
+        x, y = (torch.cat(parts) for parts in zip(*batches))
+        return DataLoader(TensorDataset(x, y), 8)
+
+    class Module(Net):
+        def training_step(self, batch, batch_idx):
+            {step}
+            return super().training_step(batch, batch_idx)
+
+    if __name__ == "__main__" or not {guard}:
+        batches = joined_batches(20, 16)
+        trainer = sg.Trainer(
+            strategy={strategy!r}, devices={devices!r}, accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False,
+        )
+        model = Module()
+        trainer.fit(model, loader(batches))
+        difference = relative_difference(model.state_dict(), train_plainly(batches)[0])
+        tested = trainer.test(model, loader(batches))[0]["test_loss"]
+        if trainer.is_global_zero:
+            print("RESULT", trainer.world_size, difference < 1e-6, trainer.global_step, round(tested, 3), flush=True)
+        {after}
+"""
+
+
+def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True):
+    path = tmp_path / "train.py"
+    text = SCRIPT.format(tests=str(TESTS), strategy=strategy, devices=devices, step=step, after=after, guard=guard)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(command, limit_s=120):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+def processes_with(marker):
+    """Processes whose command line or environment names `marker`, this one aside."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marker.encode() in text and int(folder.name) != os.getpid() and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def assert_gone(marker, limit_s=15):
+    deadline = time.monotonic() + limit_s
+    while processes_with(marker):
+        assert time.monotonic() < deadline, f"processes {processes_with(marker)} survived"
+        time.sleep(0.05)
+
+
+# --- Training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_fit_then_test_in_one_script(tmp_path, strategy):
+    result = run([sys.executable, script(tmp_path, strategy)])
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["RESULT", "2", "True", "20", result.stdout.split()[-1]]
+
+
+def test_torchrun_decides_and_the_script_starts_nothing_itself(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    result = run([*torchrun, script(tmp_path, "ddp", devices="auto")])
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[:4] == ["RESULT", "2", "True", "20"]
+
+
+def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
+    script(tmp_path, "ddp")
+    result = subprocess.run(
+        [sys.executable, "-m", "train"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert result.stdout.split()[:4] == ["RESULT", "2", "True", "20"], result.stderr
+
+
+def forked(batches, callbacks=(), **arguments):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = sg.Trainer(strategy="ddp_fork", devices=2, max_epochs=1, callbacks=callbacks, **(quiet | arguments))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return trainer, DataLoader(TensorDataset(x, y), 8)
+
+
+def test_weights_optimizer_position_and_metrics_come_home():
+    batches = joined_batches(10, 16)
+    trainer, loader = forked(batches)
+    model = Net()
+
+    trainer.fit(model, loader, loader)
+    assert relative_difference(model.state_dict(), train_plainly(batches)[0]) < 1e-6
+    assert (trainer.global_step, trainer.current_epoch) == (10, 1)
+    assert "val_loss" in trainer.callback_metrics
+
+    trainer.max_epochs = 2
+    trainer.fit(model, loader)
+    assert relative_difference(model.state_dict(), train_plainly(batches * 2)[0]) < 1e-6
+    assert trainer.global_step == 20
+
+
+def test_callbacks_bring_their_state_home(tmp_path):
+    trainer, loader = forked(joined_batches(4, 16), enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(Net(), loader)
+
+    assert Path(trainer.callbacks[0].best_model_path).exists()
+
+
+def test_predictions_come_home():
+    trainer, loader = forked(joined_batches(4, 16))
+
+    assert len(trainer.predict(Net(), loader)) == 4
+
+
+# --- Dying -------------------------------------------------------------------------------------------------------
+
+
+class Failing(Net):
+    def __init__(self, rank, how):
+        super().__init__()
+        self.bad_rank, self.how = rank, how
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == self.bad_rank:
+            self.how()
+        return super().training_step(batch, batch_idx)
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_value_error():
+    raise ValueError("out of order")
+
+
+def raise_config_error():
+    raise ConfigError("this is 1", expected="2")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_root_error_and_its_rank_are_raised_not_the_broken_connections(rank):
+    trainer, loader = forked(joined_batches(10, 16))
+
+    with pytest.raises(LaunchError, match=f"rank {rank} failed with ValueError: out of order") as caught:
+        trainer.fit(Failing(rank, raise_value_error), loader)
+    assert "raise_value_error" in caught.value.__notes__[0]
+    assert "Connection" not in str(caught.value)
+
+
+def test_an_error_of_ours_keeps_its_class():
+    trainer, loader = forked(joined_batches(10, 16))
+
+    with pytest.raises(ConfigError, match="this is 1; expected 2"):
+        trainer.fit(Failing(1, raise_config_error), loader)
+
+
+def test_a_killed_process_is_named():
+    trainer, loader = forked(joined_batches(10, 16))
+
+    with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL without a word"):
+        trainer.fit(Failing(1, kill_self), loader)
+
+
+def test_a_hanging_sibling_is_ended():
+    class Hanging(Failing):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and self.global_rank == 0:
+                time.sleep(600)
+            return super().training_step(batch, batch_idx)
+
+    trainer, loader = forked(joined_batches(10, 16))
+    start = time.monotonic()
+
+    with pytest.raises(LaunchError, match="rank 1 failed with ValueError"):
+        trainer.fit(Hanging(1, raise_value_error), loader)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
+    step = f"if batch_idx == 2 and self.global_rank == {rank}: raise ValueError('out of order')"
+    result = run([sys.executable, script(tmp_path, "ddp", step=step)])
+
+    assert result.returncode == 1
+    assert result.stderr.count("ValueError: out of order") >= 1
+    assert result.stderr.count("Connection") == 0
+    assert ("rank 1 failed" in result.stderr) == (rank == 1)
+    assert_gone(str(tmp_path))
+
+
+def test_subprocess_notices_a_killed_companion(tmp_path):
+    step = "if batch_idx == 2 and self.global_rank == 1: os.kill(os.getpid(), 9)"
+    result = run([sys.executable, script(tmp_path, "ddp", step=step)])
+
+    assert result.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in result.stderr
+    assert_gone(str(tmp_path))
+
+
+def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
+    step = (
+        "if batch_idx == 2 and self.global_rank == 1: raise ValueError('out of order')\n"
+        "            if batch_idx == 2: time.sleep(600)"
+    )
+    result = run([sys.executable, script(tmp_path, "ddp", step=step)])
+
+    assert result.returncode != 0
+    assert "out of order" in result.stderr
+    assert_gone(str(tmp_path))
+
+
+def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
+    after = "assert trainer.global_rank == 0, 'after the fit'"
+    result = run([sys.executable, script(tmp_path, "ddp", after=after)])
+
+    assert result.returncode == 1
+    assert "after the fit" in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_processes_die_with_their_parent(tmp_path, strategy, number):
+    step = "os.write(1, b'training\\n'); time.sleep(0.2)"
+    process = subprocess.Popen(
+        [sys.executable, str(script(tmp_path, strategy, step=step))], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout.readline().strip() == "training"
+    assert process.stdout.readline().strip() == "training"
+
+    os.kill(process.pid, number)
+    process.wait(timeout=20)
+
+    assert process.returncode != 0
+    assert_gone(str(tmp_path))
+
+
+# --- Bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_spawn_without_a_main_guard_is_explained(tmp_path):
+    result = run([sys.executable, script(tmp_path, "ddp_spawn", guard=False)])
+
+    assert result.returncode == 1
+    assert 'if __name__ == "__main__"' in result.stderr
+    assert_gone(str(tmp_path))
+
+
+def test_spawn_refuses_what_does_not_pickle():
+    model = Net()
+    model.function = lambda: None
+
+    with pytest.raises(ConfigError, match="cannot be sent to a spawned process.*expected everything to pickle"):
+        trainer, loader = forked(joined_batches(1, 16))
+        sg.Trainer(
+            strategy="ddp_spawn", devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, max_epochs=1,
+        ).fit(model, loader)  # fmt: skip
+
+
+def test_a_program_without_a_file_cannot_be_run_again():
+    code = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(TESTS)!r})
+        import stratagem as sg
+        from models import Net, joined_batches
+        sg.Trainer(strategy="ddp", devices=2, accelerator="cpu").fit(Net(), joined_batches(1, 8))
+        """
+    )
+    result = run([sys.executable, "-c", code])
+
+    assert result.returncode == 1
+    assert "no file to run again" in result.stderr
+
+
+def test_a_launcher_that_contradicts_the_strategy_is_refused():
+    with pytest.raises(ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' starts its processes with"):
+        sg.Trainer(strategy="ddp_spawn", launcher="fork", accelerator="cpu")
+
+
+def test_another_trainer_with_other_devices_in_a_launched_script_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    trainer, loader = forked(joined_batches(1, 16))
+    alone = sg.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1 and the run has 1 processes"):
+        alone.test(Net(), loader)
