@@ -1,0 +1,111 @@
+"""Run: a loop of one's own gets the same plugins as the Trainer's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import data, joined_batches, loss_of, net, part, relative_difference, train_plainly
+from processes import run_in_processes
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.errors import CheckpointError, ConfigError
+
+
+def train(run, batches, accumulate=1):
+    model = net()
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=5e-3, momentum=0.9))
+    for index, batch in enumerate(run.dataloader(batches)):
+        last = (index + 1) % accumulate == 0
+        with run.no_sync() if not last else torch.enable_grad():
+            loss = loss_of(model(batch[0]), batch[1])
+            run.backward(loss / accumulate)
+        if last:
+            run.clip_gradients(optimizer, max_norm=1.0)
+            run.optimizer_step(optimizer)
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def weights(model):
+    return {f"net.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_loop_of_ones_own_equals_plain_pytorch():
+    batches = joined_batches(8, 16)
+    run = sg.Run(strategy="single_device", accelerator="cpu")
+    model, _ = run.launch(lambda run: train(run, batches))
+
+    assert relative_difference(weights(model), train_plainly(batches, max_norm=1.0)[0]) < 1e-7
+
+
+def _own_loop(rank, world_size, batches, accumulate):
+    run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
+    with run:
+        model, _ = train(run, part(batches, rank, world_size), accumulate)
+        return weights(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_equal_one(accumulate):
+    batches = joined_batches(8, 16)
+    first, second = run_in_processes(_own_loop, 2, batches, accumulate)
+
+    assert relative_difference(first, train_plainly(batches, accumulate, max_norm=1.0)[0]) < 1e-6
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_precision_applies_to_the_call_alone():
+    with sg.Run(precision="bf16-mixed", accelerator="cpu") as run:
+        model = run.setup(net())
+        assert model(data()[0]).dtype == torch.bfloat16
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert not model.training or isinstance(model.module, torch.nn.Module)
+
+
+def test_save_and_load(tmp_path):
+    batches = joined_batches(4, 16)
+    with sg.Run(strategy="single_device", accelerator="cpu") as run:
+        model, optimizer = train(run, batches)
+        run.save(tmp_path / "a.ckpt", model=model, optimizer=optimizer, epoch=3)
+        expected = weights(model)
+
+    fresh = net(seed=9)
+    with sg.Run(strategy="single_device", accelerator="cpu") as run:
+        model, optimizer = run.setup(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0, momentum=0.9))
+        values = run.load(tmp_path / "a.ckpt", model=model, optimizer=optimizer)
+
+    assert values == {"epoch": 3}
+    assert relative_difference(weights(fresh), expected) == 0
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    with pytest.raises(CheckpointError, match="holds 1 optimizer states; expected 2"):
+        run.load(tmp_path / "a.ckpt", model=fresh, optimizer=[optimizer, optimizer])
+
+
+def test_loaders_are_shared_out():
+    with sg.Run(accelerator="cpu") as run:
+        loader = run.dataloader(DataLoader(TensorDataset(*data(8)), 4))
+        assert len(loader) == 2
+        assert [len(batch[0]) for batch in loader] == [4, 4]
+
+
+def test_one_limit_for_clipping():
+    with (
+        sg.Run(accelerator="cpu") as run,
+        pytest.raises(ConfigError, match="max_norm=None and max_value=None; expected one limit"),
+    ):
+        run.clip_gradients(torch.optim.SGD(net().parameters(), lr=1.0))
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(ConfigError, match="option strateg is unknown.*did you mean 'strategy'"):
+        sg.Run(strateg="ddp")
+
+
+def test_a_run_starts_again_after_it_was_closed():
+    run = sg.Run(strategy="ddp", accelerator="cpu")
+    for _ in range(2):
+        with run:
+            run.setup(net(), torch.optim.SGD(net().parameters(), lr=1.0))
+            assert torch.distributed.is_initialized()
+        assert not torch.distributed.is_initialized()

@@ -1,0 +1,89 @@
+"""metrics.csv holds every step that logged something, whatever columns come and go."""
+
+from __future__ import annotations
+
+import csv
+import json
+from types import SimpleNamespace
+
+from models import Net, joined_batches
+
+import stratagem as sg
+from stratagem.loggers import CSVLogger
+
+QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_writes_steps_and_epochs(tmp_path):
+    trainer = sg.Trainer(max_epochs=2, log_every_n_steps=2, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Net(), joined_batches(4, 8), joined_batches(1, 8))
+
+    written = rows(tmp_path / "stratagem_logs" / "version_0" / "metrics.csv")
+    assert [(row["epoch"], row["step"]) for row in written] == [("0", "2"), ("0", "4"), ("1", "6"), ("1", "8")]
+    assert [bool(row["train_loss"]) for row in written] == [True] * 4
+    assert [bool(row["val_loss"]) for row in written] == [False, True, False, True]
+
+
+def test_another_run_gets_another_folder(tmp_path):
+    for _ in range(2):
+        sg.Trainer(max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path, **QUIET).fit(
+            Net(), joined_batches(1, 8)
+        )
+
+    assert sorted(path.name for path in (tmp_path / "stratagem_logs").iterdir()) == ["version_0", "version_1"]
+
+
+def run_at(folder):
+    return SimpleNamespace(settings=SimpleNamespace(default_root_dir=folder))
+
+
+def test_new_columns_keep_old_rows(tmp_path):
+    logger = CSVLogger(flush_every_n_steps=1)
+    for step in range(4):
+        logger.log_metrics({"a": step} | ({"b": -step} if step > 1 else {}), step, run_at(tmp_path))
+    logger.flush()
+
+    written = rows(logger.log_dir / "metrics.csv")
+    assert [row["a"] for row in written] == ["0", "1", "2", "3"]
+    assert [row["b"] for row in written] == ["", "", "-2", "-3"]
+
+
+def test_metrics_of_one_step_share_a_row(tmp_path):
+    logger = CSVLogger()
+    logger.log_metrics({"a": 1}, 5, run_at(tmp_path))
+    logger.log_metrics({"b": 2}, 5, run_at(tmp_path))
+    logger.flush()
+
+    assert rows(logger.log_dir / "metrics.csv") == [{"step": "5", "a": "1", "b": "2", "epoch": ""}]
+
+
+def test_nothing_is_created_before_the_first_metric(tmp_path):
+    logger = CSVLogger()
+    logger.flush()
+
+    assert logger.log_dir is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hyper_parameters_stand_beside(tmp_path):
+    logger = CSVLogger(save_dir=tmp_path, name="here", version="mine")
+    logger.log_hyperparams({"lr": 0.1}, run_at(tmp_path))
+    logger.log_metrics({"a,b": 1}, 0, run_at(tmp_path))
+    logger.flush()
+
+    assert json.loads((tmp_path / "here" / "mine" / "hparams.json").read_text()) == {"lr": 0.1}
+    assert rows(tmp_path / "here" / "mine" / "metrics.csv")[0]["a,b"] == "1"
+
+
+def test_a_named_version_is_appended_to(tmp_path):
+    for step in range(2):
+        logger = CSVLogger(save_dir=tmp_path, version=3)
+        logger.log_metrics({"a": step}, step, run_at(tmp_path))
+        logger.flush()
+
+    assert [row["a"] for row in rows(tmp_path / "stratagem_logs" / "version_3" / "metrics.csv")] == ["0", "1"]

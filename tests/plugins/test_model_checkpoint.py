@@ -1,0 +1,163 @@
+"""model_checkpoint keeps what it should, under the names it should, and decides once for all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import Net, data, joined_batches
+from processes import run_in_processes
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.callbacks import ModelCheckpoint
+from stratagem.errors import ConfigError
+
+QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+class Scored(Net):
+    """Logs a given score each epoch."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", self.scores[self.current_epoch])
+
+
+def fit(tmp_path, scores, model=None, **options):
+    callback = ModelCheckpoint(**options)
+    trainer = sg.Trainer(max_epochs=len(scores), callbacks=callback, default_root_dir=tmp_path, **QUIET)
+    batches = joined_batches(2, 8)
+    trainer.fit(model or Scored(scores), batches, batches)
+    files = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt"))
+    return callback, files
+
+
+def test_without_a_monitor_the_newest_is_kept(tmp_path):
+    callback, files = fit(tmp_path, [1.0, 2.0, 3.0])
+
+    assert files == ["epoch=2-step=6.ckpt"]
+    assert Path(callback.best_model_path).name == files[0]
+
+
+@pytest.mark.parametrize(("mode", "best", "score"), [("min", 1, 1.0), ("max", 2, 5.0)])
+def test_the_best_is_kept(tmp_path, mode, best, score):
+    callback, files = fit(tmp_path, [3.0, 1.0, 5.0, 2.0], monitor="score", mode=mode)
+
+    assert files == [f"epoch={best}-step={2 * best + 2}.ckpt"]
+    assert callback.best_model_score == score
+
+
+def test_the_k_best_are_kept_and_nan_is_worst(tmp_path):
+    _, files = fit(tmp_path, [float("nan"), 3.0, 1.0, 2.0], monitor="score", save_top_k=2)
+
+    assert files == ["epoch=2-step=6.ckpt", "epoch=3-step=8.ckpt"]
+
+
+def test_all_or_none(tmp_path):
+    assert len(fit(tmp_path / "all", [1.0, 2.0, 3.0], save_top_k=-1)[1]) == 3
+    assert fit(tmp_path / "none", [1.0], save_top_k=0)[1] == []
+
+
+def test_names_are_filled_in(tmp_path):
+    _, files = fit(tmp_path, [0.125], monitor="score", filename="model-{epoch:02d}-{score:.2f}")
+    assert files == ["model-epoch=00-score=0.12.ckpt"]
+
+    _, files = fit(tmp_path / "plain", [0.125], monitor="score", filename="{epoch:02d}-{score:.2f}",
+                   auto_insert_metric_name=False)  # fmt: skip
+    assert files == ["00-0.12.ckpt"]
+
+
+def test_a_taken_name_gets_a_version(tmp_path):
+    fit(tmp_path, [1.0])
+    _, files = fit(tmp_path, [1.0])
+
+    assert files == ["epoch=0-step=2-v1.ckpt", "epoch=0-step=2.ckpt"]
+
+
+def test_save_last_keeps_a_copy(tmp_path):
+    callback, files = fit(tmp_path, [1.0, 2.0], monitor="score", save_last=True)
+
+    assert files == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    assert torch.load(callback.last_model_path, weights_only=True)["loop"]["epoch"] == 1
+
+
+@pytest.mark.parametrize(("options", "steps"), [({"every_n_epochs": 2}, [4, 8]), ({"every_n_train_steps": 3}, [3, 6])])
+def test_how_often(tmp_path, options, steps):
+    _, files = fit(tmp_path, [1.0] * 4, save_top_k=-1, **options)
+
+    assert [int(name.split("step=")[1].removesuffix(".ckpt")) for name in files] == steps
+
+
+def test_weights_only(tmp_path):
+    callback, _ = fit(tmp_path, [1.0], save_weights_only=True)
+
+    assert "optimizers" not in torch.load(callback.best_model_path, weights_only=True)
+
+
+def test_a_resumed_run_goes_on_with_what_was_best(tmp_path):
+    first, _ = fit(tmp_path, [3.0, 1.0], monitor="score")
+    second = ModelCheckpoint(monitor="score")
+    trainer = sg.Trainer(max_epochs=4, callbacks=second, default_root_dir=tmp_path, **QUIET)
+    batches = joined_batches(2, 8)
+    trainer.fit(Scored([0, 0, 2.0, 3.0]), batches, batches, ckpt_path=first.best_model_path)
+
+    assert second.best_model_score == 1.0
+    assert second.best_model_path == first.best_model_path
+
+
+def test_a_default_one_is_there_unless_told_otherwise(tmp_path):
+    assert any(isinstance(c, ModelCheckpoint) for c in sg.Trainer(**QUIET).callbacks)
+    assert not sg.Trainer(enable_checkpointing=False, **QUIET).callbacks
+    own = ModelCheckpoint(save_top_k=-1)
+    assert sg.Trainer(callbacks=[own], **QUIET).callbacks == [own]
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    trainer = sg.Trainer(fast_dev_run=True, default_root_dir=tmp_path, accelerator="cpu")
+    trainer.fit(Net(), joined_batches(2, 8))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_top_k": 3}, "save_top_k is 3 without a monitor; expected -1, 0 or 1"),
+        ({"every_n_epochs": 1, "every_n_train_steps": 1}, "every_n_epochs=1 and every_n_train_steps=1"),
+        ({"mode": "best"}, "mode is 'best'; expected 'min' or 'max'"),
+        ({"every_n_epochs": 0}, "every_n_epochs is 0; expected at least 1"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(callbacks={"name": "model_checkpoint", **options}, **QUIET)
+
+
+def test_a_monitor_that_nobody_logged_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match="monitor is 'scor', which nobody logged; .*did you mean 'score'"):
+        fit(tmp_path, [1.0], monitor="scor")
+
+
+class Divergent(Scored):
+    """Every rank logs a score of its own."""
+
+    def validation_step(self, batch, batch_idx):
+        order = self.scores if self.global_rank == 0 else self.scores[::-1]
+        self.log("score", order[self.current_epoch])
+
+
+def _two_ranks(rank, world_size, folder):
+    callback = ModelCheckpoint(monitor="score", dirpath=Path(folder))
+    trainer = sg.Trainer(max_epochs=3, strategy="ddp", devices=2, callbacks=callback, **QUIET)
+    loader = DataLoader(TensorDataset(*data(16)), 4)
+    trainer.fit(Divergent([3.0, 2.0, 1.0]), loader, loader)
+    return Path(callback.best_model_path).name
+
+
+def test_rank_0_decides_for_all(tmp_path):
+    assert run_in_processes(_two_ranks, 2, str(tmp_path)) == ["epoch=2-step=6.ckpt"] * 2

@@ -1,0 +1,95 @@
+"""Progress shows where a run is: lines in a file, a bar in a terminal, on rank 0 alone."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from models import Net, joined_batches
+
+import stratagem as sg
+from stratagem.callbacks import ProgressBar
+
+TESTS = Path(__file__).parents[1]
+QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def test_lines_in_a_file(capsys):
+    trainer = sg.Trainer(max_epochs=2, accumulate_grad_batches=2, **QUIET)
+    trainer.fit(Net(), joined_batches(3, 8))
+    lines = capsys.readouterr().out.splitlines()
+
+    assert lines[0] == "1 process on cpu"
+    assert re.fullmatch(r"epoch 1/2  batch 3/3  [\d.]+ it/s  loss [\d.e+]+", lines[1])
+    assert len(lines) == 3
+
+
+def test_lines_come_now_and_then(capsys):
+    trainer = sg.Trainer(max_epochs=1, callbacks=ProgressBar(line_every_s=1e-6), **QUIET)
+    trainer.fit(Net(), joined_batches(5, 8))
+
+    assert len(re.findall("batch [1-5]/5", capsys.readouterr().out)) >= 5
+
+
+def test_it_closes_after_an_exception(capsys):
+    class Broken(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError
+
+    progress = ProgressBar()
+    try:
+        sg.Trainer(max_epochs=1, callbacks=progress, **QUIET).fit(Broken(), joined_batches(1, 8))
+    except RuntimeError:
+        assert progress._view is None
+
+
+def test_a_bar_in_a_terminal(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys; sys.path.insert(0, {str(TESTS)!r})
+            import stratagem as sg
+            from models import Net, joined_batches
+            class Shown(Net):
+                def validation_step(self, batch, batch_idx):
+                    self.log("val_loss", 1.5, prog_bar=True)
+            trainer = sg.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, accelerator="cpu")
+            trainer.fit(Shown(), joined_batches(4, 8), joined_batches(2, 8))
+            trainer.test(Net(), joined_batches(2, 8))
+            """
+        )
+    )
+    parent, child = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen([sys.executable, str(script)], stdout=child, stderr=child, env=environment)
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            part = os.read(parent, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        shown += part
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+    assert process.wait() == 0, text
+    assert "epoch 2/2" in text
+    assert "4/4" in text
+    assert "it/s" in text
+    assert "val_loss 1.5" in text
+    assert "test" in text
+
+
+def test_no_rich_before_a_bar_is_needed():
+    code = "import sys, stratagem.callbacks as c; c.ProgressBar(); print('rich' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "False"
