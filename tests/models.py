@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import stratagem as sg
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-
-import stratagem as sg
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -140,11 +139,15 @@ def joined_batches(num_batches: int, batch_size: int, seed: int = 5) -> list[tup
     return list(zip(x.split(batch_size), y.split(batch_size), strict=True))
 
 
-def part(batches: list[tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
+def part(
+    batches: list[tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int
+) -> list[tuple[torch.Tensor, ...]]:
     """One rank's share of every batch."""
     return [tuple(tensor.chunk(world_size)[rank].clone() for tensor in batch) for batch in batches]
 
 
 def relative_difference(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     assert weights.keys() == reference.keys()
-    return max(float((weights[k].double() - reference[k].double()).norm() / reference[k].double().norm()) for k in weights)
+    return max(
+        float((weights[k].double() - reference[k].double()).norm() / reference[k].double().norm()) for k in weights
+    )

@@ -1,9 +1,10 @@
 """Files that are whole or not there: staged, hashed, fsynced, renamed. Knows nothing of what is in them.
 
 [Note: the sidecar]
-Beside ``last.ckpt`` lies ``last.ckpt.sum`` with a line for each content that the file may have: algorithm, digest, size.
-Publishing writes the new content under a temporary name, then a sidecar with the new line *and* the old ones, then renames
-the content into place, then drops the old lines. A crash at any moment leaves a file whose digest is in its sidecar.
+Beside ``last.ckpt`` lies ``last.ckpt.sum`` with a line for each content that the file may have: algorithm, digest,
+size. Publishing writes the new content under a temporary name, then a sidecar with the new line *and* the old ones,
+then renames the content into place, then drops the old lines. A crash at any moment leaves a file whose
+digest is in its sidecar.
 """
 
 from __future__ import annotations

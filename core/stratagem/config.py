@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import enum
+import inspect
 import json
 import math
 import re
@@ -90,7 +91,7 @@ def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
 
 
 @cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return {name: _resolve(cls, field) for name, field in options(cls).items()}
 
 
@@ -98,7 +99,7 @@ def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:
     """Return the field's annotation as an object; one that is imported only for type checkers accepts anything."""
     if not isinstance(field.type, str):
         return Any if field.type is None else field.type
-    owner = next(base for base in cls.__mro__ if field.name in base.__dict__.get("__annotations__", {}))
+    owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
     try:
         return eval(field.type, vars(sys.modules[owner.__module__]))  # noqa: S307 - the plugin's own source
     except NameError:

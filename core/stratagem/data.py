@@ -58,7 +58,7 @@ class DataModule:
 
 
 class UnrepeatedSampler(DistributedSampler[Any]):
-    """Each process's share without padding: shares may differ by one sample. For prediction, where repeats are wrong."""
+    """Each process's share without padding, which may differ by one sample. For prediction, where repeats are wrong."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -155,12 +155,12 @@ def several(loaders: Any) -> list[Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every part of `loader` that shuffles by epoch which one begins."""
-    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if inner is not getattr(loader, "sampler", None) and callable(getattr(inner, "set_epoch", None)):
-        inner.set_epoch(epoch)
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner):
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 def seed_loader_workers(loader: Any, rank: int) -> None:
@@ -190,5 +190,7 @@ def in_order(loader: Any) -> Any:
     """Return `loader` without shuffling: the same batches every epoch."""
     if isinstance(loader, DataLoader) and type(loader.sampler) is RandomSampler and loader.batch_size is not None:
         sampler = SequentialSampler(loader.dataset)
-        return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))
+        return _replace(
+            loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        )
     return loader

@@ -91,5 +91,3 @@ def plugin_with(hooks: Iterable[str]) -> object:
     """Return a plugin that answers `hooks` with the defaults."""
     body = {name: staticmethod(hookimpl(DEFAULTS[name])) for name in hooks}
     return type("CoreDefaults", (), body)()
-
-

@@ -59,7 +59,9 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     available = torch.cuda.device_count()
     if not _is_integer(num_devices) or num_devices == 0 or num_devices < -1 or num_devices > available:
-        raise ConfigError(f"num_devices is {num_devices!r}", expected=f"1 to {available} (there are {available}), or -1")
+        raise ConfigError(
+            f"num_devices is {num_devices!r}", expected=f"1 to {available} (there are {available}), or -1"
+        )
     usable: list[int] = []
     for index in range(available):
         if len(usable) == num_devices:
@@ -93,7 +95,9 @@ def _process_count(value: Any) -> int:
         return 1
     if _is_integer(value) and value > 0:
         return int(value)
-    raise ConfigError(f"devices is {value!r}", expected="a number of processes: this accelerator has no numbered devices")
+    raise ConfigError(
+        f"devices is {value!r}", expected="a number of processes: this accelerator has no numbered devices"
+    )
 
 
 def _first(count: int, available: int) -> tuple[int, ...]:
@@ -112,7 +116,9 @@ def _first(count: int, available: int) -> tuple[int, ...]:
 
 def _exactly(indices: Sequence[Any], available: int) -> tuple[int, ...]:
     if not indices:
-        raise ConfigError(f"devices is {indices!r}", expected="at least one device", do='use accelerator="cpu" for none')
+        raise ConfigError(
+            f"devices is {indices!r}", expected="at least one device", do='use accelerator="cpu" for none'
+        )
     if not all(_is_integer(index) for index in indices):
         raise ConfigError(f"devices is {indices!r}", expected="whole numbers in the list")
     if len(set(indices)) != len(indices):

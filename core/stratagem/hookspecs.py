@@ -53,7 +53,7 @@ def setup_environment(run: Run) -> World:
 
 @hookspec(firstresult=True)
 def launch(main: Callable[[], Any], run: Run) -> Any:
-    """Answer (launcher): start ``run.num_processes`` processes on this node, call `main` in each, return rank 0's result.
+    """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return what rank 0's returned.
 
     Called once, in the process that the user started, unless the environment says that all processes exist
     (`Environment.processes_exist`); ``run.world`` is local rank 0's place. Every process started must learn its own
@@ -109,7 +109,7 @@ def wrap_dataloader(loader: DataLoader[Any], stage: str, run: Run) -> DataLoader
 
 @hookspec(firstresult=True)
 def transfer_batch(batch: Any, run: Run) -> Any:
-    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps to convert it."""
+    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps, to convert."""
 
 
 # --- The step ----------------------------------------------------------------------------------------------------
@@ -154,9 +154,7 @@ def reduce_bucket(
 
 
 @hookspec(firstresult=True)
-def clip_gradients(
-    optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: Run
-) -> Tensor | float:
+def clip_gradients(optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: Run) -> Tensor | float:
     """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
 
     Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. When clipping by
@@ -247,9 +245,7 @@ def on_train_batch_start(trainer: Trainer, module: Module, batch: Any, batch_idx
 
 
 @hookspec
-def on_train_batch_end(
-    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, run: Run
-) -> None:
+def on_train_batch_end(trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, run: Run) -> None:
     """After a batch, including the optimizer's step if the batch closed an accumulation window."""
 
 

@@ -54,11 +54,8 @@ def option_docs(cls: type[Any]) -> dict[str, str]:
 
 def render(description: dict[str, Any]) -> str:
     """Return `description` as text for people."""
-    lines = [
-        f"{description['kind']} {description['name']}  ({description['distribution']} {description['version']}, "
-        f"{description['value']})",
-        f"  {description['summary']}",
-    ]
+    origin = f"{description['distribution']} {description['version']}, {description['value']}"
+    lines = [f"{description['kind']} {description['name']}  ({origin})", f"  {description['summary']}"]
     if description["options"]:
         lines.append("options:")
         for option in description["options"]:
@@ -83,9 +80,10 @@ def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any)
 def _default(field: attrs.Attribute[Any]) -> str:
     if field.default is attrs.NOTHING:
         return "(required)"
-    if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-        return repr(field.default.factory()) if not field.default.takes_self else "(computed)"
-    return repr(field.default)
+    default: Any = field.default
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return "(computed)" if default.takes_self else repr(default.factory())
+    return repr(default)
 
 
 def _hooks(cls: type[Any], *, wrapper: bool) -> list[str]:

@@ -13,6 +13,7 @@ import _thread
 import atexit
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -46,8 +47,9 @@ END_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
 #: What gloo, NCCL and the store say when the other side is gone.
-_ECHOES = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket", "remote process exited",
-           "timed out waiting", "application timeout", "nccl", "recvvalue failed", "store")  # fmt: skip
+_ECHOES = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket",
+           "remote process exited", "timed out waiting", "application timeout", "nccl", "recvvalue failed",
+           "store")  # fmt: skip
 
 
 # --- Places ------------------------------------------------------------------------------------------------------
@@ -66,9 +68,7 @@ def process_variables(world: World) -> dict[str, str]:
 
 def local_places(world: World) -> list[World]:
     """Return the places of all processes of this node, given local rank 0's."""
-    return [
-        evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)
-    ]
+    return [evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)]
 
 
 def host_store(world: World) -> tuple[World, Any]:
@@ -156,7 +156,11 @@ def end(children: Iterable[Child]) -> None:
         for child in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, number)
-        _wait_until(lambda running=running: all(child.poll() is not None for child in running), patience)
+        _wait_until(functools.partial(_are_over, running), patience)
+
+
+def _are_over(children: list[Child]) -> bool:
+    return all(child.poll() is not None for child in children)
 
 
 def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
@@ -331,7 +335,7 @@ class Companions:
             _wait_until(lambda: _root_is_known(self.folder), 0.5)
         self.ending.set()
         end(self.children)
-        return root_cause(self.folder, self.children) if echo or interrupted and self._reported() else None
+        return root_cause(self.folder, self.children) if echo or (interrupted and self._reported()) else None
 
     def _someone_failed(self) -> bool:
         return any(child.poll() not in (None, 0) for child in self.children)

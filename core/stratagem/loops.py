@@ -1,9 +1,9 @@
 """The loops: train epochs, and evaluate. They call hooks and `Run`, and know no plugin.
 
 [Note: position]
-``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts the
-batches of the current epoch that are finished. A checkpoint holds both, and the random state at the epoch's start, so
-that a resumed epoch can draw the same order and skip what is done.
+``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
+the batches of the current epoch that are finished. A checkpoint holds both, and the random state at the epoch's start,
+so that a resumed epoch can draw the same order and skip what is done.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class TrainLoop:
         self._check_optimizers()
         clip = self.settings.gradient_clip_val
         by_norm = self.settings.gradient_clip_algorithm == "norm"
-        self.max_norm, self.max_value = (clip, None) if by_norm else (None, clip)
+        self.max_norm: float | None = clip if by_norm else None
+        self.max_value: float | None = None if by_norm else clip
         self.batch_start = trainer.events.listener("on_train_batch_start")
         self.batch_end = trainer.events.listener("on_train_batch_end")
         self.before_step = trainer.events.listener("on_before_optimizer_step")
@@ -169,7 +170,7 @@ class TrainLoop:
             position.epoch_random_state = now
         else:
             restore_random_state(position.epoch_random_state)
-        iterator = iter(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
         if position.batches_done:
             for _ in range(position.batches_done):
                 next(iterator, None)
@@ -325,7 +326,7 @@ def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: in
         return lambda batch, batch_idx: model(method, batch, batch_idx, loader_idx)
     if takes(function, 2):
         return lambda batch, batch_idx: model(method, batch, batch_idx)
-    return lambda batch, batch_idx: model(method, batch)
+    return lambda batch, _: model(method, batch)
 
 
 @contextmanager
@@ -349,5 +350,3 @@ def _by_loader(metrics: dict[str, Any], count: int) -> list[dict[str, float]]:
         {name: value for name, value in numbers.items() if name.endswith(f"/dataloader_idx_{index}")}
         for index in range(count)
     ]
-
-

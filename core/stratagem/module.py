@@ -226,5 +226,3 @@ def takes(function: Any, count: int) -> bool:
 
 def _missing(module: Module, method: str, stage: str) -> ConfigError:
     return ConfigError(f"{type(module).__name__} has no {method}", expected=f"one, to {stage}", do="define it")
-
-

@@ -13,9 +13,7 @@ from stratagem.config import structure
 from stratagem.errors import ConfigError, nearest
 from stratagem.options import at_least
 
-_FORMS = (
-    "an optimizer, a list of them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'"
-)
+_FORMS = "an optimizer, a list of them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'"
 
 
 @define(eq=False, kw_only=True)

@@ -168,7 +168,7 @@ class Environment(Plugin):
         return True
 
     def local_processes(self) -> int | None:
-        """How many processes somebody else started on this node, if that is known: what ``devices="auto"`` then means."""
+        """How many processes somebody else started on this node, if known: what ``devices="auto"`` then means."""
         return None
 
 

@@ -104,7 +104,7 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
 
 @cache
 def _scan() -> tuple[Entry, ...]:
-    found = {}
+    found: dict[tuple[str, str], Entry] = {}
     for distribution in distributions():
         for point in distribution.entry_points:
             if point.group.startswith("stratagem."):

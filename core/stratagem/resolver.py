@@ -157,7 +157,7 @@ class _Chooser:
         if len(asked) + len(extras) > 1:
             names = " and ".join(repr(choice.name) for choice in asked + extras)
             raise ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
-        return (asked + extras or [None])[0]
+        return next(iter(asked + extras), None)
 
     def many(self, kind: str, value: Any) -> list[Choice]:
         values = [] if _unset(value) else _as_list(value)
@@ -171,7 +171,9 @@ class _Chooser:
         if isinstance(value, Mapping):
             chosen = dict(value)
             if not isinstance(chosen.get("name"), str):
-                raise ConfigError(f"{path} is {value!r}", expected='a mapping with a "name"', do="add the plugin's name")
+                raise ConfigError(
+                    f"{path} is {value!r}", expected='a mapping with a "name"', do="add the plugin's name"
+                )
             return self._named(kind, chosen.pop("name"), chosen)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
             return self._named(kind, str(value), {})
@@ -220,7 +222,7 @@ class _Chooser:
 
 
 def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = ()) -> Any:
-    """Load the plugin of `entry` and build it with the options in `values`; those named in `texts` are text to parse."""
+    """Load the plugin of `entry` and build it with the options in `values`, parsing those named in `texts`."""
     target = entry.load()
     path = f"{entry.kind}.{entry.name}"
     if isinstance(target, type):
@@ -408,7 +410,7 @@ def _devices(settings: Any, accelerator: Accelerator, environment: Environment, 
 
 
 def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
-    """Return the names that `plugin` (or, with `of_class`, a class) marks with ``@hookimpl``, with the marker's options."""
+    """Return what `plugin` (or, with `of_class`, a class) marks with ``@hookimpl``: the marker's options by name."""
     if isinstance(plugin, type) and not of_class:
         return {}
     cls = plugin if of_class else type(plugin)
@@ -418,9 +420,7 @@ def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, di
 
 def hook_specifications() -> dict[str, dict[str, Any]]:
     """Return every hook of the contract by name, with its options."""
-    return {
-        name: value.stratagem_spec for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")
-    }
+    return {name: value.stratagem_spec for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")}
 
 
 def _check_hooks(stack: Stack) -> None:
@@ -475,7 +475,7 @@ def _capabilities(choice: Choice) -> Any:
 def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
     choices = stack.active()
     provided = {word for choice in choices for word in _capabilities(choice).provides}
-    wanted = [(word, reason, None) for word, reason in needs.items()]
+    wanted: list[tuple[str, str, Choice | None]] = [(word, reason, None) for word, reason in needs.items()]
     wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
     for word, who, asker in wanted:
         if word not in provided:
@@ -503,5 +503,3 @@ def _alternatives(word: str, asker: Choice | None) -> str:
     if not able:
         return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")
     return f"choose a strategy that does: {', '.join(able)}"
-
-

@@ -1,17 +1,17 @@
 """`Run`: one resolved stack of plugins in one process. What hooks receive, and the API for a training loop of your own.
 
-    run = sg.Run(strategy="ddp", precision="bf16-mixed", devices=2)
+run = sg.Run(strategy="ddp", precision="bf16-mixed", devices=2)
 
-    def main(run):
-        model, optimizer = run.setup(model, optimizer)
-        for batch in run.dataloader(loader):
-            loss = model(batch)
-            run.backward(loss)
-            run.optimizer_step(optimizer)
-            optimizer.zero_grad()
-        run.save("last.ckpt", model=model, optimizer=optimizer)
+def main(run):
+    model, optimizer = run.setup(model, optimizer)
+    for batch in run.dataloader(loader):
+        loss = model(batch)
+        run.backward(loss)
+        run.optimizer_step(optimizer)
+        optimizer.zero_grad()
+    run.save("last.ckpt", model=model, optimizer=optimizer)
 
-    run.launch(main)
+run.launch(main)
 """
 
 from __future__ import annotations
@@ -516,5 +516,3 @@ def format_tag() -> dict[str, Any]:
     from stratagem import __version__
 
     return {"name": "stratagem", "version": 1, "stratagem": __version__}
-
-

@@ -106,7 +106,6 @@ NOT_YET: dict[str, Any] = {
 }
 
 
-
 def gather(cls: type[S], code: Mapping[str, Any]) -> S:
     """Return settings of class `cls` from the arguments given in `code`; None for a path means its default.
 

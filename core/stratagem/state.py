@@ -53,9 +53,7 @@ def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, modu
     return {"state": state, "param_groups": groups}
 
 
-def physical_groups(
-    logical: dict[str, Any], optimizer: Optimizer, numbers: dict[str, int]
-) -> list[dict[str, Any]]:
+def physical_groups(logical: dict[str, Any], optimizer: Optimizer, numbers: dict[str, int]) -> list[dict[str, Any]]:
     """Return the parameter groups of `logical` numbered like those of `optimizer`."""
     saved = logical["param_groups"]
     sizes = [len(group["params"]) for group in saved]

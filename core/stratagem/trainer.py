@@ -191,12 +191,12 @@ class Trainer:
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
         ckpt_path: str | Path | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Return what `predict_step` returned for each batch of this process's share; a list of lists for several loaders."""
+        """Return what `predict_step` returned for each batch of this process's share; for several loaders, lists."""
         results = self._evaluate("predict", "predict_step", model, dataloaders, datamodule, ckpt_path)
         return results[0] if len(results) == 1 else results
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write everything needed to resume to `path`; with `weights_only`, what is needed to predict. All ranks call it."""
+        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it."""
         if self.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         state = snapshot.dump(self, weights_only)
@@ -409,7 +409,7 @@ class Trainer:
             known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
             unknown = next((option for option in options if option not in known), "")
             raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
-                              do=nearest(unknown, known))  # fmt: skip
+                              do=nearest(unknown, known)) from error  # fmt: skip
 
     def log_step(self) -> None:
         """After a training batch: hand step metrics to the loggers when it is their turn."""

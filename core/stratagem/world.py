@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def num_data_shards(self) -> int:
-        """How many parts a data set is cut into: processes on the ``data`` and ``shard`` axes read different samples."""
+        """How many parts a data set is cut into: the ``data`` and ``shard`` axes read different samples."""
         return self.size("data") * self.size("shard")
 
     @property

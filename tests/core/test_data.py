@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
+from stratagem.world import Mesh
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -14,9 +16,6 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-
-from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
-from stratagem.world import Mesh
 
 
 def shares(loader, stage, world_size=2, epoch=0):
@@ -94,7 +93,9 @@ def test_what_is_already_distributed_or_iterable_is_left_alone():
     mesh = Mesh(axes={"data": 2})
     distributed = DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0))
     for loader in (DataLoader(Stream()), distributed, [1, 2], DataLoader(range(4))):
-        mesh = Mesh(axes={"data": 1 if loader.__class__ is DataLoader and loader.sampler.__class__ is SequentialSampler else 2})
+        mesh = Mesh(
+            axes={"data": 1 if loader.__class__ is DataLoader and loader.sampler.__class__ is SequentialSampler else 2}
+        )
         assert shard_dataloader(loader, "train", mesh) is loader
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import stratagem as sg
 import torch
 from models import Net, data, joined_batches, relative_difference, train_plainly
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-import stratagem as sg
 from stratagem.errors import ConfigError
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -489,7 +488,9 @@ def test_two_answers_to_one_hook_are_refused():
         def wrap_model(self, module):
             return module
 
-    with pytest.raises(sg.StratagemError, match="hook 'wrap_model' is answered by strategy 'single_device' and by plug"):
+    with pytest.raises(
+        sg.StratagemError, match="hook 'wrap_model' is answered by strategy 'single_device' and by plug"
+    ):
         sg.Trainer(strategy="single_device", plugins=[Also()], **QUIET)
 
 

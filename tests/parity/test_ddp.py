@@ -6,11 +6,10 @@ import copy
 import os
 
 import pytest
+import stratagem as sg
 import torch
 from models import Gan, Net, joined_batches, net, part, relative_difference, train_gan_plainly, train_plainly
 from processes import run_in_processes
-
-import stratagem as sg
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
@@ -101,7 +100,6 @@ class Lbfgs(Net):
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
-
 
     def training_step(self, batch, batch_idx):
         return square(self(batch[0]), batch[1])

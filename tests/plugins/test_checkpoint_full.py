@@ -7,11 +7,10 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import stratagem as sg
 import torch
 from models import Net, joined_batches
 from processes import run_in_processes
-
-import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.world import Collectives
@@ -146,7 +145,9 @@ class PartlyTrained(Net):
 def test_optimizer_state_of_other_parameters_is_refused(tmp_path):
     _, path = fitted(tmp_path)
 
-    with pytest.raises(CheckpointError, match="optimizer state has 'net.2.bias', .*; expected the parameters of this model"):
+    with pytest.raises(
+        CheckpointError, match="optimizer state has 'net.2.bias', .*; expected the parameters of this model"
+    ):
         sg.Trainer(max_epochs=2, **QUIET).fit(PartlyTrained(), joined_batches(3, 8), ckpt_path=path)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import stratagem as sg
 import torch
 from models import Net, joined_batches, part, relative_difference, train_plainly
 from processes import run_in_processes
-
-import stratagem as sg
 from stratagem.comm_hooks import BF16Compress, FP16Compress
 from stratagem.plugin import Bucket
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from models import Net, joined_batches
-
 import stratagem as sg
+from models import Net, joined_batches
 from stratagem.errors import ConfigError
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import stratagem as sg
 import torch
 from models import Net, joined_batches, relative_difference, train_plainly
-from torch.utils.data import DataLoader, TensorDataset
-
-import stratagem as sg
 from stratagem.errors import ConfigError, LaunchError
+from torch.utils.data import DataLoader, TensorDataset
 
 TESTS = Path(__file__).parents[1]
 
@@ -312,7 +311,9 @@ def test_a_program_without_a_file_cannot_be_run_again():
 
 
 def test_a_launcher_that_contradicts_the_strategy_is_refused():
-    with pytest.raises(ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' starts its processes with"):
+    with pytest.raises(
+        ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' starts its processes with"
+    ):
         sg.Trainer(strategy="ddp_spawn", launcher="fork", accelerator="cpu")
 
 

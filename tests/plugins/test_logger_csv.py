@@ -6,9 +6,8 @@ import csv
 import json
 from types import SimpleNamespace
 
-from models import Net, joined_batches
-
 import stratagem as sg
+from models import Net, joined_batches
 from stratagem.loggers import CSVLogger
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

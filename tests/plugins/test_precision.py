@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import stratagem as sg
 import torch
 from models import (
     Gan,
@@ -19,8 +20,6 @@ from models import (
     train_plainly,
 )
 from processes import run_in_processes
-
-import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.precisions import ScaledPrecision, TruePrecision
 
@@ -96,7 +95,7 @@ def test_full_precision_leaves_everything_alone(precision):
 
 
 def test_true_precision_keeps_integers_and_containers():
-    strategy = sg.Run(precision="bf16-true", **{"accelerator": "cpu"})
+    strategy = sg.Run(precision="bf16-true", accelerator="cpu")
     with strategy as run:
         moved = run.transfer({"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.long), "pair": (torch.ones(1), "a")})
 

@@ -10,9 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from models import Net, joined_batches
-
 import stratagem as sg
+from models import Net, joined_batches
 from stratagem.callbacks import ProgressBar
 
 TESTS = Path(__file__).parents[1]

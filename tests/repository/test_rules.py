@@ -12,7 +12,6 @@ from pathlib import Path
 
 import attrs
 import pytest
-
 from stratagem import catalog, hookspecs, registry
 from stratagem.defaults import DEFAULTS
 from stratagem.errors import ConfigError
@@ -215,7 +214,7 @@ def test_listing_plugins_imports_neither_torch_nor_a_plugin():
     modules = {entry.value.partition(":")[0].partition(".")[0] for entry in ENTRIES}
     code = (
         "import sys; from stratagem.cli import main; main(['plugins', 'list']);"
-        f"print('IMPORTED', sorted(set(sys.modules) & {({'torch', *modules})!r}))"
+        f"print('IMPORTED', sorted(set(sys.modules) & { ({'torch', *modules})!r}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

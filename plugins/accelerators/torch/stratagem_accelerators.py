@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from attrs import define
-
 from stratagem import Accelerator, Capabilities
 from stratagem.errors import ConfigError
 from stratagem.plugin import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS
@@ -72,4 +71,6 @@ def gpu() -> Accelerator:
     for accelerator in (MPSAccelerator(), CUDAAccelerator()):
         if accelerator.count():
             return accelerator
-    raise ConfigError("accelerator is 'gpu' and torch sees none", expected="an MPS or CUDA device", do='use "cpu" or "auto"')
+    raise ConfigError(
+        "accelerator is 'gpu' and torch sees none", expected="an MPS or CUDA device", do='use "cpu" or "auto"'
+    )

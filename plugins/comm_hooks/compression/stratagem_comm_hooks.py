@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from attrs import define
-
 from stratagem import CommHook, hookimpl
 
 

@@ -135,7 +135,9 @@ class Demo(sg.Command):
     help = "train a small GPT on the Python manual and let it write; run again to go on"
 
     def add_arguments(self, parser):
-        parser.add_argument("--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)")
+        parser.add_argument(
+            "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
+        )
         parser.add_argument("--steps", type=int, default=500, help="optimizer steps of this run (default: %(default)s)")
         parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
         parser.add_argument("--strategy", default="ddp", help="default: %(default)s")

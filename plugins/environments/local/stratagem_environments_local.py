@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 
 from attrs import define
-
 from stratagem import Environment, World, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.launch import STORE_HOSTED_VARIABLE
@@ -103,7 +102,9 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
     """
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in variables]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} not set", expected="all variables of torchrun", do="start with torchrun")
+        raise ConfigError(
+            f"{', '.join(missing)} not set", expected="all variables of torchrun", do="start with torchrun"
+        )
     world_size = _number(variables, "WORLD_SIZE", 1)
     if asked is not None and asked != world_size:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Start the other processes of this machine: run the program again, or call the function in fresh or copied processes."""
+"""Start the other processes of this machine: run the program again, or call the function in new or copied processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import define
-
 from stratagem import Launcher, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.launch import (
@@ -53,7 +52,10 @@ class SubprocessLauncher(Launcher):
         first, *others = local_places(world)
         folder = reports_folder()
         children = [
-            (place.rank, subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=_dying_with(os.getpid())))  # noqa: PLW1509
+            (
+                place.rank,
+                subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=_dying_with(os.getpid())),
+            )
             for place in others
         ]
         os.environ.update(process_variables(first))
@@ -83,7 +85,9 @@ class _FunctionLauncher(Launcher):
             with _variable(_IMPORTING, str(folder)):
                 for place in local_places(world):
                     variables = child_environment(place, folder)
-                    process = context.Process(target=_child, args=(main, variables, folder, place.rank, self.start_method))
+                    process = context.Process(
+                        target=_child, args=(main, variables, folder, place.rank, self.start_method)
+                    )
                     process.start()
                     processes.append((place.rank, process))
             wait_for([Child(rank, process.pid, _exit_code(process)) for rank, process in processes], folder)
@@ -194,5 +198,3 @@ class _variable:  # noqa: N801 - reads as a statement
 
     def __exit__(self, *_: object) -> None:
         os.environ.pop(self.name, None)
-
-

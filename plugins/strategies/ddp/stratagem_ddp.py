@@ -7,9 +7,6 @@ from typing import Literal
 
 import torch
 from attrs import define, evolve, field
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
-
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import more_than
@@ -26,6 +23,8 @@ from stratagem.plugin import (
     Bucket,
 )
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 
@@ -39,10 +38,10 @@ class DDPStrategy(Strategy):
     #: Promise that every step uses the same parameters in the same order: allows more overlap, and activation
     #: checkpointing of shared parts; wrong gradients if the promise is broken.
     static_graph: bool = False
-    #: Gradients are views into the all-reduce buckets: saves one copy of the gradients; they cannot be detached in place.
+    #: Gradients are views into the all-reduce buckets: saves a copy of them all; they cannot be detached in place.
     gradient_as_bucket_view: bool = False
-    #: Look for parameters that the loss does not reach: needed if there are any, and costs a walk of the graph each step.
-    #: None does so only where it cannot be avoided: under manual optimization, where a loss may train half of the model.
+    #: Look for parameters that the loss does not reach: needed if there are any, costs a walk of the graph each step.
+    #: None does so only where it must: under manual optimization, where a loss may train half of the model.
     find_unused_parameters: bool | None = None
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
-
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError, nearest
 from stratagem.options import at_least, at_least_or_unlimited
@@ -195,7 +194,9 @@ class ModelCheckpoint(Callback):
         def fill(match: re.Match[str]) -> str:
             name, form = match[1], match[2] or ""
             if name not in values:
-                warnings.warn(f"model_checkpoint.filename names {name!r}, which nobody logged: 0 stands in", stacklevel=2)
+                warnings.warn(
+                    f"model_checkpoint.filename names {name!r}, which nobody logged: 0 stands in", stacklevel=2
+                )
             try:
                 text = format(values.get(name, 0), form)
             except ValueError:

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from attrs import define, field
-
 from stratagem import Callback, hookimpl
 from stratagem.options import more_than
 
@@ -163,7 +162,7 @@ class _Lines:
     evaluating = False
 
     def say(self, text: str) -> None:
-        print(text, flush=True)  # noqa: T201
+        print(text, flush=True)
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
         if not done:
