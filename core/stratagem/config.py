@@ -58,7 +58,7 @@ def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, tex
                 expected=f"one of {', '.join(sorted(fields)) or 'no options at all'}",
                 do=nearest(str(key), fields),
             )
-    hints = _hints(cls)
+    hints = option_types(cls)
     return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
 
 
@@ -78,7 +78,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
 
 def check(instance: Any, path: str) -> None:
     """Check the options of an instance that the user built in code; attrs itself does not look at types."""
-    hints = _hints(type(instance))
+    hints = option_types(type(instance))
     for name, option in options(type(instance)).items():
         convert(getattr(instance, option.name), hints[name], _join(path, name))
 
@@ -90,8 +90,8 @@ def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
+def option_types(cls: type[Any]) -> dict[str, Any]:
+    """Return the type of each option of `cls`, as an object."""
     return {name: _resolve(cls, field) for name, field in options(cls).items()}
 
 

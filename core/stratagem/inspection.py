@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from stratagem.config import _hints, options
 from stratagem.config import describe as describe_type
+from stratagem.config import option_types, options
 from stratagem.plugin import Capabilities
 from stratagem.registry import Entry
 from stratagem.resolver import hook_implementations, make
@@ -71,7 +71,7 @@ def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any)
     default = _default(field) if preset is None else repr(getattr(preset, field.name))
     return {
         "name": name,
-        "type": describe_type(_hints(cls)[name]),
+        "type": describe_type(option_types(cls)[name]),
         "default": default,
         "doc": option_docs(cls).get(field.name, ""),
     }

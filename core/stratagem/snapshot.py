@@ -127,9 +127,8 @@ def find(trainer: Trainer, path: str | Path | None) -> Path | None:
 
 
 def _best(trainer: Trainer) -> Path:
-    for callback in trainer.callbacks:
-        if best := getattr(callback, "best_model_path", ""):
-            return Path(best)
+    if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+        return Path(best)
     raise CheckpointError(
         'ckpt_path is "best"', expected="a callback that has saved a best checkpoint", do="fit first, with a monitor"
     )

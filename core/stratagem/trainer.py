@@ -286,6 +286,11 @@ class Trainer:
         return [choice.plugin for choice in self.run.stack.callbacks]
 
     @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
+        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
+
+    @property
     def loggers(self) -> list[Any]:
         return [choice.plugin for choice in self.run.stack.loggers]
 
