@@ -22,9 +22,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import stratagem as sg
 import torch
 from torch import nn
+
+import stratagem as sg
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

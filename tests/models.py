@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import stratagem as sg
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
 
 
 def net(seed: int = 0) -> nn.Sequential:

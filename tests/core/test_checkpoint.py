@@ -7,6 +7,7 @@ import hashlib
 import os
 
 import pytest
+
 from stratagem import checkpoint
 from stratagem.checkpoint import newest_whole, publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError

@@ -12,6 +12,7 @@ import pytest
 from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stratagem.config import check, convert, describe, structure
 from stratagem.errors import ConfigError
 from stratagem.options import at_least

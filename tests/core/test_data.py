@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
-from stratagem.world import Mesh
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,6 +14,9 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
+
+from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
+from stratagem.world import Mesh
 
 
 def shares(loader, stage, world_size=2, epoch=0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attrs import define
+
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator
 from stratagem.devices import find_usable_cuda_devices, parse_devices
 from stratagem.errors import ConfigError

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
 from models import Net, data, joined_batches
 from stratagem import hookspecs
 from stratagem.resolver import hook_specifications
-from torch.utils.data import DataLoader, TensorDataset
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [

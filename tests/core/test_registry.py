@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+
 import stratagem as sg
 from stratagem import registry
 from stratagem.errors import PluginError

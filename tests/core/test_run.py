@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
 from models import data, joined_batches, loss_of, net, part, relative_difference, train_plainly
 from processes import run_in_processes
 from stratagem.errors import CheckpointError, ConfigError
-from torch.utils.data import DataLoader, TensorDataset
 
 
 def train(run, batches, accumulate=1):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import stratagem as sg
 from models import Net, data, joined_batches, relative_difference, train_plainly
 from stratagem.errors import ConfigError
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

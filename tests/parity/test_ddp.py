@@ -6,8 +6,9 @@ import copy
 import os
 
 import pytest
-import stratagem as sg
 import torch
+
+import stratagem as sg
 from models import Gan, Net, joined_batches, net, part, relative_difference, train_gan_plainly, train_plainly
 from processes import run_in_processes
 

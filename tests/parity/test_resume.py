@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
 from models import Net, data
 from processes import run_in_processes
-from torch.utils.data import DataLoader, TensorDataset
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -7,8 +7,9 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-import stratagem as sg
 import torch
+
+import stratagem as sg
 from models import Net, joined_batches
 from processes import run_in_processes
 from stratagem.checkpoints import FullCheckpoint

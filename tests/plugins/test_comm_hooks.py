@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import stratagem as sg
 import torch
+
+import stratagem as sg
 from models import Net, joined_batches, part, relative_difference, train_plainly
 from processes import run_in_processes
 from stratagem.comm_hooks import BF16Compress, FP16Compress

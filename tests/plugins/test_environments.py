@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from stratagem import World
 from stratagem.environments import LocalEnvironment, TorchElasticEnvironment
 from stratagem.errors import ConfigError

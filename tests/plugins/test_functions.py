@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 import stratagem as sg
 from models import Net, joined_batches
 from stratagem.errors import ConfigError

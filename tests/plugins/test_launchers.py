@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
 from models import Net, joined_batches, relative_difference, train_plainly
 from stratagem.errors import ConfigError, LaunchError
-from torch.utils.data import DataLoader, TensorDataset
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,23 +39,34 @@ SCRIPT = """
 
     if __name__ == "__main__" or not {guard}:
         batches = joined_batches(20, 16)
-        trainer = sg.Trainer(
-            strategy={strategy!r}, devices={devices!r}, accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-            enable_checkpointing=False,
-        )
-        model = Module()
-        trainer.fit(model, loader(batches))
-        difference = relative_difference(model.state_dict(), train_plainly(batches)[0])
-        tested = trainer.test(model, loader(batches))[0]["test_loss"]
-        if trainer.is_global_zero:
-            print("RESULT", trainer.world_size, difference < 1e-6, trainer.global_step, round(tested, 3), flush=True)
+        for accumulate, clip in {options!r}:
+            trainer = sg.Trainer(
+                strategy={strategy!r}, devices={devices!r}, accelerator="cpu", max_epochs=1, logger=False,
+                enable_progress_bar=False, enable_checkpointing=False, accumulate_grad_batches=accumulate,
+                gradient_clip_val=clip,
+            )
+            model = Module()
+            trainer.fit(model, loader(batches))
+            reference, norms = train_plainly(batches, accumulate, max_norm=clip)
+            difference = relative_difference(model.state_dict(), reference)
+            tested = trainer.test(model, loader(batches))[0]["test_loss"]
+            if trainer.is_global_zero:
+                result = trainer.world_size, difference < 1e-6, trainer.global_step, max(norms) > 1, tested > 0
+                print("RESULT", *result, flush=True)
         {after}
 """
 
+ONCE = [(1, None)]
+#: Accumulation and clipping, off and on.
+ALL = [(1, None), (1, 1.0), (3, None), (3, 1.0)]
+EXPECTED = [f"RESULT 2 True {steps} True True" for steps in (20, 20, 7, 7)]
 
-def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True):
+
+def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True, options=ONCE):
     path = tmp_path / "train.py"
-    text = SCRIPT.format(tests=str(TESTS), strategy=strategy, devices=devices, step=step, after=after, guard=guard)
+    text = SCRIPT.format(
+        tests=str(TESTS), strategy=strategy, devices=devices, step=step, after=after, guard=guard, options=options
+    )
     path.write_text(textwrap.dedent(text))
     return path
 
@@ -88,19 +100,19 @@ def assert_gone(marker, limit_s=15):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
-def test_fit_then_test_in_one_script(tmp_path, strategy):
-    result = run([sys.executable, script(tmp_path, strategy)])
+def test_every_launcher_trains_as_one_process_and_tests_in_the_same_script(tmp_path, strategy):
+    result = run([sys.executable, script(tmp_path, strategy, options=ALL)])
 
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["RESULT", "2", "True", "20", result.stdout.split()[-1]]
+    assert result.stdout.splitlines() == EXPECTED
 
 
 def test_torchrun_decides_and_the_script_starts_nothing_itself(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    result = run([*torchrun, script(tmp_path, "ddp", devices="auto")])
+    result = run([*torchrun, script(tmp_path, "ddp", devices="auto", options=ALL)])
 
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split()[:4] == ["RESULT", "2", "True", "20"]
+    assert result.stdout.splitlines() == EXPECTED
 
 
 def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
@@ -109,7 +121,7 @@ def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
         [sys.executable, "-m", "train"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
 
-    assert result.stdout.split()[:4] == ["RESULT", "2", "True", "20"], result.stderr
+    assert result.stdout.splitlines() == EXPECTED[:1], result.stderr
 
 
 def forked(batches, callbacks=(), **arguments):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stratagem as sg
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
 from models import Net, data, joined_batches
 from processes import run_in_processes
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
-from torch.utils.data import DataLoader, TensorDataset
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import stratagem as sg
 import torch
+
+import stratagem as sg
 from models import (
     Gan,
     Net,

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+
 import stratagem as sg
 from models import Net, joined_batches, part, relative_difference, train_plainly
 from processes import run_in_processes

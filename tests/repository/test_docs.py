@@ -10,10 +10,10 @@ import types
 from pathlib import Path
 
 import pytest
-from models import Net, joined_batches, part, relative_difference, train_plainly
-from processes import run_in_processes
 
 import stratagem as sg
+from models import Net, joined_batches, part, relative_difference, train_plainly
+from processes import run_in_processes
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+
 from stratagem import catalog, hookspecs, registry
 from stratagem.defaults import DEFAULTS
 from stratagem.errors import ConfigError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrs import define
+
 from stratagem import Accelerator, Capabilities
 from stratagem.errors import ConfigError
 from stratagem.plugin import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS

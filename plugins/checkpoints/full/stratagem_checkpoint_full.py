@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import xxhash
 from attrs import define
+
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.checkpoint import publish_file, remove_file, verify_file
 from stratagem.errors import CheckpointError

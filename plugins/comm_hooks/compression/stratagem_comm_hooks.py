@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from attrs import define
+
 from stratagem import CommHook, hookimpl
 
 

@@ -9,12 +9,13 @@ import os
 import time
 from pathlib import Path
 
-import stratagem as sg
 import torch
-from stratagem.seeding import seed_everything
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset
+
+import stratagem as sg
+from stratagem.seeding import seed_everything
 
 CONTEXT = 96  # characters
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from attrs import define
+
 from stratagem import Environment, World, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.launch import STORE_HOSTED_VARIABLE

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import define
+
 from stratagem import Launcher, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.launch import (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field
+
 from stratagem import Logger, hookimpl
 from stratagem.options import at_least
 

@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_map_only
+
 from stratagem import Capabilities, Precision, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import at_least, between, more_than
 from stratagem.plugin import LOSS_SCALING, PrecisionPolicy
-from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
-from torch.utils._pytree import tree_map_only
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 

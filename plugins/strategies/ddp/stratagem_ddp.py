@@ -7,6 +7,9 @@ from typing import Literal
 
 import torch
 from attrs import define, evolve, field
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import more_than
@@ -23,8 +26,6 @@ from stratagem.plugin import (
     Bucket,
 )
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrs import define
+
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.plugin import (
     CLIP_BY_NORM,

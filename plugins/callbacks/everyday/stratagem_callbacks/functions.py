@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import define, field
+
 from stratagem import Callback, hookimpl, hookspecs
 from stratagem.errors import ConfigError, nearest
 

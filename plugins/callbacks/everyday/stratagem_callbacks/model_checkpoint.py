@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
+
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError, nearest
 from stratagem.options import at_least, at_least_or_unlimited

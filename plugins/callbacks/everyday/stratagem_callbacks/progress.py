@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from attrs import define, field
+
 from stratagem import Callback, hookimpl
 from stratagem.options import more_than
 
