@@ -6,6 +6,7 @@ python benchmarks/ddp.py [--steps 40] [--rounds 5]
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -18,9 +19,9 @@ import stratagem as sg
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 256)
-    )  # fmt: skip
+    sizes = [512, 2048, 2048, 2048, 256]
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*[part for pair in layers for part in pair][:-1])
 
 
 class Model(sg.Module):
@@ -63,7 +64,7 @@ def ours(batches, **options) -> float:
     return model.seconds
 
 
-def measure(run: sg.Run, steps: int, rounds: int):
+def measure(steps: int, rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     batches = [(torch.randn(32, 512), torch.randn(32, 256)) for _ in range(steps)]
     variants = {"raw DDP": raw, "stratagem": ours, "raw DDP again": raw}
@@ -87,7 +88,7 @@ class Measure:
 
         # The trainers that are measured take this process group as it is.
         os.environ["LOCAL_RANK"] = str(run.world.local_rank)
-        return measure(run, self.steps, self.rounds)
+        return measure(self.steps, self.rounds)
 
 
 def main() -> None:
