@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -63,6 +64,7 @@ def _fork(
     if child:
         return child
     code = 1
+    gc.freeze()  # the parent's garbage may hold a process group, whose threads are not here to be joined
     try:
         import torch
 

@@ -31,6 +31,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stratagem {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plugins(commands)
+    _add_explain(commands)
     _add_discovered(commands, arguments)
     return parser
 
@@ -62,6 +63,50 @@ def _add_plugins(commands: Any) -> None:
     show.add_argument("--kind", help="where several kinds have a plugin of that name")
     show.add_argument("--json", action="store_true", help="for programs")
     show.set_defaults(act=_show)
+    check = actions.add_parser("check", help="load every plugin, and say what is wrong with those that are broken")
+    check.add_argument("--json", action="store_true", help="for programs")
+    check.set_defaults(act=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from stratagem.inspection import check_entry
+
+    rows = [{**_row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['kind']} {row['name']}: {row['problem'] or 'ok'}")
+    return int(any(row["problem"] for row in rows))
+
+
+# --- stratagem explain -------------------------------------------------------------------------------------------
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser("explain", help="show what a script would run, without starting a process")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("script", help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(act=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    import os
+    import runpy
+
+    os.environ["STRATAGEM_EXPLAIN"] = "json" if arguments.json else "text"
+    sys.argv = [arguments.script, *arguments.arguments]
+    if not os.path.exists(arguments.script):
+        raise StratagemError(f"script {arguments.script!r} does not exist", do="check the path")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
+    try:
+        runpy.run_path(arguments.script, run_name="__main__")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        del os.environ["STRATAGEM_EXPLAIN"]
+    raise StratagemError(f"{arguments.script} ended without launching a run", expected="a fit, or Run.launch")
 
 
 def _list(arguments: argparse.Namespace) -> int:

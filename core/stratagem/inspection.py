@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from stratagem import hookspecs
 from stratagem.config import describe as describe_type
 from stratagem.config import option_types, options
-from stratagem.plugin import Capabilities
+from stratagem.errors import ConfigError, StratagemError, nearest
+from stratagem.layers import DOTTED, program
+from stratagem.plugin import KINDS, Capabilities
 from stratagem.registry import Entry
-from stratagem.resolver import hook_implementations, make
+from stratagem.resolver import Choice, hook_implementations, hook_specifications, make
+from stratagem.settings import CHOICES, TrainerSettings
+
+if TYPE_CHECKING:
+    from stratagem.run import Run
 
 
 def describe(entry: Entry) -> dict[str, Any]:
@@ -50,6 +57,120 @@ def option_docs(cls: type[Any]) -> dict[str, str]:
             lines = [line.strip().removeprefix("#:").strip() for line in match[1].strip().splitlines()]
             docs[match[2]] = " ".join(lines)
     return docs
+
+
+def explain_stack(run: Run) -> dict[str, Any]:
+    """Return the resolved stack of `run` as plain data, plugins in the order in which they act."""
+    return {
+        "processes": {
+            "per_node": run.num_processes,
+            "nodes": run.settings.num_nodes,
+            "devices": list(run.stack.devices),
+        },
+        "arguments": {
+            name: {"value": repr(getattr(run.settings, name)), "origin": origin}
+            for name, origin in sorted(run.settings.origins.items())
+            if name not in CHOICES and hasattr(run.settings, name)
+        },
+        "plugins": [_explain_choice(choice, run) for choice in run.stack.choices()],
+    }
+
+
+def render_stack(explained: dict[str, Any]) -> str:
+    """Return `explained` as a tree for people."""
+    processes = explained["processes"]
+    lines = [f"{processes['per_node']} process(es) on each of {processes['nodes']} node(s)"]
+    lines += [f"  {name} = {entry['value']}  ({entry['origin']})" for name, entry in explained["arguments"].items()]
+    for plugin in explained["plugins"]:
+        package = f"{plugin['distribution']} {plugin['version']}" if plugin["distribution"] else "no package"
+        lines.append(f"+ {plugin['kind']} {plugin['name']}  ({package}; {plugin['reason']})")
+        lines += [f"|   {o['name']} = {o['value']}  ({o['origin']})" for o in plugin["options"]]
+        for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
+            if plugin[title]:
+                lines.append(f"|   {title}: {', '.join(plugin[title])}")
+        if plugin["stands_down"]:
+            lines.append("|   its hooks stand down: the strategy applies this precision by itself")
+    return "\n".join(lines)
+
+
+def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
+    plugin, specifications = choice.plugin, hook_specifications()
+    capabilities = getattr(plugin, "capabilities", Capabilities())
+    hooks = hook_implementations(plugin)
+    answers = [n for n, m in hooks.items() if specifications[n]["firstresult"] and not m["wrapper"]]
+    wraps = [n for n, m in hooks.items() if m["wrapper"]]
+    return {
+        "kind": choice.kind,
+        "name": choice.name,
+        "distribution": choice.entry.distribution if choice.entry else None,
+        "version": choice.entry.version if choice.entry else None,
+        "reason": choice.reason,
+        "options": [
+            {
+                "name": name,
+                "value": repr(getattr(plugin, option.name, None)),
+                "origin": choice.origins.get(name, "default"),
+            }
+            for name, option in options(type(plugin)).items()
+        ],
+        "provides": sorted(capabilities.provides),
+        "requires": sorted(capabilities.requires),
+        "conflicts": sorted(capabilities.conflicts),
+        "answers": sorted(answers),
+        "wraps": sorted(wraps),
+        "acts": sorted(set(hooks) - set(answers) - set(wraps)),
+        "stands_down": run.stack.precision_absorbed and choice is run.stack.precision,
+    }
+
+
+def cli_help(settings: TrainerSettings) -> str:
+    """Return the help of `Trainer.from_cli`: its arguments, and the options of the plugins that `settings` choose."""
+    from stratagem.resolver import resolve
+
+    lines = [f"usage: {program()} [--config FILE] [--ARGUMENT VALUE] [--KIND.OPTION VALUE]", "", "arguments:"]
+    docs, types = option_docs(type(settings)), option_types(type(settings))
+    for name, option in options(type(settings)).items():
+        lines += _help_lines(f"--{name}", describe_type(types[name]), _default(option), docs.get(name, ""))
+    for choice in resolve(settings).choices():
+        cls = type(choice.plugin)
+        if choice.kind in DOTTED and options(cls):
+            lines += ["", f"options of {choice}:"]
+            for name, option in options(cls).items():
+                value = repr(getattr(choice.plugin, option.name))
+                doc = option_docs(cls).get(option.name, "")
+                lines += _help_lines(f"--{choice.kind}.{name}", describe_type(option_types(cls)[name]), value, doc)
+    return "\n".join(lines)
+
+
+def _help_lines(flag: str, kind: str, default: str, doc: str) -> list[str]:
+    return [f"  {flag} ({kind}; default {default})", *([f"      {doc}"] if doc else [])]
+
+
+def check_entry(entry: Entry) -> str | None:
+    """Return what is wrong with an installed plugin, in a sentence; None if nothing is."""
+    try:
+        if entry.kind == "command":
+            entry.load()
+            return None
+        target = entry.load()
+        cls = target if isinstance(target, type) else type(make(entry, {}))
+    except ConfigError:
+        return None  # a preset that cannot be made on this machine
+    except StratagemError as error:
+        return str(error)
+    if not issubclass(cls, KINDS[entry.kind].base):
+        return f"{cls.__name__} is no stratagem.{KINDS[entry.kind].base.__name__}."
+    if not attrs.has(cls):
+        return f"{cls.__name__} has no attrs options; decorate it with @define(eq=False, kw_only=True)."
+    known = hook_specifications()
+    for hook in hook_implementations(cls, of_class=True):
+        if hook not in known:
+            return f"it implements {hook!r}, which is no hook; {nearest(hook, known) or 'see docs/hooks.md'}."
+        given = set(inspect.signature(getattr(cls, hook)).parameters) - {"self"}
+        unknown = given - set(inspect.signature(getattr(hookspecs, hook)).parameters)
+        if unknown:
+            return f"its {hook} takes {', '.join(sorted(unknown))}, which that hook does not pass."
+    return None
 
 
 def render(description: dict[str, Any]) -> str:

@@ -98,33 +98,31 @@ class Stack:
         return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]
 
 
-def resolve(settings: Any, origins: Mapping[str, Any] | None = None) -> Stack:
+def resolve(settings: Any) -> Stack:
     """Return the validated stack that `settings` (a `RunSettings`) describes.
-
-    Args:
-        origins: where each setting came from; anything not named came from code or a default.
 
     Raises:
         ConfigError, PluginError: a name, option or combination that cannot work; nothing has been started.
     """
-    chooser = _Chooser(settings, dict(origins or {}))
-    accelerator = chooser.one("accelerator", settings.accelerator) or _detect_accelerator()
-    environment = chooser.one("environment", settings.environment) or _detect_environment()
+    chooser = _Chooser(settings)
+    accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(_detect_accelerator())
+    environment = chooser.one("environment", settings.environment) or chooser.refine(_detect_environment())
     given = settings.devices is not None and settings.devices != "auto"
     devices = _devices(settings, accelerator.plugin, environment.plugin, given)
     strategies = chooser.many("strategy", settings.strategy) or [
-        _default_strategy(len(devices), settings.num_nodes, environment.plugin)
+        chooser.refine(_default_strategy(len(devices), settings.num_nodes, environment.plugin))
     ]
-    precision = chooser.one("precision", settings.precision) or _default("precision", "precision")
+    precision = chooser.one("precision", settings.precision) or chooser.refine(_default("precision", "precision"))
     policy = precision.plugin.policy()
     stack = Stack(
         strategies=strategies,
         precision=precision,
         comm_hooks=chooser.many("comm_hook", settings.comm_hook),
         environment=environment,
-        launcher=_launcher(chooser.one("launcher", settings.launcher), strategies[-1]),
+        launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
-        checkpoint=chooser.one("checkpoint", settings.checkpoint) or _default("checkpoint", "checkpoint"),
+        checkpoint=chooser.one("checkpoint", settings.checkpoint)
+        or chooser.refine(_default("checkpoint", "checkpoint")),
         callbacks=chooser.many("callback", getattr(settings, "callbacks", ())) + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
@@ -133,6 +131,7 @@ def resolve(settings: Any, origins: Mapping[str, Any] | None = None) -> Stack:
         policy=policy,
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
     )
+    chooser.check_all_used()
     _check_hooks(stack)
     _check_capabilities(stack, _needs(settings, stack))
     return stack
@@ -144,8 +143,8 @@ def resolve(settings: Any, origins: Mapping[str, Any] | None = None) -> Stack:
 class _Chooser:
     """Turns what the user wrote for a kind into choices; `plugins=` adds to every kind."""
 
-    def __init__(self, settings: Any, origins: dict[str, Any]) -> None:
-        self.origins = origins
+    def __init__(self, settings: Any) -> None:
+        self.origins, self.options = settings.origins, dict(settings.options)
         self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*KINDS, "plugin")}
         for index, value in enumerate(_as_list(settings.plugins)):
             choice = self._extra(value, f"plugins[{index}]")
@@ -162,9 +161,10 @@ class _Chooser:
     def many(self, kind: str, value: Any) -> list[Choice]:
         values = [] if _unset(value) else _as_list(value)
         path = kind if len(values) == 1 else f"{kind}[{{}}]"
-        return [self._choose(kind, each, path.format(i)) for i, each in enumerate(values)] + self.extras[kind]
+        alone = len(values) == 1
+        return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
 
-    def _choose(self, kind: str, value: Any, path: str) -> Choice:
+    def _choose(self, kind: str, value: Any, path: str, alone: bool = True) -> Choice:
         base = KINDS[kind].base
         if isinstance(value, base) or (kind in ("callback", "logger") and hook_implementations(value)):
             return self._instance(kind, value)
@@ -174,9 +174,9 @@ class _Chooser:
                 raise ConfigError(
                     f"{path} is {value!r}", expected='a mapping with a "name"', do="add the plugin's name"
                 )
-            return self._named(kind, chosen.pop("name"), chosen)
+            return self._named(kind, chosen.pop("name"), chosen, alone)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
-            return self._named(kind, str(value), {})
+            return self._named(kind, str(value), {}, alone)
         if isinstance(value, type):
             raise ConfigError(f"{path} is the class {value.__name__}", expected="an instance", do="call the class")
         wanted = f"a name, a mapping or an instance of stratagem.{base.__name__}"
@@ -193,15 +193,43 @@ class _Chooser:
         }
         return Choice(kind=kind, name=name, plugin=plugin, reason="given as an instance", entry=entry, origins=changed)
 
-    def _named(self, kind: str, name: str, values: Mapping[str, Any]) -> Choice:
+    def _named(self, kind: str, name: str, values: Mapping[str, Any], alone: bool) -> Choice:
         entry = registry.find(kind, name)
-        source = self.origins.get(kind, "code")
-        origins = {option: self.origins.get(f"{kind}.{option}", source) for option in values}
-        texts = {option for option, origin in origins.items() if origin.startswith(("environment", "command line"))}
-        plugin = make(entry, values, texts)
-        return Choice(
-            kind=kind, name=entry.name, plugin=plugin, reason=f"asked for ({source})", entry=entry, origins=origins
-        )
+        source = self.origins.get(kind, self.origins.get(f"{kind}s", "code"))
+        choice = Choice(
+            kind=kind, name=entry.name, plugin=make(entry, values), reason=f"asked for ({source})", entry=entry,
+            origins=dict.fromkeys(values, source),
+        )  # fmt: skip
+        return self.refine(choice) if alone else choice  # whose option would it be?
+
+    def refine(self, choice: Choice) -> Choice:
+        """Apply the options that were set for this kind by a dotted name or beside the plugin's name."""
+        options = self.options.pop(choice.kind, {})
+        if not options:
+            return choice
+        assert choice.entry is not None
+        values = {name: option.value for name, option in options.items()}
+        texts = {name for name, option in options.items() if option.text}
+        try:
+            plugin = make(choice.entry, values, texts)
+        except ConfigError as error:
+            sources = {o.origin for name, o in options.items() if f".{name} " in f"{error.found} "} - {"code"}
+            if not sources:
+                raise
+            found = f"{error.found} ({', '.join(sorted(sources))})"
+            raise ConfigError(found, expected=error.expected, do=error.do) from None
+        origins = {**choice.origins, **{name: option.origin for name, option in options.items()}}
+        return attrs.evolve(choice, plugin=plugin, origins=origins)
+
+    def check_all_used(self) -> None:
+        """Refuse options that nothing took: they were set for an instance, or for several plugins at once."""
+        for kind, options in self.options.items():
+            name, option = next(iter(options.items()))
+            raise ConfigError(
+                f"{kind}.{name} is set ({option.origin}) and the {kind} is an instance, a list, or absent",
+                expected="one plugin chosen by name",
+                do="set the option where the plugin is chosen",
+            )
 
     def _extra(self, value: Any, path: str) -> Choice:
         if isinstance(value, Plugin):
@@ -305,14 +333,16 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
 
 
-def _launcher(asked: Choice | None, strategy: Choice) -> Choice:
-    wanted = strategy.plugin.default_launcher()
+def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
+    wanted, asked = strategy.plugin.default_launcher(), chooser.one("launcher", settings.launcher)
+    if asked is None and wanted is None:
+        return chooser.refine(_default("launcher", "launcher"))
     if asked is None:
-        if wanted is None:
-            return _default("launcher", "launcher")
         entry = registry.find("launcher", wanted)
-        return Choice(kind="launcher", name=entry.name, plugin=make(entry, {}), reason=f"{strategy} asks for it",
-                      entry=entry)  # fmt: skip
+        reason = f"{strategy} asks for it"
+        return chooser.refine(
+            Choice(kind="launcher", name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry)
+        )
     if wanted is not None and wanted != asked.name:
         raise ConfigError(
             f"{asked} was chosen and {strategy} starts its processes with {wanted!r}",
@@ -353,7 +383,7 @@ def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:
         value = False if isinstance(value, bool) or getattr(settings, "fast_dev_run", False) else value
     if isinstance(value, bool):
         extras = chooser.extras["logger"]
-        return extras if extras or not value else [_default("logger", "logger", "logger=True")]
+        return extras if extras or not value else [chooser.refine(_default("logger", "logger", "logger=True"))]
     return chooser.many("logger", value)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
     from stratagem.trainer import Trainer
 
+#: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
+EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
+
 #: Hooks of the inner loop, bound once when the stack is connected.
 _STEP_HOOKS = (
     "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "optimizer_step", "transfer_batch",
@@ -58,7 +62,7 @@ class Run:
 
     def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
         self.settings = settings if settings is not None else gather(RunSettings, arguments)
-        self.stack: Stack = resolve(self.settings, self.settings.origins)
+        self.stack: Stack = resolve(self.settings)
         #: The trainer that drives this run; None for a loop of your own.
         self.trainer: Trainer | None = None
         self.module: nn.Module | None = None
@@ -128,6 +132,8 @@ class Run:
 
         Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
         """
+        if EXPLAIN_VARIABLE in os.environ:
+            self._explain_and_stop(os.environ[EXPLAIN_VARIABLE])
         if self.connected:
             return main(self)
         body = _ProcessBody(self, main)
@@ -138,6 +144,20 @@ class Run:
         self.world = self.ask("setup_environment")
         body.far_from_home = not launcher.parent_trains
         return self.hook.launch(main=body, run=self)
+
+    def explain(self) -> str:
+        """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
+        from stratagem.inspection import explain_stack, render_stack
+
+        return render_stack(explain_stack(self))
+
+    def _explain_and_stop(self, form: str) -> None:
+        import json
+
+        from stratagem.inspection import explain_stack
+
+        self.print(json.dumps(explain_stack(self), indent=2) if form == "json" else self.explain())
+        raise SystemExit(0)
 
     def connect(self) -> None:
         """Find this process's place and join the others; once per process, further calls do nothing."""
@@ -505,8 +525,6 @@ def _close(reference: weakref.ref[Run]) -> None:
 
 def _set_determinism(wanted: bool | str) -> None:
     if wanted:
-        import os
-
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
         torch.use_deterministic_algorithms(True, warn_only=wanted == "warn")
 

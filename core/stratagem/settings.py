@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from stratagem.config import structure
-from stratagem.errors import ConfigError
+from stratagem.config import build, convert_options, option_types
+from stratagem.errors import ConfigError, nearest
+from stratagem.layers import Layer, parse_choice
 from stratagem.options import at_least, at_least_or_unlimited, batch_limit, more_than
 
 S = TypeVar("S", bound="RunSettings")
+
+
+@frozen
+class PluginOption:
+    """An option of a plugin that is yet to be built."""
+
+    value: Any
+    origin: str
+    #: The value is text, to be parsed by the option's type.
+    text: bool
 
 
 @define(eq=False, kw_only=True)
@@ -48,6 +59,8 @@ class RunSettings:
     deterministic: bool | Literal["warn"] = False
     #: Where each value that is not a default came from; filled by `gather`.
     origins: dict[str, str] = field(factory=dict, init=False, repr=False)
+    #: Plugin options by kind and name; filled by `gather`.
+    options: dict[str, dict[str, PluginOption]] = field(factory=dict, init=False, repr=False)
 
 
 @define(eq=False, kw_only=True)
@@ -106,16 +119,86 @@ NOT_YET: dict[str, Any] = {
 }
 
 
-def gather(cls: type[S], code: Mapping[str, Any]) -> S:
-    """Return settings of class `cls` from the arguments given in `code`; None for a path means its default.
+#: Arguments that choose plugins, with the kind each of them chooses.
+CHOICES = {
+    "strategy": "strategy", "precision": "precision", "comm_hook": "comm_hook", "environment": "environment",
+    "launcher": "launcher", "accelerator": "accelerator", "checkpoint": "checkpoint", "callbacks": "callback",
+    "logger": "logger",
+}  # fmt: skip
+
+
+def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) -> S:
+    """Return settings of class `cls` from `layers`, weakest first, and then `code`; None for a path means its default.
 
     Raises:
-        ConfigError: an unknown argument, or a value of the wrong type or range.
+        ConfigError: an unknown argument, or a value of the wrong type or range, with the origin of the value.
     """
     given = {name: value for name, value in code.items() if not (name == "default_root_dir" and value is None)}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    options: dict[str, dict[str, PluginOption]] = {}
+    for layer in (*layers, Layer("code", given)):
+        for name, value in layer.values.items():
+            converted = _convert(cls, name, value, layer)
+            if name in CHOICES:
+                converted = _split_options(CHOICES[name], converted, values.get(name), layer, options)
+            values[name], origins[name] = converted, layer.origin
+        for kind, set_here in layer.options.items():
+            for option, value in set_here.items():
+                options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, layer.text)
     for name, nothing in NOT_YET.items():
-        if given.pop(name, nothing) not in (nothing, False):
-            raise ConfigError(f"{name} is {code[name]!r}", expected=f"{nothing!r}: this version does not have it yet")
-    settings = structure(cls, given, "")
-    settings.origins.update(dict.fromkeys(given, "code"))
+        if values.pop(name, nothing) not in (nothing, False):
+            raise ConfigError(
+                f"{name} is {code.get(name)!r}", expected=f"{nothing!r}: this version does not have it yet"
+            )
+    settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
+    settings.origins.update(origins)
+    settings.options.update(options)
     return settings
+
+
+def _convert(cls: type[Any], name: str, value: Any, layer: Layer) -> Any:
+    """Return `value` as argument `name` wants it."""
+    if name in NOT_YET:
+        return None if layer.text and value.lower() in ("false", "none") else value
+    known = option_names(cls)
+    if name not in known:
+        if layer.origin == "code":
+            return convert_options(cls, {name: value}, "")  # says what is known
+        raise ConfigError(
+            f"{layer.origin} sets {name!r}, which is no argument", expected="an argument of the Trainer",
+            do=nearest(name, known) or "see --help",
+        )  # fmt: skip
+    if layer.text and (name in CHOICES or name == "plugins"):
+        return parse_choice(value)
+    try:
+        return convert_options(cls, {name: value}, "", text=layer.text)[name]
+    except ConfigError as error:
+        if layer.origin == "code":
+            raise
+        raise ConfigError(f"{error.found} ({layer.origin})", expected=error.expected, do=error.do) from None
+
+
+def _split_options(
+    kind: str, choice: Any, earlier: Any, layer: Layer, options: dict[str, dict[str, PluginOption]]
+) -> Any:
+    """Take the options out of a mapping, so that a stronger layer can set one of them; return the name."""
+    is_mapping = isinstance(choice, Mapping) and isinstance(choice.get("name"), str)
+    name = choice["name"] if is_mapping else choice
+    if earlier is not None and not _same_name(name, earlier):
+        options.pop(kind, None)  # they were another plugin's
+    if not is_mapping:
+        return choice
+    for option, value in choice.items():
+        if option != "name":
+            options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, text=False)
+    return name
+
+
+def _same_name(one: Any, other: Any) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and one.lower() == other.lower()
+
+
+def option_names(cls: type[Any]) -> list[str]:
+    """Return the arguments of `cls`."""
+    return list(option_types(cls))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from stratagem import snapshot
 from stratagem.data import DataModule
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.events import Events
+from stratagem.launch import is_echo
+from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
 from stratagem.metrics import MetricBook
 from stratagem.module import Module, OptimizerHandle, overrides
@@ -25,6 +28,9 @@ from stratagem.run import Run
 from stratagem.session import Job, Session
 from stratagem.settings import TrainerSettings, gather
 from stratagem.world import World
+
+#: How long a rank that calls `save_checkpoint` waits for the others before it says that it is alone.
+MEETING_S = 60.0
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -36,13 +42,13 @@ def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None
     """Let ``__init__`` tell an argument that was given from one that has its default value."""
 
     @functools.wraps(init)
-    def wrapper(self: Any, **arguments: Any) -> None:
+    def wrapper(self: Any, *, layers: Sequence[Layer] = (), **arguments: Any) -> None:
         known = inspect.signature(init).parameters
         for name in arguments:
             if name not in known:
                 raise ConfigError(f"Trainer has no argument {name!r}", expected="one of its arguments",
                                   do=nearest(name, known) or "see help(stratagem.Trainer)")  # fmt: skip
-        self.given = arguments
+        self.given, self.layers = arguments, layers
         init(self, **arguments)
 
     return wrapper
@@ -103,7 +109,8 @@ class Trainer:
         barebones: bool = False,
     ) -> None:
         self.given: dict[str, Any]
-        self.settings: TrainerSettings = gather(TrainerSettings, self.given)
+        self.layers: Sequence[Layer]
+        self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
         self.run = Run(self.settings)
         self.run.trainer = self
         self.max_time = _duration(self.settings.max_time)
@@ -131,6 +138,40 @@ class Trainer:
         self.carried: dict[str, Any] | None = None
         self.forget_metrics()
         self._enter()
+
+    @classmethod
+    def from_config(cls, path: str | Path, **arguments: Any) -> Trainer:
+        """Make a trainer from a YAML or TOML file; environment variables and `arguments` override it.
+
+        Raises:
+            ConfigError: no such file, a broken one, an unknown key or a value that does not fit.
+        """
+        return cls(layers=[from_file(path)], **arguments)
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None) -> Trainer:
+        """Make a trainer from the command line: ``--strategy ddp --strategy.static_graph true --devices 2``.
+
+        ``--config run.yaml`` reads a file first, ``--help`` shows all arguments and the chosen plugins' options. A
+        mistake ends the program with one sentence and exit code 1.
+        """
+        arguments = sys.argv[1:] if argv is None else argv
+        try:
+            line, config, wants_help = from_arguments(arguments)
+            files = [from_file(config)] if config is not None else []
+            if not wants_help:
+                return cls(layers=[*files, line])
+            from stratagem.inspection import cli_help
+
+            print(cli_help(gather(TrainerSettings, {}, _with_environment([*files, line]))))
+        except StratagemError as error:
+            print(f"{program()}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        raise SystemExit(0)
+
+    def explain(self) -> str:
+        """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
+        return self.run.explain()
 
     def _enter(self) -> None:
         """Begin a call in this process."""
@@ -199,6 +240,7 @@ class Trainer:
         """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it."""
         if self.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
+        self.run.collectives.meet("save_checkpoint", MEETING_S)
         state = snapshot.dump(self, weights_only)
         self.events.emit("on_save_checkpoint", checkpoint=state)
         self.run.ask("save_checkpoint", state=state, path=Path(path))
@@ -375,9 +417,9 @@ class Trainer:
         self._enter()
         try:
             result = Session(self, job).work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again, or as its cause
             self.events.emit("on_exception", exception=error)
-            raise
+            raise_with_cause(error, run)
         return snapshot.Homecoming.pack(self, result, job.stage == "fit") if run.far_from_home else result
 
     def step_by_hand(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -457,6 +499,24 @@ class Trainer:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
         self.lr_scheduler_configs, self.last_outputs = [], None
+
+
+def raise_with_cause(error: BaseException, run: Run) -> NoReturn:
+    """Raise `error`, or what another rank says it died of if `error` is only the sound of that."""
+    if run.world_size > 1:
+        if is_echo(type(error).__name__, str(error)):
+            note = run.collectives.read_note()
+            if note is not None:
+                raise StratagemError(note, do="this rank stops with it") from error
+        elif isinstance(error, Exception):
+            run.collectives.leave_note(f"rank {run.rank} failed with {type(error).__name__}: {str(error).rstrip('.')}")
+    raise error
+
+
+def _with_environment(layers: Sequence[Layer]) -> list[Layer]:
+    """Put the environment where it belongs: over files, under a command line."""
+    files = [layer for layer in layers if not layer.text]
+    return [*files, from_environment(), *(layer for layer in layers if layer.text)]
 
 
 def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -133,6 +134,22 @@ class Collectives:
             if report is not None:
                 raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
 
+    def meet(self, what: str, limit_s: float) -> None:
+        """Return once every rank has called this for the same `what`.
+
+        For calls that a user may make on one rank alone: unlike a collective it ends, with an error that says so.
+
+        Raises:
+            ConfigError: some ranks did not come within `limit_s` seconds.
+        """
+
+    def leave_note(self, text: str) -> None:
+        """Tell the other ranks why this one is about to end; the first note stands. Not collective."""
+
+    def read_note(self) -> str | None:
+        """Return the note of a rank that ended, if it left one. Not collective."""
+        return None
+
     def close(self) -> None:
         """Leave the conversation; idempotent."""
 
@@ -142,6 +159,8 @@ class TorchCollectives(Collectives):
 
     def __init__(self, world: World, device: torch.device, *, owns_group: bool) -> None:
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
+        self._rank, self._store, self._meetings = world.rank, _default_store(), 0
+        self._hosts_store = world.is_global_zero and not world.store_hosted
 
     @classmethod
     def connect(
@@ -222,11 +241,46 @@ class TorchCollectives(Collectives):
 
         dist.barrier()
 
+    def meet(self, what: str, limit_s: float) -> None:
+        import torch.distributed as dist
+
+        self._meetings += 1
+        key = f"stratagem/meeting/{self._meetings}"
+        arrived = self._store.add(key, 1)
+        if arrived == self.world_size:
+            self._store.set(f"{key}/all", "")
+        try:
+            self._store.wait([f"{key}/all"], timedelta(seconds=limit_s))
+        except dist.DistError:
+            came = self._store.add(key, 0)
+            message = f"{what} was called on rank {self._rank} and on {came} of {self.world_size} ranks"
+            raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
+
+    def leave_note(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that hosted it
+            self._store.compare_set("stratagem/note", "", text)
+            if self._hosts_store:  # it ends with this process: give the others a moment to read
+                self._store.wait([f"stratagem/note/read/{self.world_size - 1}"], timedelta(seconds=2))
+
+    def read_note(self) -> str | None:
+        with contextlib.suppress(Exception):
+            self._store.wait(["stratagem/note"], timedelta(seconds=2))
+            text = str(self._store.get("stratagem/note").decode())
+            self._store.set(f"stratagem/note/read/{self._store.add('stratagem/note/readers', 1)}", "")
+            return text
+        return None
+
     def close(self) -> None:
         if self._owns_group:
             self._owns_group = False
             atexit.unregister(_leave_group)
             _leave_group()
+
+
+def _default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def _leave_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -45,20 +46,16 @@ class SubprocessLauncher(Launcher):
 
     @hookimpl
     def launch(self, main, run):
-        if run.world.local_world_size == 1 and run.world.main_port is not None:
-            os.environ.update(process_variables(run.world))
-            return main()
-        command = relaunch_command()
+        alone = run.world.local_world_size == 1
+        command = [] if alone else relaunch_command()
         world, store = host_store(run.world)
         first, *others = local_places(world)
         folder = reports_folder()
-        children = [
-            (
-                place.rank,
-                subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=_dying_with(os.getpid())),
-            )
-            for place in others
-        ]
+        dying = _dying_with(os.getpid())
+        children = []
+        for place in others:
+            process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=dying)
+            children.append((place.rank, process))
         os.environ.update(process_variables(first))
         return Companions(children, folder, store).run(main)
 
@@ -157,6 +154,9 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
     """What a started process does."""
     parent = int(variables["STRATAGEM_PARENT_PID"])
     die_with(parent)
+    # Garbage of the parent is not ours to collect: the destructor of a process group would wait for threads that a
+    # fork does not copy.
+    gc.freeze()
     os.environ.update(variables)
     os.environ.pop(_IMPORTING, None)
     try:

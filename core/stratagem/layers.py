@@ -1,0 +1,180 @@
+"""Settings from a file, the environment and a command line; what is said later wins, and each value knows its origin.
+
+The order, weakest first: default, file, environment, command line, code. Plugin options have their place in each:
+
+=============  ======================================  ==================================
+               an argument of the Trainer              an option of the chosen strategy
+=============  ======================================  ==================================
+file           ``max_epochs: 3``                       ``strategy: {name: ddp, timeout: 60}``
+environment    ``STRATAGEM_TRAINER_MAX_EPOCHS=3``      ``STRATAGEM_STRATEGY_TIMEOUT=60``
+command line   ``--max_epochs 3``                      ``--strategy.timeout 60``
+=============  ======================================  ==================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from stratagem.errors import ConfigError, nearest
+from stratagem.plugin import KINDS
+
+_PREFIX = "STRATAGEM_"
+#: Kinds whose options can be set by a dotted name: exactly one plugin answers, so it is clear whose they are.
+DOTTED = tuple(kind for kind in KINDS if kind != "callback")
+
+
+@define(eq=False)
+class Layer:
+    """What one source says."""
+
+    #: "file run.yaml", "environment", "command line"
+    origin: str
+    #: Arguments by name.
+    values: dict[str, Any] = field(factory=dict)
+    #: Plugin options by kind and name.
+    options: dict[str, dict[str, Any]] = field(factory=dict)
+    #: Values are text, to be parsed by the type of what they set.
+    text: bool = False
+
+    def set(self, name: str, value: Any) -> None:
+        """Set argument or dotted option `name`."""
+        kind, dot, option = name.partition(".")
+        if not dot:
+            self.values[name] = value
+        elif kind in DOTTED:
+            self.options.setdefault(kind, {})[option] = value
+        else:
+            raise ConfigError(
+                f"{self.origin} sets {name!r}", expected=f"an option of {', '.join(DOTTED)}", do=nearest(kind, DOTTED)
+            )
+
+
+def from_file(path: str | Path) -> Layer:
+    """Read a YAML or TOML file whose top level names Trainer arguments.
+
+    Raises:
+        ConfigError: no such file, not YAML or TOML, or not a mapping at the top.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"configuration file {str(path)!r} does not exist", do="check the path")
+    content = _parse(path)
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__} at its top level", expected="a mapping of Trainer arguments"
+        )
+    layer = Layer(f"file {path.name}")
+    for name, value in content.items():
+        layer.set(name, value)
+    return layer
+
+
+def _parse(path: Path) -> Any:
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML ({_one_line(error)})", do="mend that line") from error
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"configuration file {str(path)!r}", expected="a name that ends in .yaml, .yml or .toml")
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("reading YAML needs PyYAML", do="run `pip install stratagem[cli]`, or use TOML") from error
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="mend that line") from error
+
+
+def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
+    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
+    layer = Layer("environment", text=True)
+    for variable, text in sorted(variables.items()):
+        name = variable.removeprefix(_PREFIX)
+        if name == variable:
+            continue
+        if name.startswith("TRAINER_"):
+            layer.set(name.removeprefix("TRAINER_").lower(), text)
+            continue
+        # The longest kind first: no kind's name begins another's today, and none may silently take its options.
+        for kind in sorted(DOTTED, key=len, reverse=True):
+            if name.startswith(f"{kind.upper()}_"):
+                layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
+                break
+    return layer
+
+
+def from_arguments(arguments: Sequence[str]) -> tuple[Layer, Path | None, bool]:
+    """Read ``--name value``, ``--name=value`` and ``--kind.option value``.
+
+    Returns:
+        The layer, the path after ``--config`` if any, and whether ``--help`` was asked for.
+    """
+    layer, config, wants_help = Layer("command line", text=True), None, False
+    for name, value in _pairs(arguments):
+        if name in ("help", "h"):
+            wants_help = True
+        elif name == "config":
+            config = Path(value)
+        else:
+            layer.set(name, value)
+    return layer, config, wants_help
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if flag == "-h":
+            flag = "--help"
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
+        name, equals, value = flag.removeprefix("--").partition("=")
+        # A negative number is a value; anything else that begins with a dash is the next flag.
+        if not equals and rest and not (rest[0].startswith("-") and not _is_number(rest[0])):
+            value, equals = rest.pop(0), "="
+        kind, dot, option = name.partition(".")
+        yield kind.replace("-", "_") + dot + option.replace("-", "_"), value if equals else "true"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_choice(text: str) -> Any:
+    """Read a plugin choice from text: a name, ``a,b`` for several, JSON, ``true``, ``false`` or ``none``."""
+    stripped = text.strip()
+    if stripped[:1] in ("{", "["):
+        try:
+            return json.loads(stripped)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{text!r} is not JSON ({_one_line(error)})", expected='such as {"name": "ddp"}'
+            ) from error
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if stripped.lower() in words:
+        return words[stripped.lower()]
+    names = [name.strip() for name in stripped.split(",") if name.strip()]
+    return names if len(names) > 1 else stripped
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def program() -> str:
+    """Return the name of the running program, for messages."""
+    return Path(sys.argv[0]).name or "python"

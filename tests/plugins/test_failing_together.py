@@ -1,0 +1,124 @@
+"""What goes wrong on one rank is said on all of them, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import stratagem as sg
+from models import Net, joined_batches, part
+from processes import run_in_processes
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def _said(model, world_size, **arguments):
+    """Train, and return what this rank says."""
+    trainer = sg.Trainer(max_epochs=1, strategy="ddp", devices=world_size, **(QUIET | arguments))
+    try:
+        trainer.fit(model, part(joined_batches(6, 8), int(os.environ["RANK"]), world_size))
+    except sg.StratagemError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class SavesAlone(sg.Callback):
+    """The guard that every tutorial of other trainers shows, and that deadlocks there."""
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer, batch_idx):
+        if batch_idx == 1 and trainer.is_global_zero:
+            trainer.save_checkpoint("alone.ckpt")
+
+
+def _save_alone(rank, world_size):
+    import stratagem.trainer
+
+    stratagem.trainer.MEETING_S = 1.0
+    return _said(Net(), world_size, callbacks=[SavesAlone()])
+
+
+def test_saving_on_rank_0_alone_is_named_on_all_ranks():
+    first, second = run_in_processes(_save_alone, 2)
+
+    sentence = "save_checkpoint was called on rank 0 and on 1 of 2 ranks; expected all ranks to call it"
+    assert sentence in first
+    assert sentence in second
+
+
+class Raises(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ValueError("out of order")
+        return super().training_step(batch, batch_idx)
+
+
+def _raise_on_one(rank, world_size):
+    return _said(Raises(), world_size)
+
+
+def test_an_error_on_one_rank_is_named_on_the_others():
+    first, second = run_in_processes(_raise_on_one, 2)
+
+    assert "rank 1 failed with ValueError: out of order" in first
+    assert second == "ValueError: out of order"
+
+
+class LogsDifferently(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("a" if self.global_rank else "b", 1.0, sync_dist=True)
+
+
+def _log_differently(rank, world_size):
+    trainer = sg.Trainer(strategy="ddp", devices=world_size, **QUIET)
+    try:
+        trainer.validate(LogsDifferently(), part(joined_batches(2, 8), rank, world_size))
+    except sg.StratagemError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_different_metrics_on_different_ranks_are_refused_on_both():
+    for said in run_in_processes(_log_differently, 2):
+        assert "rank 1 and rank 0 logged different metrics with sync_dist=True (a, b)" in said
+
+
+class Unused(Net):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def _unused(rank, world_size, strategy):
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, **QUIET)
+    try:
+        trainer.fit(Unused(), part(joined_batches(3, 8), rank, world_size))
+    except sg.StratagemError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_unused_parameters_are_explained_and_the_alias_helps():
+    for said in run_in_processes(_unused, 2, "ddp"):
+        assert 'choose strategy="ddp_find_unused_parameters_true"' in said
+    assert run_in_processes(_unused, 2, "ddp_find_unused_parameters_true") == ["nothing", "nothing"]
+
+
+class None1(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank == 1 else loss
+
+
+def _none(rank, world_size):
+    return _said(None1(), world_size)
+
+
+def test_a_missing_loss_on_one_rank_ends_both():
+    first, second = run_in_processes(_none, 2)
+
+    assert "training_step returned None on rank 1 of 2" in first
+    assert "training_step returned None on rank 1 of 2" in second
