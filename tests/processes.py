@@ -11,7 +11,6 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,8 +37,11 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 def _run_in(
     folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
 ) -> list[Any]:
-    port = _free_port()
-    children = [_fork(function, rank, world_size, port, folder, arguments) for rank in range(world_size)]
+    import torch.distributed as dist
+
+    # Hosted here, as a launcher does: it outlives a rank that dies, and nobody can take its port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [_fork(function, rank, world_size, store.port, folder, arguments) for rank in range(world_size)]
     try:
         failed = _wait(children, time.monotonic() + limit_s)
     finally:
@@ -73,6 +75,7 @@ def _fork(
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+            STRATAGEM_STORE_HOSTED="1",
         )  # fmt: skip
         result = function(rank, world_size, *arguments)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
@@ -104,9 +107,3 @@ def _wait(children: list[int], deadline: float) -> str:
             return f"ranks {sorted(waiting)} were still running at the time limit"
         time.sleep(0.005)
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

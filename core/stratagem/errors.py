@@ -34,6 +34,10 @@ class LaunchError(StratagemError, RuntimeError):
     """Processes that could not be started, or that died."""
 
 
+class PeerError(LaunchError):
+    """What another rank died of, where this rank only noticed a broken connection."""
+
+
 class CheckpointError(StratagemError):
     """A checkpoint that cannot be written, found, verified or applied."""
 

@@ -196,7 +196,14 @@ class Report:
 def is_echo(kind: str, message: str) -> bool:
     """Whether an error of class `kind` is the sound of another process dying."""
     lowered = message.lower()
-    network = kind in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
+    network = kind in (
+        "PeerError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "DistError",
+        "ConnectionError",
+    )
     return network or (kind == "RuntimeError" and any(echo in lowered for echo in _ECHOES))
 
 

@@ -29,6 +29,7 @@ from stratagem.plugin import (
     PrecisionPolicy,
     Strategy,
 )
+from stratagem.settings import PluginOption
 
 #: What each kind must answer to be of any use.
 _DUTIES = {
@@ -196,30 +197,29 @@ class _Chooser:
     def _named(self, kind: str, name: str, values: Mapping[str, Any], alone: bool) -> Choice:
         entry = registry.find(kind, name)
         source = self.origins.get(kind, self.origins.get(f"{kind}s", "code"))
-        choice = Choice(
-            kind=kind, name=entry.name, plugin=make(entry, values), reason=f"asked for ({source})", entry=entry,
-            origins=dict.fromkeys(values, source),
-        )  # fmt: skip
-        return self.refine(choice) if alone else choice  # whose option would it be?
+        given = {option: PluginOption(value, source, text=False) for option, value in values.items()}
+        if alone:  # otherwise, whose option would it be?
+            given |= self.options.pop(kind, {})
+        return self._build(entry, given, f"asked for ({source})")
 
     def refine(self, choice: Choice) -> Choice:
         """Apply the options that were set for this kind by a dotted name or beside the plugin's name."""
         options = self.options.pop(choice.kind, {})
-        if not options:
-            return choice
-        assert choice.entry is not None
+        return self._build(choice.entry, options, choice.reason) if options and choice.entry else choice
+
+    def _build(self, entry: registry.Entry, options: Mapping[str, PluginOption], reason: str) -> Choice:
         values = {name: option.value for name, option in options.items()}
         texts = {name for name, option in options.items() if option.text}
         try:
-            plugin = make(choice.entry, values, texts)
+            plugin = make(entry, values, texts)
         except ConfigError as error:
             sources = {o.origin for name, o in options.items() if f".{name} " in f"{error.found} "} - {"code"}
             if not sources:
                 raise
             found = f"{error.found} ({', '.join(sorted(sources))})"
             raise ConfigError(found, expected=error.expected, do=error.do) from None
-        origins = {**choice.origins, **{name: option.origin for name, option in options.items()}}
-        return attrs.evolve(choice, plugin=plugin, origins=origins)
+        origins = {name: option.origin for name, option in options.items()}
+        return Choice(kind=entry.kind, name=entry.name, plugin=plugin, reason=reason, entry=entry, origins=origins)
 
     def check_all_used(self) -> None:
         """Refuse options that nothing took: they were set for an instance, or for several plugins at once."""

@@ -15,7 +15,7 @@ import torch
 
 from stratagem import snapshot
 from stratagem.data import DataModule
-from stratagem.errors import ConfigError, StratagemError, nearest
+from stratagem.errors import ConfigError, PeerError, StratagemError, nearest
 from stratagem.events import Events
 from stratagem.launch import is_echo
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
@@ -507,7 +507,7 @@ def raise_with_cause(error: BaseException, run: Run) -> NoReturn:
         if is_echo(type(error).__name__, str(error)):
             note = run.collectives.read_note()
             if note is not None:
-                raise StratagemError(note, do="this rank stops with it") from error
+                raise PeerError(note, do="this rank stops with it") from None
         elif isinstance(error, Exception):
             run.collectives.leave_note(f"rank {run.rank} failed with {type(error).__name__}: {str(error).rstrip('.')}")
     raise error

@@ -144,7 +144,10 @@ class Collectives:
         """
 
     def leave_note(self, text: str) -> None:
-        """Tell the other ranks why this one is about to end; the first note stands. Not collective."""
+        """Tell the other ranks why this one is about to end; the first note stands. Not collective.
+
+        It outlives this process wherever a launcher hosts the store: ours do, and torchrun.
+        """
 
     def read_note(self) -> str | None:
         """Return the note of a rank that ended, if it left one. Not collective."""
@@ -160,7 +163,6 @@ class TorchCollectives(Collectives):
     def __init__(self, world: World, device: torch.device, *, owns_group: bool) -> None:
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
         self._rank, self._store, self._meetings = world.rank, _default_store(), 0
-        self._hosts_store = world.is_global_zero and not world.store_hosted
 
     @classmethod
     def connect(
@@ -259,15 +261,11 @@ class TorchCollectives(Collectives):
     def leave_note(self, text: str) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with the rank that hosted it
             self._store.compare_set("stratagem/note", "", text)
-            if self._hosts_store:  # it ends with this process: give the others a moment to read
-                self._store.wait([f"stratagem/note/read/{self.world_size - 1}"], timedelta(seconds=2))
 
     def read_note(self) -> str | None:
         with contextlib.suppress(Exception):
             self._store.wait(["stratagem/note"], timedelta(seconds=2))
-            text = str(self._store.get("stratagem/note").decode())
-            self._store.set(f"stratagem/note/read/{self._store.add('stratagem/note/readers', 1)}", "")
-            return text
+            return str(self._store.get("stratagem/note").decode())
         return None
 
     def close(self) -> None:
