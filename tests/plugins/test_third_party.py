@@ -88,7 +88,7 @@ def _train(rank, world_size, batches):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_a_strangers_strategy_is_a_strategy(installed):
+def test_a_strangers_strategy_is_a_strategy(installed, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "stratagem", "plugins", "list", "--kind", "strategy"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "averaging" in listing
@@ -104,6 +104,15 @@ def test_a_strangers_strategy_is_a_strategy(installed):
         sg.Trainer(strategy="averaging", accumulate_grad_batches=2, **QUIET)
     with pytest.raises(sg.StratagemError, match="strategy.averaging.evry is unknown.*did you mean 'every'"):
         sg.Trainer(strategy={"name": "averaging", "evry": 2}, **QUIET)
+
+    # The same strategy from the command line, a file and the environment.
+    from_line = sg.Trainer.from_cli(["--strategy", "averaging", "--strategy.every", "2", "--accelerator", "cpu"])
+    (tmp_path / "run.yaml").write_text("strategy: {name: averaging, every: 2}\naccelerator: cpu\n")
+    from_file = sg.Trainer.from_config(tmp_path / "run.yaml")
+    monkeypatch.setenv("STRATAGEM_TRAINER_STRATEGY", "averaging")
+    monkeypatch.setenv("STRATAGEM_STRATEGY_EVERY", "2")
+    from_environment = sg.Trainer(**QUIET)
+    assert [trainer.strategy.every for trainer in (from_line, from_file, from_environment)] == [2, 2, 2]
 
     from stratagem.strategies import Averaging
 
