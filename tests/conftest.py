@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def clean_environment(monkeypatch, tmp_path):
         import torch
 
         torch.set_default_dtype(torch.float32)
+        gc.collect()  # a wrapped model must not outlive its process group
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

@@ -23,6 +23,9 @@ from typing import Any
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.plugin import Accelerator
 
+#: More processes than this on one machine are a slip of the hand.
+MAX_LOCAL_PROCESSES = 1024
+
 _GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", or "auto"'
 
 
@@ -93,8 +96,10 @@ def _parse_text(text: str) -> Any:
 def _process_count(value: Any) -> int:
     if value == "auto":
         return 1
-    if _is_integer(value) and value > 0:
+    if _is_integer(value) and 0 < value <= MAX_LOCAL_PROCESSES:
         return int(value)
+    if _is_integer(value) and value > MAX_LOCAL_PROCESSES:
+        raise ConfigError(f"devices is {value}", expected=f"at most {MAX_LOCAL_PROCESSES} processes on one machine")
     raise ConfigError(
         f"devices is {value!r}", expected="a number of processes: this accelerator has no numbered devices"
     )

@@ -56,6 +56,11 @@ def test_a_cpu_has_no_numbered_devices(value):
         parse_devices(value, CPUAccelerator())
 
 
+def test_a_slip_of_the_hand_does_not_fill_the_memory():
+    with pytest.raises(ConfigError, match="devices is 1000000000; expected at most 1024 processes on one machine"):
+        parse_devices(10**9, CPUAccelerator())
+
+
 def test_asking_for_more_cuda_devices_than_exist():
     with pytest.raises(ConfigError, match="num_devices is 99"):
         find_usable_cuda_devices(99)
