@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,11 @@ def class_finder(kind: str) -> Callable[[str], Any]:
         for entry in entries:
             if entry.value.partition(":")[2] == name:
                 return entry.load()
+        for entry in entries:  # a class that is only used by presets: look into the modules of this kind, one by one
+            with contextlib.suppress(PluginError):
+                module = sys.modules[entry.load().__module__]
+                if isinstance(getattr(module, name, None), type):
+                    return getattr(module, name)
         classes = sorted({entry.value.partition(":")[2] for entry in entries})
         # AttributeError keeps `from ... import` and hasattr() working as Python expects.
         message = str(

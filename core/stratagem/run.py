@@ -417,6 +417,8 @@ class Run:
             plain = caller is not None and all(
                 type(implementation.plugin).__name__ == "CoreDefaults" for implementation in caller.get_hookimpls()
             )
+            if plain and name == "transfer_batch":
+                caller = defaults.transfer_batch  # every batch needs it; pluggy would only pass it on
             keep = not plain or name in ("clip_gradients", "transfer_batch")
             setattr(self, f"_{name}", caller if keep else None)
 

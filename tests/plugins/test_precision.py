@@ -22,7 +22,7 @@ from models import (
 )
 from processes import run_in_processes
 from stratagem.errors import ConfigError
-from stratagem.precisions import ScaledPrecision, TruePrecision
+from stratagem.precisions import FullPrecision, ScaledPrecision, TruePrecision
 
 #: Small enough for the gradients of these models; torch's 65536 overflows on the first steps, as it is meant to.
 SCALE = 1024.0
@@ -273,7 +273,7 @@ def test_the_scale_survives_a_restart():
 def test_policies():
     assert ScaledPrecision().policy().loss_scaling
     assert TruePrecision(dtype="bf16").policy().param_dtype is torch.bfloat16
-    assert TruePrecision().policy().param_dtype is None
+    assert FullPrecision().policy().param_dtype is None
 
 
 @pytest.mark.parametrize(

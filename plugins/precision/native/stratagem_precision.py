@@ -16,10 +16,15 @@ from stratagem.errors import ConfigError
 from stratagem.options import at_least, between, more_than
 from stratagem.plugin import LOSS_SCALING, PrecisionPolicy
 
-_TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
+_TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
 
 # --- True: everything in one dtype -------------------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class FullPrecision(Precision):
+    """fp32, or whatever a model's author made it: nothing is changed, and no hook costs a step anything."""
 
 
 @define(eq=False, kw_only=True)
@@ -27,31 +32,27 @@ class TruePrecision(Precision):
     """Parameters, inputs and results in one dtype."""
 
     #: Fewer bits are faster and smaller; below 32, updates smaller than a rounding step are lost.
-    dtype: Literal["16", "bf16", "32", "64"] = "32"
+    dtype: Literal["16", "bf16", "64"] = "bf16"
 
     def policy(self) -> PrecisionPolicy:
-        if self.dtype == "32":
-            return PrecisionPolicy()  # leave a model as its author made it
         dtype = _TRUE[self.dtype]
         return PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     @hookimpl
     def init_context(self):
-        return None if self.dtype == "32" else _default_dtype(_TRUE[self.dtype])
+        return _default_dtype(_TRUE[self.dtype])
 
     @hookimpl
     def prepare_module(self, module):
-        if self.dtype != "32":
-            module.to(_TRUE[self.dtype])  # floating point only: torch leaves integers alone
+        module.to(_TRUE[self.dtype])  # floating point only: torch leaves integers alone
 
     @hookimpl
     def step_context(self):
-        return None if self.dtype == "32" else _default_dtype(_TRUE[self.dtype])
+        return _default_dtype(_TRUE[self.dtype])
 
     @hookimpl(wrapper=True)
     def transfer_batch(self):
-        batch = yield
-        return batch if self.dtype == "32" else _cast(batch, _TRUE[self.dtype])
+        return _cast((yield), _TRUE[self.dtype])
 
 
 def half() -> TruePrecision:
