@@ -33,7 +33,7 @@ from stratagem import defaults, hookspecs
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
-from stratagem.plugin import Bucket, CheckpointFormat, PrecisionPolicy
+from stratagem.plugin import MULTI_PROCESS, Bucket, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
 from stratagem.settings import RunSettings, gather
 from stratagem.world import Collectives, Mesh, World
@@ -165,6 +165,7 @@ class Run:
             return
         accelerator = self.stack.accelerator.plugin
         self.world = self.ask("setup_environment")
+        self._check_world(self.world)
         self.mesh = self.stack.strategy.mesh(self.world)
         self.device = accelerator.device(self.stack.devices[self.world.local_rank])
         accelerator.activate(self.device)
@@ -172,6 +173,16 @@ class Run:
         self.collectives = self.ask("connect", world=self.world)
         self.connected = True
         atexit.register(_close, weakref.ref(self))
+
+    def _check_world(self, world: World) -> None:
+        """Refuse processes that somebody else started for a strategy that would train each of them alone."""
+        strategy = self.stack.strategies[-1]
+        if world.world_size > 1 and MULTI_PROCESS not in strategy.plugin.capabilities.provides:
+            raise ConfigError(
+                f"{self.stack.environment} has {world.world_size} processes and {strategy} trains in one",
+                expected="a strategy that provides 'multi-process'",
+                do='choose one, such as the default (strategy="auto")',
+            )
 
     def close(self) -> None:
         """Tear down: plugins first, then the connection. Safe to call twice."""

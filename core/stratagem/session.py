@@ -44,11 +44,6 @@ class Job:
     #: Optimizer states of an earlier fit of the same module, to go on with.
     carried: dict[str, Any] | None = None
 
-    @property
-    def source(self) -> Any:
-        """Whose ``*_dataloader`` methods count when no loader was given, besides the module's."""
-        return self.datamodule
-
 
 class Session:
     """A job at work in this process."""
@@ -202,7 +197,7 @@ class Session:
         return [self._share(loader, "validate") for loader in several(given)]
 
     def _ask_for(self, method: str) -> Any:
-        source = self.job.source if self.job.source is not None else self.module
+        source = self.job.datamodule if self.job.datamodule is not None else self.module
         return getattr(source, method)() if callable(getattr(source, method, None)) else None
 
     def _share(self, loader: Any, stage: str) -> Any:

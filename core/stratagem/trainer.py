@@ -114,6 +114,8 @@ class Trainer:
         self.run = Run(self.settings)
         self.run.trainer = self
         self.max_time = _duration(self.settings.max_time)
+        if self.settings.fast_dev_run:
+            self.settings.max_epochs, self.settings.max_steps = 1, -1
         if self.settings.max_epochs is None:
             unlimited = self.settings.max_steps != -1 or self.max_time is not None
             self.settings.max_epochs = -1 if unlimited else 1000

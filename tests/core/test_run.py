@@ -109,3 +109,14 @@ def test_a_run_starts_again_after_it_was_closed():
             run.setup(net(), torch.optim.SGD(net().parameters(), lr=1.0))
             assert torch.distributed.is_initialized()
         assert not torch.distributed.is_initialized()
+
+
+def test_processes_that_a_strategy_would_train_alone_are_refused(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
+                        "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    run = sg.Run(strategy="single_device", accelerator="cpu")
+
+    with pytest.raises(ConfigError, match="has 2 processes and strategy 'single_device' trains in one"):
+        run.connect()
+    assert sg.Run(accelerator="cpu").stack.strategies[0].name == "ddp"
