@@ -10,6 +10,7 @@ Importing the package imports nothing else: names below load their room on first
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,15 @@ def __getattr__(name: str) -> Any:
     if room is None:
         message = f"module 'stratagem' has no attribute {name!r}"
         raise AttributeError(message)
-    value = getattr(importlib.import_module(f"stratagem.{room}"), name)
+    # Importing makes no garbage, but it makes the collector walk all of torch's objects, which takes longer than the
+    # import itself.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(importlib.import_module(f"stratagem.{room}"), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 
 @cache
 def _catalog() -> dict[str, Any]:
+    import tomllib
+    from importlib.resources import files
+
     return tomllib.loads(files("stratagem").joinpath("catalog.toml").read_text(encoding="utf-8"))
 
 

@@ -20,12 +20,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
-import cattrs
 
 from stratagem.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import cattrs
 
 T = TypeVar("T")
 
@@ -179,6 +181,8 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
 
     `parse` turns text into a container before it is checked.
     """
+    import cattrs
+
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
 
     def container(accepts: tuple[type, ...], make: Callable[[Any], Any], value: Any, item: Any) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,8 @@ def from_file(path: str | Path) -> Layer:
 
 def _parse(path: Path) -> Any:
     if path.suffix == ".toml":
+        import tomllib
+
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
