@@ -23,7 +23,6 @@ from stratagem.plugin import (
     KINDS,
     MULTI_PROCESS,
     NO_SYNC,
-    Accelerator,
     Environment,
     Plugin,
     PrecisionPolicy,
@@ -109,7 +108,7 @@ def resolve(settings: Any) -> Stack:
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(_detect_accelerator())
     environment = chooser.one("environment", settings.environment) or chooser.refine(_detect_environment())
     given = settings.devices is not None and settings.devices != "auto"
-    devices = _devices(settings, accelerator.plugin, environment.plugin, given)
+    devices = _devices(settings, accelerator, environment.plugin, given)
     strategies = chooser.many("strategy", settings.strategy) or [
         chooser.refine(_default_strategy(len(devices), settings.num_nodes, environment.plugin))
     ]
@@ -430,10 +429,12 @@ def _nothing_installed(kind: str) -> PluginError:
     return PluginError(f"no usable {kind} plugin is installed", do=f"run `pip install {' '.join(packages)}`")
 
 
-def _devices(settings: Any, accelerator: Accelerator, environment: Environment, given: bool) -> tuple[int, ...]:
+def _devices(settings: Any, accelerator: Choice, environment: Environment, given: bool) -> tuple[int, ...]:
+    if accelerator.plugin.count() == 0:
+        raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
     if not given and environment.processes_exist() and (running := environment.local_processes()):
         return tuple(range(running))
-    return parse_devices("auto" if settings.devices is None else settings.devices, accelerator)
+    return parse_devices("auto" if settings.devices is None else settings.devices, accelerator.plugin)
 
 
 # --- Checking ----------------------------------------------------------------------------------------------------

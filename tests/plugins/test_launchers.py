@@ -295,6 +295,12 @@ def test_spawn_without_a_main_guard_is_explained(tmp_path):
     assert_gone(str(tmp_path))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that the test wants absent")
+def test_an_accelerator_without_devices_is_refused():
+    with pytest.raises(ConfigError, match="accelerator 'cuda' finds no device on this machine"):
+        sg.Trainer(accelerator="cuda")
+
+
 def test_spawn_refuses_what_does_not_pickle():
     model = Net()
     model.function = lambda: None
