@@ -112,7 +112,7 @@ class Windows(Dataset):
         self.stride = stride
 
     def __len__(self) -> int:
-        return (len(self.numbers) - CONTEXT - 1) // self.stride
+        return (len(self.numbers) - CONTEXT - 1) // self.stride + 1
 
     def __getitem__(self, index):
         start = index * self.stride
