@@ -82,6 +82,16 @@ def test_sixteen_bit_gradients_are_left_alone(hook):
     assert seen == [torch.bfloat16]
 
 
+@pytest.mark.parametrize("hook", [FP16Compress(), BF16Compress()])
+def test_complex_gradients_keep_both_parts(hook):
+    average, seen = recorded(hook.dtype)
+
+    result = hook.reduce_bucket(Bucket(buffer=torch.tensor([1 + 2j, 4 - 8j])), average).wait()
+
+    assert seen == [hook.dtype]
+    assert result.tolist() == [0.5 + 1j, 2 - 4j]
+
+
 def test_the_stack_runs_from_the_outside_in():
     run = sg.Run(strategy="ddp", comm_hook=["fp16_compress", "bf16_compress"], accelerator="cpu")
 

@@ -106,6 +106,28 @@ def test_true_precision_keeps_integers_and_containers():
     assert moved["pair"][1] == "a"
 
 
+def test_true_precision_converts_subclasses_of_containers_and_keeps_their_type():
+    class Batch(dict):
+        pass
+
+    with sg.Run(precision="64-true", accelerator="cpu") as run:
+        moved = run.transfer(Batch(x=[torch.ones(2)]))
+
+    assert type(moved) is Batch
+    assert moved["x"][0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_true_precision_does_not_make_complex_numbers_real(precision):
+    module = net()
+    module.register_parameter("phase", torch.nn.Parameter(torch.tensor([1 + 2j])))
+
+    sg.Run(precision=precision, accelerator="cpu").prepare(module)
+
+    assert module.phase.tolist() == [1 + 2j]
+    assert module[0].weight.dtype != torch.float32
+
+
 def test_models_are_built_in_true_precision_and_the_default_dtype_returns_after_an_error():
     trainer = sg.Trainer(precision="bf16-true", **QUIET)
 
@@ -187,6 +209,20 @@ def test_ranks_agree_on_an_overflow_that_only_one_can_see():
     assert run_in_processes(_local_overflow, 2, joined_batches(5, 16)) == [1, 1]
 
 
+def _one_rank_without_gradients(rank, world_size):
+    with sg.Run(strategy=AlwaysScaled(), devices=world_size, precision=SCALED, accelerator="cpu") as run:
+        module = net()
+        model, optimizer = run.setup(module, torch.optim.SGD(module.parameters(), lr=5e-3))
+        if rank == 0:
+            run.backward(model(torch.ones(2, 16)).sum() * float("inf"))
+        stepped = run.optimizer_step(optimizer)
+        return stepped, run.stack.precision.plugin.scaler.get_scale()
+
+
+def test_a_rank_without_gradients_agrees_with_the_others():
+    assert run_in_processes(_one_rank_without_gradients, 2) == [(False, SCALE / 2)] * 2
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 3e-2), (SCALED, 3e-3)])
 def test_two_processes_equal_one_within_the_tolerance_of_the_precision(precision, tolerance):
     batches = joined_batches(10, 16)
@@ -251,6 +287,106 @@ def test_both_losses_of_a_batch_are_scaled_alike_also_after_an_overflow():
     assert scales == [64, 64, 32, 32, 32, 32]
 
 
+def test_an_overflow_in_the_last_batch_is_part_of_the_saved_scale():
+    class Overflowing(Gan):
+        def training_step(self, batch, batch_idx):
+            for factor, optimizer in zip((float("inf"), 1), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                loss = self.critic(torch.cat([batch[0], batch[0]], 1)).sum() + self.generator(batch[0]).sum()
+                self.manual_backward(loss * factor)
+                optimizer.step()
+
+    _, trainer = fit(joined_batches(1, 16), SCALED, Overflowing())
+
+    assert trainer.precision.state_dict()["scale"] == SCALE / 2
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_training_goes_on_after_a_batch_without_a_loss(missing):
+    class Skipping(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == missing else super().training_step(batch, batch_idx)
+
+    batches = joined_batches(5, 16)
+    reference, _ = mixed_reference(batches[:missing] + batches[missing + 1 :], torch.float16, init_scale=SCALE)
+
+    weights, _ = fit(batches, SCALED, Skipping())
+
+    assert relative_difference(weights, reference) < 1e-6
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_fused_optimizer_steps_as_a_plain_one(max_norm):
+    class Fused(Overflowing):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, fused=True)
+
+    batches = joined_batches(6, 16)
+    reference, _ = mixed_reference(batches[:2] + batches[3:], torch.float16, max_norm, init_scale=SCALE)
+
+    weights, trainer = fit(batches, SCALED, Fused(2), gradient_clip_val=max_norm)
+
+    assert trainer.position.skipped_steps == 1
+    assert relative_difference(weights, reference) < 1e-6
+
+
+def own_loop(batches):
+    """Yield a run, its optimizer and the loss of each batch, for loops that do more than clip once and step."""
+    with sg.Run(precision=SCALED, accelerator="cpu") as run:
+        module = net()
+        model, optimizer = run.setup(module, torch.optim.SGD(module.parameters(), lr=5e-3, momentum=0.9))
+        for x, y in run.dataloader(batches):
+            yield run, optimizer, loss_of(model(x), y)
+
+
+def plain_norms(batches):
+    return train_plainly(batches)[1]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_clipped_and_dropped_leave_the_next_ones_scaled(set_to_none):
+    batches = joined_batches(1, 16) * 3
+    norms = []
+
+    for run, optimizer, loss in own_loop(batches):
+        run.backward(loss)
+        norms.append(float(run.clip_gradients(optimizer, max_norm=1e9)))
+        optimizer.zero_grad(set_to_none)
+
+    assert norms == pytest.approx(plain_norms(batches)[:1] * 3, rel=1e-2)
+
+
+def test_clipping_twice_unscales_once():
+    batches = joined_batches(1, 16)
+
+    for run, optimizer, loss in own_loop(batches):
+        run.backward(loss)
+        first = float(run.clip_gradients(optimizer, max_norm=1e9))
+        run.clip_gradients(optimizer, max_value=1e9)
+        second = float(run.clip_gradients(optimizer, max_norm=1e9))
+
+    assert first == second == pytest.approx(plain_norms(batches)[0], rel=1e-2)
+
+
+def test_adding_to_clipped_gradients_is_refused():
+    with pytest.raises(ConfigError, match="SGD were clipped, a loss was differentiated.*step or zero_grad"):
+        for run, optimizer, loss in own_loop(joined_batches(2, 16)):
+            run.backward(loss)
+            run.clip_gradients(optimizer, max_norm=1.0)
+
+
+def test_gradients_of_a_loss_that_was_not_scaled_are_refused():
+    with pytest.raises(ConfigError, match=r"did not scale; expected manual_backward\(loss\) or run.backward"):
+        for run, optimizer, loss in own_loop(joined_batches(1, 16)):
+            loss.backward()
+            run.optimizer_step(optimizer)
+
+
+def test_parameters_in_half_precision_are_refused_under_loss_scaling():
+    with pytest.raises(ConfigError, match='parameter net.0.weight is float16.*precision="16-true"'):
+        fit(joined_batches(1, 16), "16-mixed", Net().half())
+
+
 def test_lbfgs_is_refused_under_loss_scaling():
     class Lbfgs(Net):
         def configure_optimizers(self):
@@ -262,10 +398,10 @@ def test_lbfgs_is_refused_under_loss_scaling():
 
 def test_the_scale_survives_a_restart():
     first = ScaledPrecision(init_scale=8.0)
-    first.prepare_module(sg.Run(accelerator="cpu"))
+    first.prepare_module(net(), sg.Run(accelerator="cpu"))
     second = ScaledPrecision()
     second.load_state_dict(first.state_dict())
-    second.prepare_module(sg.Run(accelerator="cpu"))
+    second.prepare_module(net(), sg.Run(accelerator="cpu"))
 
     assert second.scaler.get_scale() == 8.0
 

@@ -21,11 +21,14 @@ class _Compress(CommHook):
         buffer = bucket.buffer
         if buffer.dtype.itemsize <= self.dtype.itemsize:
             return average(buffer)  # nothing to gain
+        # A complex number is two real ones; a cast would drop the second.
+        numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
         def decompress(future):
-            return buffer.copy_(future.value())
+            numbers.copy_(future.value())
+            return buffer
 
-        return average(buffer.to(self.dtype)).then(decompress)
+        return average(numbers.to(self.dtype)).then(decompress)
 
 
 @define(eq=False, kw_only=True)

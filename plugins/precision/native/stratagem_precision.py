@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
+from torch import nn
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
-from torch.utils._pytree import tree_map_only
+from torch.optim import Optimizer
 
 from stratagem import Capabilities, Precision, hookimpl
 from stratagem.errors import ConfigError
@@ -44,7 +46,8 @@ class TruePrecision(Precision):
 
     @hookimpl
     def prepare_module(self, module):
-        module.to(_TRUE[self.dtype])  # floating point only: torch leaves integers alone
+        # Not `Module.to`, which would make complex numbers real.
+        {"16": module.half, "bf16": module.bfloat16, "64": module.double}[self.dtype]()
 
     @hookimpl
     def step_context(self):
@@ -81,7 +84,16 @@ def _default_dtype(dtype: torch.dtype):
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+    """Return `batch` with its floating-point tensors in `dtype`, in the containers that a batch is moved in."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_cast(item, dtype) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([_cast(item, dtype) for item in batch])
+    if isinstance(batch, dict):
+        return type(batch)({key: _cast(item, dtype) for key, item in batch.items()})
+    return batch
 
 
 # --- Mixed: fp32 parameters, 16-bit compute ----------------------------------------------------------------------
@@ -142,13 +154,21 @@ class ScaledPrecision(_Autocast):
 
     scaler: GradScaler | None = field(init=False, default=None)
     _loaded: dict[str, Any] | None = field(init=False, default=None)
+    #: Overflows since the last update, one flag a device.
     _found: dict[torch.device, torch.Tensor] = field(init=False, factory=dict)
+    #: Optimizers whose gradients were unscaled for clipping and not stepped yet, and the count of losses then.
+    _clipped: dict[int, tuple[Optimizer, int]] = field(init=False, factory=dict)
+    _num_losses: int = field(init=False, default=0)
 
     def policy(self) -> PrecisionPolicy:
         return PrecisionPolicy(compute_dtype=torch.float16, loss_scaling=True)
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, module, run):
+        if run.stage == "train":
+            _check_parameters(module)
+        for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
+            self._start_over(number)
         if self.scaler is None:
             self.scaler = GradScaler(
                 run.device.type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval
@@ -158,10 +178,22 @@ class ScaledPrecision(_Autocast):
 
     @hookimpl
     def scale_loss(self, loss):
+        for number, (optimizer, _) in list(self._clipped.items()):
+            if not any(gradient.any() for gradient in _gradients(optimizer)):
+                self._start_over(number)  # clipped, then dropped instead of stepped
+        self._num_losses += 1
         return self.scaler.scale(loss)
 
     @hookimpl(wrapper=True)
     def clip_gradients(self, optimizer):
+        _, num_losses = self._clipped.setdefault(id(optimizer), (optimizer, self._num_losses))
+        if num_losses != self._num_losses:
+            raise ConfigError(
+                f"the gradients of {type(optimizer).__name__} were clipped, a loss was differentiated, and they are to "
+                "be clipped again under precision '16-mixed'",
+                expected="all losses of a step before its clipping",
+                do="step or zero_grad before the next backward",
+            )
         self._unscale(optimizer)
         return (yield)
 
@@ -174,34 +206,60 @@ class ScaledPrecision(_Autocast):
                 do='use precision="bf16-mixed" or "32-true"',
             )
         found = self._unscale(optimizer)
+        has_gradients = bool(found)
         if run.collectives.world_size > 1:
-            for device, flag in found.items():  # an overflow on one rank is an overflow on all
-                found[device] = run.collectives.all_reduce(flag, "max")
-        if not found:
-            return True  # no gradients, nothing to step
-        self.scaler.step(optimizer)
+            self._agree(found, run)
+        if has_gradients:
+            self.scaler.step(optimizer)
+        overflowed = any(bool(flag) for flag in found.values())
         self._remember(optimizer)
         if len(run.optimizers) <= 1:
             self._update()
-        return not any(bool(flag) for flag in found.values())
+        return not overflowed
 
     @hookimpl(wrapper=True)
     def transfer_batch(self):
         self._update()
         return (yield)
 
-    def _unscale(self, optimizer) -> dict[torch.device, torch.Tensor]:
-        """Divide the gradients by the scale unless that was done; return the flags of overflow, one a device."""
+    def _unscale(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        """Divide the gradients by the scale unless that was done; return the flags of overflow, one a device.
+
+        No gradients, no flags: a step without a loss leaves everything as it is.
+        """
         state = self.scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and next(_gradients(optimizer), None) is not None:
+            if not self._num_losses:
+                raise ConfigError(
+                    "gradients came from a loss that precision '16-mixed' did not scale",
+                    expected="manual_backward(loss) or run.backward(loss)",
+                    do="use it in place of loss.backward()",
+                )
             self.scaler.unscale_(optimizer)
         return state["found_inf_per_device"]
 
-    def _remember(self, optimizer) -> None:
+    def _agree(self, found: dict[torch.device, torch.Tensor], run) -> None:
+        """Make an overflow on one rank an overflow on all: one collective, also on a rank that has no gradients."""
+        flag = torch.zeros((), device=run.device)
+        for local in found.values():
+            flag = torch.maximum(flag, local.to(run.device))
+        flag = run.collectives.all_reduce(flag, "max")
+        if not found:
+            self.scaler.scale(flag)  # makes the scale, should this rank have had no loss yet: it is to change here too
+        for device in list(found) or [run.device]:
+            found[device] = flag.to(device)
+
+    def _remember(self, optimizer: Optimizer) -> None:
         """Keep what this optimizer found for the next update, and let it step again before that."""
-        state = self.scaler._per_optimizer_states.pop(id(optimizer))
-        for device, flag in state["found_inf_per_device"].items():
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device, flag in found.items():
             self._found[device] = torch.maximum(self._found[device], flag) if device in self._found else flag
+        self._start_over(id(optimizer))
+
+    def _start_over(self, number: int) -> None:
+        """Take the next gradients of this optimizer for scaled ones."""
+        self._clipped.pop(number, None)
+        self.scaler._per_optimizer_states.pop(number, None)
 
     def _update(self) -> None:
         """Change the scale by what the optimizers found since the last update, if they stepped at all."""
@@ -215,10 +273,30 @@ class ScaledPrecision(_Autocast):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and how long it has lasted."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        if self.scaler is None:
+            return {}
+        self._update()  # what the last batch found belongs to the scale that the next one starts with
+        return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a saved scale; also before the scaler exists."""
-        self._loaded = state or None
+        self._loaded, self._found = state or None, {}
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _check_parameters(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ConfigError(
+                f"parameter {name} is float16 under precision '16-mixed'",
+                expected="float32, so that small updates are not lost",
+                do='convert the model with .float(), or use precision="16-true"',
+            )
