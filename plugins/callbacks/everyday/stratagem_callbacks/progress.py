@@ -32,6 +32,7 @@ class ProgressBar(Callback):
     def on_train_start(self, trainer):
         if trainer.is_global_zero:
             self._open(trainer)
+            self._start_epoch(trainer)  # one that is resumed within does not start again
             world, size = trainer.world_size, trainer.effective_batch_size
             text = f"{world} process{'es' if world > 1 else ''} on {trainer.run.device.type}"
             self._view.say(text + (f", effective batch size {size}" if size else ""))
@@ -39,7 +40,7 @@ class ProgressBar(Callback):
     @hookimpl
     def on_train_epoch_start(self, trainer):
         if self._view is not None:
-            self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
+            self._start_epoch(trainer)
             self._show(trainer)
 
     @hookimpl
@@ -100,6 +101,9 @@ class ProgressBar(Callback):
     @hookimpl
     def teardown(self):
         self._close()
+
+    def _start_epoch(self, trainer: Any) -> None:
+        self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
 
     def _start_pass(self, trainer: Any, title: str, sizes: list[float]) -> None:
         """Show a pass over evaluation loaders, within training or on its own."""
