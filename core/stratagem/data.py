@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,15 +175,24 @@ def seed_loader_workers(loader: Any, rank: int) -> None:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=device.type != "cpu")
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return map_batch(batch, move)
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `batch` with `change` applied to all that is no list, tuple or dict in it; containers keep their type."""
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_batch(item, device) for item in batch))
+        return type(batch)(*(map_batch(item, change) for item in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)([move_batch(item, device) for item in batch])
+        return type(batch)([map_batch(item, change) for item in batch])
     if isinstance(batch, dict):
-        return type(batch)({key: move_batch(item, device) for key, item in batch.items()})
-    return batch.to(device) if hasattr(batch, "to") else batch
+        return type(batch)({key: map_batch(item, change) for key, item in batch.items()})
+    return change(batch)
 
 
 def in_order(loader: Any) -> Any:

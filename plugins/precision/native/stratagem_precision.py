@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from stratagem import Capabilities, Precision, hookimpl
+from stratagem.data import map_batch
 from stratagem.errors import ConfigError
 from stratagem.options import at_least, between, more_than
 from stratagem.plugin import LOSS_SCALING, PrecisionPolicy
@@ -84,16 +85,12 @@ def _default_dtype(dtype: torch.dtype):
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return `batch` with its floating-point tensors in `dtype`, in the containers that a batch is moved in."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_cast(item, dtype) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)([_cast(item, dtype) for item in batch])
-    if isinstance(batch, dict):
-        return type(batch)({key: _cast(item, dtype) for key, item in batch.items()})
-    return batch
+    """Return `batch` with its floating-point tensors in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_batch(batch, cast)
 
 
 # --- Mixed: fp32 parameters, 16-bit compute ----------------------------------------------------------------------
