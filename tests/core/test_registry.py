@@ -10,6 +10,7 @@ import pytest
 
 import stratagem as sg
 from stratagem import registry
+from stratagem.cli import main
 from stratagem.errors import PluginError
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -167,3 +168,18 @@ def test_python_m_stratagem_is_the_same_program():
 
     assert "single_device" in result.stdout
     assert "precision" not in result.stdout
+
+
+def test_check_lists_what_is_broken_and_why(install, capsys):
+    install("acme-broken", {"stratagem.strategy": {"broken": "Nothing"}}, "raise RuntimeError('out of order')")
+    install("acme-typo", {"stratagem.strategy": {"typo": "Mine"}}, STRATEGY.replace("wrap_model", "wrap_modle"))
+    install("acme-kind", {"stratagem.precision": {"kind": "Mine"}}, STRATEGY)
+
+    assert main(["plugins", "check"]) == 1
+    lines = capsys.readouterr().out
+    assert (
+        "strategy broken: strategy 'broken' of acme-broken 1.0 cannot be imported (RuntimeError: out of order)" in lines
+    )
+    assert "strategy typo: it implements 'wrap_modle', which is no hook; did you mean 'wrap_model'" in lines
+    assert "precision kind: Mine is no stratagem.Precision" in lines
+    assert "strategy ddp: ok" in lines
