@@ -4,18 +4,19 @@
 When a process dies the others are ended within seconds, and what is shown is the *root* error: the one of the rank that
 was not merely told by a broken connection that somebody else had died. Each process leaves a report of its error in a
 folder that the parent made. Processes stay in the parent's process group, and die with it, also when it is killed: on
-Linux the kernel sees to that (PR_SET_PDEATHSIG); elsewhere each process looks for its parent once a second.
+Linux the kernel sees to that (PR_SET_PDEATHSIG); elsewhere each process looks for its parent once a second. A process
+that the parent itself made end is never the cause of anything: its exit code is the parent's doing.
 """
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import ctypes
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,11 @@ NOTICE_S = 4.0
 END_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
-#: What gloo, NCCL and the store say when the other side is gone.
-_ECHOES = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket",
-           "remote process exited", "timed out waiting", "application timeout", "nccl", "recvvalue failed",
-           "store")  # fmt: skip
+#: What gloo, NCCL and the store say when the other side is gone. Whole words: "cannot restore" is somebody's own error.
+_ECHO = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|\bsocket|remote process exited|timed out waiting"
+    r"|application timeout|\bnccl|recvvalue failed|\b(tcp|file|hash|prefix)?store\b"
+)
 
 
 # --- Places ------------------------------------------------------------------------------------------------------
@@ -106,31 +109,107 @@ def relaunch_command() -> list[str]:
         ConfigError: there is no program to run again (a notebook, ``python -c``, a prompt).
     """
     main = sys.modules["__main__"]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    file = getattr(main, "__file__", None)
+    # What the interpreter was given, as the program may have edited sys.argv since.
+    flags, program = _split_command(sys.orig_argv[1:])
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None and spec.name != "__main__":
+        name = spec.name.removesuffix(".__main__")
+        arguments = program[2:] if program[:2] == ["-m", name] else sys.argv[1:]
+        return [sys.executable, *flags, "-m", name, *arguments]
+    if file is not None and spec is not None:  # a directory or an archive with a __main__.py
+        file = os.path.dirname(file)
     if file is None or not os.path.exists(file):
         raise ConfigError(
             "this program has no file to run again in another process",
             expected="a script, or a module run with -m",
             do='use a strategy that forks (such as "ddp_notebook")',
         )
-    return [sys.executable, *flags, os.path.abspath(file), *sys.argv[1:]]
+    # Under a debugger or a profiler (python -m pdb train.py) the command was theirs: run the script without them.
+    same = bool(program) and os.path.basename(program[0].rstrip("/")) == os.path.basename(file)
+    return [sys.executable, *flags, os.path.abspath(file), *(program[1:] if same else sys.argv[1:])]
+
+
+def _split_command(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split what follows ``python`` into its flags and the program (a path, or ``-m`` and a name) with arguments."""
+    at = 0
+    while at < len(words) and re.match("-.", words[at]):
+        valued = re.match(r"-(?!-)([^cmWX]*)([cmWX])(.*)", words[at])
+        if valued and valued[2] in "cm":
+            others = [f"-{valued[1]}"] if valued[1] else []
+            name = [valued[3]] if valued[3] else []
+            return words[:at] + others, [f"-{valued[2]}", *name, *words[at + 1 :]]
+        at += 2 if words[at] == "--check-hash-based-pycs" or (valued and not valued[3]) else 1
+    return words[:at], words[at:]
 
 
 # --- Life and death ----------------------------------------------------------------------------------------------
 
 
 def die_with(parent: int) -> None:
-    """End this process when `parent` ends, however that ends."""
+    """End this process when `parent` ends, however that ends.
+
+    To the kernel the parent is the *thread* that started this process: see `start_for_good`.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was gone before the kernel knew
             os._exit(1)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """The C library; loaded before a fork, as the loader's lock may be held by a thread that the fork does not copy."""
+    return ctypes.CDLL(None)
+
+
+def start_for_good(start: Callable[[], Any]) -> Any:
+    """Call `start`, which starts processes, from a thread that lives as long as this process; return its result.
+
+    Processes that `die_with` their parent would otherwise die with a worker thread that happened to start them.
+    """
+    if sys.platform == "linux":
+        _libc()
+    if threading.current_thread() is threading.main_thread():
+        return start()
+    outcome: Future[Any] = Future()
+
+    def keep() -> None:
+        try:
+            outcome.set_result(start())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+            outcome.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=keep, daemon=True, name="stratagem-parent").start()
+    return outcome.result()
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Within: SIGTERM ends this process with code 143 in order, so that it can end its children and tidy up first.
+
+    Nothing changes where somebody handles the signal already, nor outside the main thread.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit_on_sigterm(*_: object) -> None:
+    raise SystemExit(143)
+
+
+def forget_sigterm() -> None:
+    """In a forked child: undo the parent's `ending_on_sigterm`."""
+    if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _watch_parent(parent: int) -> None:
@@ -147,6 +226,8 @@ class Child:
     pid: int
     #: Return its exit code, negative for a signal; None while it runs.
     poll: Callable[[], int | None]
+    #: The parent made it end.
+    was_ended: bool = False
 
 
 def end(children: Iterable[Child]) -> None:
@@ -154,6 +235,7 @@ def end(children: Iterable[Child]) -> None:
     for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
         running = [child for child in children if child.poll() is None]
         for child in running:
+            child.was_ended = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, number)
         _wait_until(functools.partial(_are_over, running), patience)
@@ -195,7 +277,6 @@ class Report:
 
 def is_echo(kind: str, message: str) -> bool:
     """Whether an error of class `kind` is the sound of another process dying."""
-    lowered = message.lower()
     network = kind in (
         "PeerError",
         "DistBackendError",
@@ -204,7 +285,7 @@ def is_echo(kind: str, message: str) -> bool:
         "DistError",
         "ConnectionError",
     )
-    return network or (kind == "RuntimeError" and any(echo in lowered for echo in _ECHOES))
+    return network or (kind == "RuntimeError" and _ECHO.search(message.lower()) is not None)
 
 
 def report(error: BaseException, rank: int, folder: Path) -> None:
@@ -226,11 +307,23 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
 
 
 def join_supervision() -> None:
-    """In a process that a launcher started by running the program again: report what ends it, rather than print it."""
+    """In a process that a launcher started by running the program again: report what ends it, rather than print it.
+
+    Raises:
+        LaunchError: this is their parent, and they were ended after an error that the program caught.
+    """
+    if _companions is not None and _companions.children and _companions.ending.is_set():
+        raise LaunchError(
+            "the other processes of this program were ended after an error",
+            expected="all of them to be there",
+            do="start the program again, or use a strategy that forks: it starts new processes for every call",
+        )
     folder = os.environ.get(REPORTS_VARIABLE)
     if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()) or sys.excepthook is _report_and_exit:
         return
     sys.excepthook = _report_and_exit
+    if sys.platform != "linux":  # elsewhere the launcher had the kernel told before the program began
+        die_with(int(os.environ[PARENT_VARIABLE]))
 
 
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -246,9 +339,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any
 def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None:
     """Return the error to show for what happened, made from the reports and the exit codes; None if nothing did."""
     reports = sorted((_read(path) for path in folder.glob("*.json")), key=lambda report: report.time)
-    silent = [
-        child for child in children if child.poll() not in (None, 0) and child.rank not in {r.rank for r in reports}
-    ]
+    known = {found.rank for found in reports}
+    silent = [c for c in children if c.poll() not in (None, 0) and not c.was_ended and c.rank not in known]
     roots = [found for found in reports if not found.is_echo]
     if roots:
         return _as_error(roots[0])
@@ -318,48 +410,52 @@ class Companions:
         self.children = [Child(rank, process.pid, process.poll) for rank, process in children]
         self.folder, self.store = folder, store
         self.ending = threading.Event()
+        #: A watcher interrupted the main thread: the next KeyboardInterrupt is not the user's.
+        self._told = False
+        self._owner = os.getpid()
         for _, process in children:
             threading.Thread(target=self._watch, args=(process,), daemon=True).start()
         atexit.register(self._at_exit)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._excepthook
+        global _companions
+        _companions = self
 
     def run(self, main: Callable[[], Any]) -> Any:
         """Call `main` as this process's part; an error that another process caused becomes that process's error."""
         try:
             return main()
         except BaseException as error:
-            cause = self._settle(error)
+            forked = self._owner != os.getpid()  # a copy of this process must not end its original's companions
+            cause = None if forked else self._settle(error)
             if cause is None:
                 raise
             raise cause from None
 
     def _settle(self, error: BaseException) -> BaseException | None:
         """End everybody after `error` here; return the error of another process if that one was the cause."""
-        interrupted = isinstance(error, KeyboardInterrupt)
-        echo = is_echo(type(error).__name__, str(error))
-        if echo or (interrupted and self._someone_failed()):
+        told = self._told and isinstance(error, KeyboardInterrupt)
+        if echo := is_echo(type(error).__name__, str(error)):
             _wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             _wait_until(lambda: _root_is_known(self.folder), 0.5)
         self.ending.set()
         end(self.children)
-        return root_cause(self.folder, self.children) if echo or (interrupted and self._reported()) else None
+        return root_cause(self.folder, self.children) if echo or told else None
 
     def _someone_failed(self) -> bool:
         return any(child.poll() not in (None, 0) for child in self.children)
-
-    def _reported(self) -> bool:
-        return any(self.folder.glob("*.json"))
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """When a companion dies and this process does not notice, tell it; if it is stuck, end it."""
         if process.wait() == 0 or self.ending.wait(NOTICE_S):
             return
+        self._told = True
+        _interrupt_main_thread()
+        if self.ending.wait(END_S):
+            return
         self._print_cause()
-        self.ending.set()
-        _thread.interrupt_main()
-        time.sleep(END_S)
         end(self.children)
-        os._exit(1)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        _leave_now()
 
     def _print_cause(self) -> None:
         cause = root_cause(self.folder, self.children)
@@ -368,15 +464,17 @@ class Companions:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """In a later call than the one that launched: show the cause, not its echo."""
-        told = self.ending.is_set()
-        cause = None if told else self._settle(error)
+        settled = self.ending.is_set() or self._owner != os.getpid()
+        cause = None if settled else self._settle(error)
         if cause is not None:
             traceback.print_exception(cause, chain=False)
-        elif not (told and isinstance(error, KeyboardInterrupt)):
+        elif not (settled and isinstance(error, KeyboardInterrupt)):
             self._earlier_hook(kind, error, trace)
 
     def _at_exit(self) -> None:
         """Wait for the companions after a normal end; end them after an exception."""
+        if self._owner != os.getpid():  # a forked copy of this process
+            return
         already_ending = self.ending.is_set()
         self.ending.set()
         if already_ending or getattr(sys, "last_value", None) is not None:
@@ -391,9 +489,22 @@ class Companions:
             self._print_cause()
         shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _leave_now()
+
+
+_companions: Companions | None = None
+
+
+def _interrupt_main_thread() -> None:
+    """As Ctrl-C would, also out of a sleep or another wait of the system's; nothing if the program ignores that."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _leave_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def reports_folder() -> Path:

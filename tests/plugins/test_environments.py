@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from stratagem import World
@@ -43,6 +45,9 @@ def test_local_places(variables, local_size, num_nodes, expected):
         ({"LOCAL_RANK": "2"}, 2, 1, "LOCAL_RANK is 2 and the run has 2 processes"),
         ({"WORLD_SIZE": "4"}, 2, 1, "WORLD_SIZE is 4 and devices x num_nodes is 2 x 1"),
         ({"LOCAL_RANK": "one"}, 1, 1, "LOCAL_RANK is 'one'; expected a whole number"),
+        ({"LOCAL_RANK": "²"}, 1, 1, "LOCAL_RANK is '²'; expected a whole number"),
+        ({"GROUP_RANK": "1"}, 1, 2, "num_nodes is 2 and MASTER_ADDR, MASTER_PORT are not set"),
+        ({"LOCAL_RANK": "0"}, 2, 1, "LOCAL_RANK is set, as if all 2 processes existed, and MASTER_PORT is not"),
     ],
 )
 def test_local_contradictions_are_refused(variables, local_size, num_nodes, message):
@@ -74,6 +79,27 @@ def test_attempts_are_told_apart_where_one_agent_counts_them():
 def test_devices_that_contradict_torchrun_are_refused():
     with pytest.raises(ConfigError, match="devices x num_nodes is 2 and torchrun started 4 processes"):
         local.elastic_world(ELASTIC, 2)
+
+
+def test_nodes_with_different_numbers_of_processes_are_counted_by_torchrun():
+    uneven = {**ELASTIC, "WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    assert local.elastic_world({**uneven, "GROUP_WORLD_SIZE": "2"}, None).num_nodes == 2
+
+
+def test_a_number_of_nodes_that_contradicts_torchrun_is_refused(monkeypatch):
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    run = SimpleNamespace(num_processes=2, devices_given=False, settings=SimpleNamespace(num_nodes=3))
+
+    with pytest.raises(ConfigError, match="num_nodes is 3 and torchrun has 2"):
+        TorchElasticEnvironment().setup_environment(run=run)
+    run.settings.num_nodes = 1
+    assert TorchElasticEnvironment().setup_environment(run=run).num_nodes == 2
+
+
+def test_without_the_agents_store_rank_0_hosts_it():
+    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "False"}, None).store_hosted
 
 
 def test_missing_variables_of_torchrun_are_named():

@@ -284,6 +284,170 @@ def test_processes_die_with_their_parent(tmp_path, strategy, number):
     assert_gone(str(tmp_path))
 
 
+# --- Dying, without a trainer ------------------------------------------------------------------------------------
+
+BARE = """
+    import os, signal, subprocess, sys, threading, time, types
+    from stratagem import World
+    from stratagem.launch import join_supervision
+    from stratagem.launchers import {launcher}
+
+    def rank():
+        return int(os.environ["RANK"])
+
+    def body():
+        join_supervision()
+        {body}
+
+    def launch():
+        world = World(world_size=2, local_world_size=2)
+        run = types.SimpleNamespace(num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1))
+        return {launcher}().launch(main=body, run=run)
+
+    if __name__ == "__main__":
+        if "LOCAL_RANK" in os.environ:
+            body()
+        else:
+            {parent}
+"""
+
+
+def bare(tmp_path, body, launcher="SubprocessLauncher", parent="launch()"):
+    path = tmp_path / "bare.py"
+    text = textwrap.dedent(BARE)
+    for name, lines, indent in (("body", body, 4), ("parent", parent, 8), ("launcher", launcher, 0)):
+        text = text.replace(f"{{{name}}}", textwrap.indent(textwrap.dedent(lines).strip(), " " * indent).strip())
+    path.write_text(text)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def finish(process, tmp_path, limit_s=60):
+    output, errors = process.communicate(timeout=limit_s)
+    assert_gone(str(tmp_path))
+    assert not list((tmp_path / "temporary").glob("stratagem-*")), "the folder of the reports is left behind"
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("death", "message"),
+    [
+        ("os.kill(os.getpid(), 9)", "rank 1 was ended by SIGKILL"),
+        ("raise RuntimeError('cannot restore')", "rank 1 failed with RuntimeError: cannot restore"),
+        ("raise ConnectionError('data host down')", "rank 1 failed with ConnectionError: data host down"),
+        ("sys.exit(3)", "rank 1 failed with SystemExit: 3"),
+    ],
+)
+def test_a_sibling_that_hangs_is_ended_and_not_blamed(tmp_path, death, message):
+    process = bare(tmp_path, f"if rank() == 1: {death}\ntime.sleep(600)", "ForkLauncher")
+    code, _, errors = finish(process, tmp_path)
+
+    assert code == 1
+    assert message in errors
+    assert "SIGTERM" not in errors
+
+
+def test_subprocess_wakes_a_rank_0_that_sleeps_and_shows_the_cause_once(tmp_path):
+    process = bare(tmp_path, "if rank() == 1: raise ValueError('out of order')\ntime.sleep(600)")
+    code, _, errors = finish(process, tmp_path)
+
+    assert code == 1
+    assert errors.count("rank 1 failed with ValueError: out of order") == 1
+
+
+def test_subprocess_ends_a_rank_0_that_swallows_the_interrupt(tmp_path):
+    body = """
+        if rank() == 1: raise ValueError('out of order')
+        while True:
+            try: time.sleep(600)
+            except KeyboardInterrupt: pass
+    """
+    code, _, errors = finish(bare(tmp_path, body), tmp_path)
+
+    assert code == 1
+    assert errors.count("rank 1 failed with ValueError: out of order") == 1
+
+
+def test_a_program_that_catches_the_error_may_go_on_but_not_train_on(tmp_path):
+    parent = """
+        try: launch()
+        except Exception as error: print("caught", error)
+        try: body()
+        except Exception as error: print("then", error)
+        for _ in range(12): time.sleep(0.5)
+        print("done")
+    """
+    body = "if rank() == 1: raise ValueError('out of order')\ntime.sleep(600)"
+    code, output, _ = finish(bare(tmp_path, body, parent=parent), tmp_path)
+
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines()] == ["caught", "then", "done"]
+    assert "then the other processes of this program were ended after an error" in output
+
+
+def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
+    parent = "thread = threading.Thread(target=launch); thread.start(); thread.join()"
+    body = "if rank() == 1: time.sleep(1); print('trained', flush=True)"
+    code, output, errors = finish(bare(tmp_path, body, parent=parent), tmp_path)
+
+    assert (code, output) == (0, "trained\n"), errors
+
+
+def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
+    body = """
+        if rank() == 1:
+            time.sleep(1)
+            print("trained", flush=True)
+        elif os.fork() == 0:
+            sys.exit(0)
+    """
+    code, output, errors = finish(bare(tmp_path, body), tmp_path)
+
+    assert (code, output) == (0, "trained\n"), errors
+
+
+@pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
+def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
+    body = """
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"tidy\\n"), os._exit(143)))
+        os.write(1, b"up\\n")
+        time.sleep(600)
+    """
+    process = bare(tmp_path, body, launcher)
+    assert [process.stdout.readline(), process.stdout.readline()] == ["up\n", "up\n"]
+    process.terminate()
+    code, output, errors = finish(process, tmp_path)
+
+    assert (code, output, errors) == (143, "tidy\ntidy\n", "")
+
+
+def test_leaving_the_program_in_main_leaves_it_in_the_parent(tmp_path):
+    process = bare(tmp_path, "sys.exit(0)", "ForkLauncher", parent='launch(); print("not reached")')
+
+    assert finish(process, tmp_path) == (0, "", "")
+
+
+def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path):
+    parent = """
+        import multiprocessing.context as context
+        start, started = context.ForkProcess.start, []
+        def limited(process):
+            if started: raise OSError("no more processes")
+            started.append(process)
+            start(process)
+        context.ForkProcess.start = limited
+        try: launch()
+        except OSError as error: print(error, [process.is_alive() for process in started])
+    """
+    process = bare(tmp_path, "time.sleep(600)", "ForkLauncher", parent)
+
+    assert finish(process, tmp_path)[:2] == (0, "no more processes [False]\n")
+
+
 # --- Bad input ---------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,9 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
     world_size = local_size * num_nodes
     if num_nodes > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in variables]
-        if missing and "GROUP_RANK" not in variables:
+        if "GROUP_RANK" in variables and "NODE_RANK" in missing:
+            missing.remove("NODE_RANK")
+        if missing:
             raise ConfigError(
                 f"num_nodes is {num_nodes} and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
                 expected="the address and port of node 0, and this node's number, on every node",
@@ -52,6 +54,12 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
             f"LOCAL_RANK is {local_rank} and the run has {local_size} processes on this node",
             expected=f"0 to {local_size - 1}",
             do="give every Trainer of a script the devices it was launched with",
+        )
+    if "LOCAL_RANK" in variables and "MASTER_PORT" not in variables and world_size > 1:
+        raise ConfigError(
+            f"LOCAL_RANK is set, as if all {world_size} processes existed, and MASTER_PORT is not",
+            expected="both, or neither",
+            do="unset LOCAL_RANK to have the processes started for you, or tell all of them where to meet",
         )
     told = _number(variables, "WORLD_SIZE", world_size)
     if told != world_size:
@@ -91,7 +99,15 @@ class TorchElasticEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run):
         asked = run.num_processes * run.settings.num_nodes if run.devices_given else None
-        return elastic_world(os.environ, asked)
+        world = elastic_world(os.environ, asked)
+        # 1 is what num_nodes is when nobody says anything.
+        if run.settings.num_nodes not in (1, world.num_nodes):
+            raise ConfigError(
+                f"num_nodes is {run.settings.num_nodes} and torchrun has {world.num_nodes}",
+                expected="the same number",
+                do="leave num_nodes out: torchrun decides",
+            )
+        return world
 
 
 def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
@@ -121,7 +137,8 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         node_rank=_number(variables, "GROUP_RANK", 0),
         world_size=world_size,
         local_world_size=local_size,
-        num_nodes=max(1, world_size // local_size),
+        # Nodes may have different numbers of processes, so a division is the second-best answer.
+        num_nodes=_number(variables, "GROUP_WORLD_SIZE", max(1, world_size // local_size)),
         main_address=variables["MASTER_ADDR"],
         main_port=_number(variables, "MASTER_PORT", 29500),
         store_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
@@ -133,6 +150,6 @@ def _number(variables: Mapping[str, str], name: str, default: int | None) -> int
     text = variables.get(name)
     if text is None:
         return default
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise ConfigError(f"{name} is {text!r}", expected="a whole number")
     return int(text)

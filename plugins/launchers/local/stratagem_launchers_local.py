@@ -18,16 +18,21 @@ from attrs import define
 from stratagem import Launcher, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.launch import (
+    PARENT_VARIABLE,
     Child,
     Companions,
     child_environment,
     die_with,
+    end,
+    ending_on_sigterm,
+    forget_sigterm,
     host_store,
     local_places,
     process_variables,
     relaunch_command,
     report,
     reports_folder,
+    start_for_good,
     wait_for,
 )
 
@@ -52,10 +57,19 @@ class SubprocessLauncher(Launcher):
         first, *others = local_places(world)
         folder = reports_folder()
         dying = _dying_with(os.getpid())
-        children = []
-        for place in others:
-            process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=dying)
-            children.append((place.rank, process))
+        children: list[tuple[int, subprocess.Popen[bytes]]] = []
+
+        def start() -> None:
+            for place in others:
+                process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=dying)
+                children.append((place.rank, process))
+
+        try:
+            start_for_good(start)
+        except BaseException:
+            end([Child(rank, process.pid, process.poll) for rank, process in children])
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         os.environ.update(process_variables(first))
         return Companions(children, folder, store).run(main)
 
@@ -78,19 +92,21 @@ class _FunctionLauncher(Launcher):
         world, store = host_store(run.world)
         folder = reports_folder()
         context = multiprocessing.get_context(self.start_method)
-        processes = []
+        children: list[Child] = []
         try:
-            with _variable(_IMPORTING, str(folder)):
-                for place in local_places(world):
-                    variables = child_environment(place, folder)
-                    process = context.Process(
-                        target=_child, args=(main, variables, folder, place.rank, self.start_method)
-                    )
-                    process.start()
-                    processes.append((place.rank, process))
-            wait_for([Child(rank, process.pid, _exit_code(process)) for rank, process in processes], folder)
-            return _read_result(folder)
+            with ending_on_sigterm():
+                with _variable(_IMPORTING, str(folder)):
+                    for place in local_places(world):
+                        variables = child_environment(place, folder)
+                        process = context.Process(
+                            target=_child, args=(main, variables, folder, place.rank, self.start_method)
+                        )
+                        process.start()
+                        children.append(Child(place.rank, process.pid, _exit_code(process)))
+                wait_for(children, folder)
+                return _read_result(folder)
         finally:
+            end(children)  # also where starting the last one failed
             del store
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,8 +168,8 @@ class ForkLauncher(_FunctionLauncher):
 
 def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:
     """What a started process does."""
-    parent = int(variables["STRATAGEM_PARENT_PID"])
-    die_with(parent)
+    forget_sigterm()
+    die_with(int(variables[PARENT_VARIABLE]))
     # Garbage of the parent is not ours to collect: the destructor of a process group would wait for threads that a
     # fork does not copy.
     gc.freeze()
@@ -170,16 +186,26 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
             torch.save(result, folder / "result.pt")
     except KeyboardInterrupt:
         os._exit(130)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            report(stop, rank, folder)
+            _leave(1)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it
         report(error, rank, folder)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _read_result(folder: Path) -> Any:
     import torch
 
+    if not (folder / "result.pt").exists():
+        raise SystemExit(0)  # rank 0 left the program in `main`, as it would have without other processes
     # Written by our own process into a folder that only this user can write to.
     return torch.load(folder / "result.pt", map_location="cpu", weights_only=False)
 

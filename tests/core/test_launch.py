@@ -1,0 +1,233 @@
+"""Supervision without a trainer: commands to run again, who is to blame, and who dies with whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stratagem import World
+from stratagem.errors import ConfigError
+from stratagem.launch import (
+    Child,
+    child_environment,
+    end,
+    is_echo,
+    local_places,
+    process_variables,
+    report,
+    root_cause,
+    start_for_good,
+)
+
+WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
+
+
+# --- Places ------------------------------------------------------------------------------------------------------
+
+
+def test_every_process_of_a_node_gets_its_own_place():
+    assert [(place.rank, place.local_rank) for place in local_places(WORLD)] == [(2, 0), (3, 1)]
+
+
+def test_an_environment_reads_back_what_a_launcher_writes():
+    local = pytest.importorskip("stratagem_environments_local")
+
+    for place in local_places(WORLD):
+        assert local.local_world(process_variables(place), 2, 2) == place
+
+
+def test_a_child_keeps_the_users_variables_and_differs_in_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("RANK", "99")
+    variables = child_environment(WORLD, tmp_path)
+
+    assert (variables["OMP_NUM_THREADS"], variables["RANK"], variables["PATH"]) == ("7", "2", os.environ["PATH"])
+
+
+# --- The same command again --------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import json, os, sys
+    arguments = sys.argv[1:]
+    sys.argv = ["edited"]
+    os.chdir("/")
+    if "again" in os.environ:
+        print(json.dumps([arguments, sys.flags.dev_mode, sys.stdout.write_through, __name__]))
+    else:
+        from stratagem.launch import relaunch_command
+        os.environ["again"] = "1"
+        command = relaunch_command()
+        os.execv(command[0], command)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py"], ["./train.py"], ["-m", "package.train"], ["-mpackage.train"], ["-m", "package"], ["folder"],
+        ["-um", "package.train"], ["-u", "-Xdev", "train.py"], ["-uX", "dev", "train.py"], ["-m", "pdb", "-cc", "train.py"],
+    ],
+)  # fmt: skip
+def test_the_program_is_run_again_as_it_was_started(tmp_path, words):
+    for path in ("train.py", "package/train.py", "package/__main__.py", "folder/__main__.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(PROGRAM))
+    (tmp_path / "package/__init__.py").write_text("")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    arguments = [] if "pdb" in words else ["-m", "a b", "--flag"]  # a debugger's program sees an edited sys.argv
+    command = [sys.executable, *words, *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert result.stdout.strip(), result.stderr
+    again, dev_mode, unbuffered, name = json.loads(result.stdout.splitlines()[-1])
+    assert again == arguments
+    assert (dev_mode, name) == (any("X" in word for word in words), "__main__")
+    assert unbuffered == any(word.startswith("-u") for word in words)
+
+
+@pytest.mark.parametrize("words", [["-c", "{}"], ["-"]])
+def test_a_program_without_a_file_is_refused(words):
+    code = "from stratagem.launch import relaunch_command; relaunch_command()"
+    command = [sys.executable, *(word.format(code) for word in words)]
+    result = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 1
+    assert "no file to run again" in result.stderr
+
+
+# --- Who is to blame ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "expected"),
+    [
+        ("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer", True),
+        ("RuntimeError", "Timed out waiting 3000ms for recv operation to complete", True),
+        ("RuntimeError", "failed in TCPStore::wait: store is gone", True),
+        ("DistBackendError", "NCCL error", True),
+        ("RuntimeError", "cannot restore the tokenizer", False),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", False),
+        ("ValueError", "connection closed", False),
+    ],
+)
+def test_an_echo_is_told_from_an_error(kind, message, expected):
+    assert is_echo(kind, message) is expected
+
+
+def child(rank, code, was_ended=False):
+    return Child(rank, 0, lambda: code, was_ended)
+
+
+def test_the_cause_is_the_first_error_that_is_no_echo(tmp_path):
+    for rank, error in enumerate([RuntimeError("Connection reset by peer"), ConfigError("a is 1"), ValueError("late")]):
+        report(error, rank, tmp_path)
+    cause = root_cause(tmp_path, [child(rank, 1) for rank in range(3)])
+
+    assert isinstance(cause, ConfigError)
+    assert cause.__notes__[0].startswith("on rank 1:")
+
+
+def test_a_process_that_we_ended_is_not_to_blame(tmp_path):
+    children = [child(0, -signal.SIGTERM, was_ended=True), child(1, -signal.SIGKILL)]
+
+    assert "rank 1 was ended by SIGKILL" in str(root_cause(tmp_path, children))
+    report(ConnectionError("data host down"), 2, tmp_path)
+    assert "data host down" in str(root_cause(tmp_path, [children[0], child(2, 1)]))
+
+
+def test_nothing_to_blame(tmp_path):
+    assert root_cause(tmp_path, [child(0, 0), child(1, None)]) is None
+
+
+def test_the_first_report_of_a_process_stands(tmp_path):
+    report(ValueError("first"), 0, tmp_path)
+    report(ValueError("second"), 0, tmp_path)
+
+    assert "first" in str(root_cause(tmp_path, []))
+
+
+# --- Life and death ----------------------------------------------------------------------------------------------
+
+
+def wait_until_gone(pid, limit_s=10):
+    deadline = time.monotonic() + limit_s
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, f"{pid} survived"
+        time.sleep(0.02)
+
+
+def test_a_process_that_ignores_the_request_is_made_to_end(monkeypatch):
+    monkeypatch.setattr("stratagem.launch.END_S", 0.3)
+    deaf = subprocess.Popen(
+        [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    deaf.stdout.readline()
+    end([Child(0, deaf.pid, deaf.poll)])
+
+    assert deaf.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("platform", ["linux", "elsewhere"])
+def test_a_process_dies_with_a_killed_parent(platform):
+    child_code = f"""
+        import os, sys, time
+        sys.platform = {platform!r}
+        from stratagem.launch import die_with
+        die_with(os.getppid())
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    parent_code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {textwrap.dedent(child_code)!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+
+    wait_until_gone(pid)
+
+
+def test_processes_outlive_the_thread_that_asked_for_them():
+    started = []
+
+    def ask():
+        code = "import os, sys, time; from stratagem.launch import die_with; die_with(os.getppid()); print(1, flush=True); time.sleep(60)"  # fmt: skip
+        process = start_for_good(lambda: subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
+        process.stdout.readline()
+        started.append(process)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        started[0].wait(0.3)
+    started[0].kill()
+    started[0].wait()
+
+
+def test_an_error_of_starting_reaches_the_thread_that_asked():
+    caught = []
+
+    def ask():
+        try:
+            start_for_good(lambda: 1 / 0)
+        except ZeroDivisionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+
+    assert caught
