@@ -61,7 +61,8 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
             do="an older checkpoint there, if any, is intact",
         ) from error
     finally:
-        staged.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what kept it from being written keeps it from being removed
+            staged.unlink(missing_ok=True)
 
 
 def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
@@ -73,8 +74,13 @@ def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist", expected="a checkpoint file", do="check the path")
     lines = _lines(sidecar(path))
-    if not lines:
+    if not lines and not sidecar(path).exists():
         return False
+    if not lines:
+        raise CheckpointError(
+            f"{sidecar(path)} holds no checksum", expected="what was written beside the checkpoint",
+            do="use an older checkpoint, or delete that file to read this one unverified",
+        )  # fmt: skip
     size, digest = path.stat().st_size, None
     for line in lines:
         _, wanted, length = line.split()

@@ -13,7 +13,7 @@ from stratagem.config import describe as describe_type
 from stratagem.config import option_types, options
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.layers import DOTTED, program
-from stratagem.plugin import KINDS, Capabilities
+from stratagem.plugin import KINDS, Capabilities, Plugin
 from stratagem.registry import Entry
 from stratagem.resolver import Choice, hook_implementations, hook_specifications, make
 from stratagem.settings import CHOICES, TrainerSettings
@@ -158,18 +158,42 @@ def check_entry(entry: Entry) -> str | None:
         return None  # a preset that cannot be made on this machine
     except StratagemError as error:
         return str(error)
-    if not issubclass(cls, KINDS[entry.kind].base):
-        return f"{cls.__name__} is no stratagem.{KINDS[entry.kind].base.__name__}."
-    if not attrs.has(cls):
-        return f"{cls.__name__} has no attrs options; decorate it with @define(eq=False, kw_only=True)."
+    return check_class(cls, entry.kind)
+
+
+def check_class(cls: type[Any], kind: str) -> str | None:
+    """Return what is wrong with a plugin class of `kind`, in a sentence; None if nothing is."""
+    base = KINDS[kind].base
+    if not issubclass(cls, base):
+        return f"{cls.__name__} is no stratagem.{base.__name__}."
+    if problem := _check_options(cls):
+        return problem
     known = hook_specifications()
-    for hook in hook_implementations(cls, of_class=True):
+    for hook, marker in hook_implementations(cls, of_class=True).items():
         if hook not in known:
             return f"it implements {hook!r}, which is no hook; {nearest(hook, known) or 'see docs/hooks.md'}."
         given = set(inspect.signature(getattr(cls, hook)).parameters) - {"self"}
         unknown = given - set(inspect.signature(getattr(hookspecs, hook)).parameters)
         if unknown:
             return f"its {hook} takes {', '.join(sorted(unknown))}, which that hook does not pass."
+        if marker["wrapper"] and not inspect.isgeneratorfunction(getattr(cls, hook)):
+            return f"its {hook} is a wrapper without a yield."
+    return None
+
+
+def _check_options(cls: type[Any]) -> str | None:
+    decorate = "decorate it with @define(eq=False, kw_only=True)"
+    if not attrs.has(cls):
+        return f"{cls.__name__} has no attrs options; {decorate}."
+    fields = {field.name for field in attrs.fields(cls)}
+    for owner in cls.__mro__:
+        for name, annotation in inspect.get_annotations(owner).items():
+            if issubclass(owner, Plugin) and name not in fields and "ClassVar" not in str(annotation):
+                return f"{owner.__name__}.{name} is annotated and no attrs field; {decorate}, or make it a ClassVar."
+    if "__init__" in vars(cls) and "__attrs_attrs__" not in vars(cls):
+        return f"{cls.__name__} writes its own __init__, so its options are unknown; {decorate}."
+    if cls.__eq__ is not object.__eq__:
+        return f"two equal {cls.__name__} would be taken for one plugin; {decorate}."
     return None
 
 

@@ -275,6 +275,10 @@ class TorchCollectives(Collectives):
             _leave_group()
 
 
+#: How often this process has met others. All ranks meet equally often.
+_meetings = 0
+
+
 def _default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -297,9 +301,12 @@ def _store(world: World, timeout: timedelta) -> Any:
     if world.main_port is None:
         assert world.world_size == 1, "an environment that reports several processes must report a port to meet at"
         return dist.HashStore()
+    global _meetings
+    _meetings += 1
     hosts = world.is_global_zero and not world.store_hosted
     store = dist.TCPStore(world.main_address, world.main_port, is_master=hosts, timeout=timeout)
-    return dist.PrefixStore(f"stratagem/{world.generation}", store)
+    # A store that outlives the run still holds the addresses of the last group that met there.
+    return dist.PrefixStore(f"stratagem/{world.generation}/{_meetings}", store)
 
 
 def _check_adoptable(backend: str, size: int, wanted_backend: str, wanted_size: int) -> None:

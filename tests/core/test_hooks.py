@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from models import Net, data, joined_batches
 from stratagem import hookspecs
 from stratagem.resolver import hook_specifications
+from stratagem.testing.reference import Net, data, joined_batches
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [

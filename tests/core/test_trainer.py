@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
-from models import Net, data, joined_batches, relative_difference, train_plainly
 from stratagem.errors import ConfigError
+from stratagem.testing.reference import Net, data, joined_batches, relative_difference, train_plainly
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import os
 
 import pytest
 import torch
 
 import stratagem as sg
-from models import Gan, Net, joined_batches, net, part, relative_difference, train_gan_plainly, train_plainly
-from processes import run_in_processes
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import (
+    Gan,
+    Lbfgs,
+    Net,
+    joined_batches,
+    part,
+    relative_difference,
+    square,
+    train_gan_plainly,
+    train_lbfgs_plainly,
+    train_plainly,
+)
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
@@ -92,20 +102,6 @@ def test_gan_with_two_optimizers_equals_plain_pytorch():
     assert relative_difference(together, reference) < 1e-6
 
 
-class Lbfgs(Net):
-    """In double precision: a line search amplifies the rounding of single precision beyond any tolerance."""
-
-    def __init__(self):
-        super().__init__()
-        self.double()
-
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
-
-    def training_step(self, batch, batch_idx):
-        return square(self(batch[0]), batch[1])
-
-
 class ManualLbfgs(Lbfgs):
     automatic_optimization = False
 
@@ -119,25 +115,6 @@ class ManualLbfgs(Lbfgs):
             return loss
 
         optimizer.step(closure)
-
-
-def square(out, y):
-    return 4 * ((out - y) ** 2).mean()
-
-
-def train_lbfgs_plainly(batches):
-    model = copy.deepcopy(net()).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
-    for x, y in batches:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = square(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return {f"net.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def _lbfgs(rank, world_size, batches, cls):

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from models import Net, data
-from processes import run_in_processes
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, data
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

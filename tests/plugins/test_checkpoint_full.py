@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from models import Net, joined_batches
-from processes import run_in_processes
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches
 from stratagem.world import Collectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from models import Net, joined_batches, part, relative_difference, train_plainly
-from processes import run_in_processes
 from stratagem.comm_hooks import BF16Compress, FP16Compress
 from stratagem.plugin import Bucket
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import stratagem as sg
-from models import Net, joined_batches
 from stratagem.errors import ConfigError
+from stratagem.testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

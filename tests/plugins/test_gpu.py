@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from models import Net, joined_batches, relative_difference, train_plainly
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
 
 pytestmark = pytest.mark.gpu
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

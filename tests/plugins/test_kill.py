@@ -13,10 +13,10 @@ import torch
 import torch._dynamo
 
 import stratagem as sg
-from models import Net, joined_batches
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoint import newest_whole
 from stratagem.checkpoints import FullCheckpoint
+from stratagem.testing.reference import Net, joined_batches
 
 
 class Wide(Net):

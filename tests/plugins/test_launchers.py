@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from models import Net, joined_batches, relative_difference, train_plainly
 from stratagem.errors import ConfigError, LaunchError
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ SCRIPT = """
     sys.path.insert(0, {tests!r})
     import torch
     import stratagem as sg
-    from models import Net, joined_batches, relative_difference, train_plainly
+    from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
     from torch.utils.data import DataLoader, TensorDataset
 
     def loader(batches):
@@ -482,7 +482,7 @@ def test_a_program_without_a_file_cannot_be_run_again():
         f"""
         import sys; sys.path.insert(0, {str(TESTS)!r})
         import stratagem as sg
-        from models import Net, joined_batches
+        from stratagem.testing.reference import Net, joined_batches
         sg.Trainer(strategy="ddp", devices=2, accelerator="cpu").fit(Net(), joined_batches(1, 8))
         """
     )

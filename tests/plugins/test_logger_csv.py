@@ -7,8 +7,8 @@ import json
 from types import SimpleNamespace
 
 import stratagem as sg
-from models import Net, joined_batches
 from stratagem.loggers import CSVLogger
+from stratagem.testing.reference import Net, joined_batches
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

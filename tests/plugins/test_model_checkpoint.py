@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from models import Net, data, joined_batches
-from processes import run_in_processes
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from models import (
+from stratagem.errors import ConfigError
+from stratagem.precisions import FullPrecision, ScaledPrecision, TruePrecision
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import (
     Gan,
     Net,
     critic_loss,
@@ -20,9 +23,6 @@ from models import (
     relative_difference,
     train_plainly,
 )
-from processes import run_in_processes
-from stratagem.errors import ConfigError
-from stratagem.precisions import FullPrecision, ScaledPrecision, TruePrecision
 
 #: Small enough for the gradients of these models; torch's 65536 overflows on the first steps, as it is meant to.
 SCALE = 1024.0

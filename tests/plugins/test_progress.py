@@ -11,8 +11,8 @@ import textwrap
 from pathlib import Path
 
 import stratagem as sg
-from models import Net, joined_batches
 from stratagem.callbacks import ProgressBar
+from stratagem.testing.reference import Net, joined_batches
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -54,7 +54,7 @@ def test_a_bar_in_a_terminal(tmp_path):
             f"""
             import sys; sys.path.insert(0, {str(TESTS)!r})
             import stratagem as sg
-            from models import Net, joined_batches
+            from stratagem.testing.reference import Net, joined_batches
             class Shown(Net):
                 def validation_step(self, batch, batch_idx):
                     self.log("val_loss", 1.5, prog_bar=True)

@@ -10,10 +10,10 @@ import textwrap
 import pytest
 
 import stratagem as sg
-from models import Net, joined_batches, part, relative_difference, train_plainly
-from processes import run_in_processes
 from stratagem import registry
 from stratagem.errors import PluginError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 PYPROJECT = """
     [build-system]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
-from models import Net, joined_batches, part, relative_difference, train_plainly
-from processes import run_in_processes
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

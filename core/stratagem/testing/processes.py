@@ -1,6 +1,6 @@
 """Run a function in several gloo processes: a quarter of a second for two, because they fork from a warm parent.
 
-Independent of stratagem's own launchers, so that tests of them and of everything above have something else to lean on.
+Independent of stratagem's launchers, so that tests of them and of everything above have something else to lean on.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import json
 import os
 import pickle
 import signal
@@ -19,12 +20,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratagem.launch import is_echo
+
+#: How long the other ranks have to write what they saw, once one has failed.
+_LAST_WORDS_S = 0.3
+
+
+class ProcessesFailed(AssertionError):
+    """Some rank raised, died, or did not end in time. The text begins with the traceback of the root cause."""
+
 
 def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 60) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in each process; return the results in rank order.
 
-    The processes find the variables of an external launcher (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-    A rank that raises, or a run longer than `limit_s`, ends all of them and raises here with the tracebacks.
+    The processes find the variables of an external launcher (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
+    compute on one thread, and are gone when this returns. They are forked, so `function` and `arguments` need not be
+    picklable; results must be.
+
+    Raises:
+        ProcessesFailed: a rank raised or died, or some were still running after `limit_s` seconds (their stacks are in
+            the text); all of them were ended.
     """
     import torch
     import torch._dynamo
@@ -50,11 +65,9 @@ def _run_in(
                 os.kill(child, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
-    reports = [folder / f"{rank}.error" for rank in range(world_size)]
-    text = "\n".join(f"--- rank {i}\n{r.read_text()}" for i, r in enumerate(reports) if r.exists() and r.stat().st_size)
     if failed:
-        raise AssertionError(f"{failed}\n{text}")
-    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+        raise ProcessesFailed("\n".join([failed, *_tracebacks(folder, world_size)]))
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]  # noqa: S301 - ours
 
 
 def _fork(
@@ -71,7 +84,7 @@ def _fork(
         import torch
 
         torch.set_num_threads(1)
-        faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.error", "w"), all_threads=True)  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, open(folder / f"{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -80,8 +93,10 @@ def _fork(
         result = function(rank, world_size, *arguments)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
         code = 0
-    except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
+        echo = is_echo(type(error).__name__, str(error))
+        report = {"time": time.time(), "echo": echo, "text": traceback.format_exc()}
+        (folder / f"{rank}.error").write_text(json.dumps(report))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,12 +113,27 @@ def _wait(children: list[int], deadline: float) -> str:
                 del waiting[rank]
                 code = os.waitstatus_to_exitcode(status)
                 if code:
-                    time.sleep(0.3)  # let the others write what they saw
+                    time.sleep(_LAST_WORDS_S)
                     return f"rank {rank} ended with {code}"
         if time.monotonic() > deadline:
             for child in waiting.values():  # each writes its stack, see _fork
                 os.kill(child, signal.SIGUSR1)
-            time.sleep(0.5)
+            time.sleep(_LAST_WORDS_S)
             return f"ranks {sorted(waiting)} were still running at the time limit"
         time.sleep(0.005)
     return ""
+
+
+def _tracebacks(folder: Path, world_size: int) -> list[str]:
+    """Return what each rank said, the root cause first; ranks that only noticed its end are cut to a line."""
+    reports, stacks = {}, {}
+    for rank in range(world_size):
+        with contextlib.suppress(OSError, ValueError):
+            stacks[rank] = (folder / f"{rank}.stack").read_text()
+            reports[rank] = json.loads((folder / f"{rank}.error").read_text())
+    order = sorted(reports, key=lambda rank: (reports[rank]["echo"], reports[rank]["time"]))
+    lines = []
+    for place, rank in enumerate(order):
+        text = reports[rank]["text"].strip()
+        lines.append(f"--- rank {rank}\n{text if place == 0 or not reports[rank]['echo'] else text.splitlines()[-1]}")
+    return lines + [f"--- rank {rank}, where it was\n{text}" for rank, text in stacks.items() if text]

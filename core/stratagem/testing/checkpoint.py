@@ -1,0 +1,270 @@
+"""What a checkpoint format must hold: what was written comes back, whole or not at all, and is never executed."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import stratagem as sg
+from stratagem import catalog
+from stratagem.errors import CheckpointError
+from stratagem.plugin import CheckpointFormat
+from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import outcome, share, weights_of
+
+_BATCH = 24
+
+
+class CheckpointConformance(Conformance):
+    """Writes, damages and reads checkpoints.
+
+    class TestMyFormat(CheckpointConformance):
+        plugin = "my_format"
+    """
+
+    kind = "checkpoint"
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
+
+    # --- Content -------------------------------------------------------------------------------------------------
+
+    def test_what_was_saved_comes_back(self) -> None:
+        """Tensors of all dtypes and shapes, shared and strided ones, numbers, text, None, nested containers."""
+        with self._folder() as folder:
+            state = example()
+            self._save(state, folder / self._name())
+
+            back = self._load(folder / self._name())
+
+        assert_same(back, state)
+
+    def test_a_run_continues_at_another_world_size(self, world_size: int) -> None:
+        """Saved by `world_size` ranks, continued by one and by two; as if it had never stopped."""
+        batches = joined_batches(8, _BATCH)
+        whole, _ = train_module_plainly(Scheduled(), batches)
+        for other in (1, 2):
+            with self._folder() as folder:
+                path = folder / self._name()
+                self.run_in(_save_half, world_size, self._arguments(world_size), batches[:4], path)
+                for weights in self.run_in(_continue, other, self._arguments(other), batches[4:], path):
+                    assert relative_difference(weights, whole) < 1e-6
+
+    def test_overwriting_replaces(self) -> None:
+        with self._folder() as folder:
+            path = folder / self._name()
+            for value in (1.0, 2.0):
+                self._save({"state_dict": {"w": torch.full((1000,), value)}}, path)
+
+            assert self._load(path)["state_dict"]["w"].unique().tolist() == [2.0]
+            assert self.format.is_whole(path)
+
+    # --- Whole, or an error --------------------------------------------------------------------------------------
+
+    def test_what_cannot_be_saved_leaves_the_old_one_intact(self) -> None:
+        with self._folder() as folder:
+            path = folder / self._name()
+            self._save(example(), path)
+            before = _files(folder)
+            with pytest.raises(CheckpointError):
+                self._save({"state_dict": {"w": torch.ones(9)}, "values": {"deep": [lambda: None]}}, path)
+
+            assert _files(folder) == before, "the failed attempt left something behind, or changed what was there"
+            assert_same(self._load(path), example())
+
+    def test_damage_is_noticed(self) -> None:
+        """A flipped bit, a missing end, a missing file: refused when loading, and not called whole."""
+        for damage in (_flip, _cut, Path.unlink):
+            with self._folder() as folder:
+                self._save(example(), folder / self._name())
+                largest = max(_paths(folder), key=lambda path: path.stat().st_size)
+                damage(largest)
+
+                assert not self.format.is_whole(folder / self._name()), f"whole in spite of {damage.__name__}"
+                with pytest.raises(CheckpointError):
+                    self._load(folder / self._name())
+
+    def test_a_missing_one_is_named(self) -> None:
+        with self._folder() as folder, pytest.raises(CheckpointError, match="nowhere"):
+            self._load(folder / "nowhere.ckpt")
+
+    def test_nothing_in_it_is_executed(self) -> None:
+        """Each file replaced by a pickle that would write to the disk when loaded carelessly."""
+        with self._folder() as folder:
+            path, proof = folder / self._name(), folder / "executed"
+            self._save({"state_dict": {"w": torch.ones(2)}}, path)
+            for file in _paths(folder):
+                original = file.read_bytes()
+                for poison in (pickle.dumps(_Poison(proof)), _torch_pickle(_Poison(proof))):
+                    file.write_bytes(poison)
+                    said = outcome(lambda: self._load(path))
+                    assert not proof.exists(), f"{file.name} was executed"
+                    assert said.startswith("refused: "), f"{file.name} replaced by a pickle: {said}"
+                file.write_bytes(original)
+
+    def test_a_folder_that_cannot_be_written_fails_on_all_ranks(self, world_size: int) -> None:
+        with self._folder() as folder:
+            (folder / "file").write_text("")
+            for said in self.run_in(_save_to, world_size, self._arguments(world_size), folder / "file" / "x.ckpt"):
+                assert said.startswith(("refused: ", "StratagemError")), said
+
+    # --- Files ---------------------------------------------------------------------------------------------------
+
+    def test_recognises_its_own_and_nothing_else(self) -> None:
+        with self._folder() as folder:
+            self._save(example(), folder / self._name())
+            (folder / "notes.txt").write_text("not a checkpoint")
+            (folder / "empty").mkdir()
+
+            assert self.format.recognises(folder / self._name())
+            for other in ("notes.txt", "empty", "nowhere"):
+                assert not self.format.recognises(folder / other), other
+
+    def test_removes_its_own_and_nothing_else(self) -> None:
+        with self._folder() as folder:
+            (folder / "notes.txt").write_text("mine")
+            self._save(example(), folder / f"a{self.format.suffix}")
+            before = _files(folder)
+            self._save(example(), folder / self._name())
+            self.format.remove(folder / self._name())
+
+            assert _files(folder) == before
+            assert self.format.is_whole(folder / f"a{self.format.suffix}")
+
+    def test_makes_the_folders_it_needs(self) -> None:
+        with self._folder() as folder:
+            path = folder / "a" / "b" / self._name()
+            self._save(example(), path)
+
+            assert self.format.is_whole(path)
+
+    # --- Helpers -------------------------------------------------------------------------------------------------
+
+    @property
+    def format(self) -> CheckpointFormat:
+        plugin: CheckpointFormat = self.choice().plugin
+        return plugin
+
+    def _name(self) -> str:
+        return f"model{self.format.suffix}"
+
+    def _arguments(self, world_size: int) -> dict[str, Any]:
+        return QUIET | self.choose(devices=world_size)
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
+            yield Path(name)
+
+    def _save(self, state: dict[str, Any], path: Path) -> None:
+        with sg.Run(**self.choose(strategy=catalog.default("strategy"))) as run:
+            run.ask("save_checkpoint", state=state, path=path)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        with sg.Run(**self.choose(strategy=catalog.default("strategy"))) as run:
+            state: dict[str, Any] = run.ask("load_checkpoint", path=path, into=None)
+            return state
+
+
+def example() -> dict[str, Any]:
+    """Return a state with everything in it that a checkpoint may hold."""
+    generator = torch.Generator().manual_seed(0)
+    big = torch.randn(64, 65, generator=generator)
+    optimizer = {"state": {"weight": {"step": 3, "momentum": big * 2}}, "groups": [{"lr": 1e-3, "names": ["weight"]}]}
+    dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+    return {
+        "state_dict": {
+            "weight": big,
+            "transposed": big.T,
+            "row": big[3],
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0, 3),
+            **{str(dtype): big[:3].to(dtype) for dtype in dtypes},
+        },
+        "optimizers": [optimizer],
+        "values": {"text": "a", "none": None, "yes": True, "number": 1.5, "whole": 2**40, "list": [1, [2, {"x": 3}]]},
+    }  # fmt: skip
+
+
+def assert_same(got: Any, wanted: Any, path: str = "state") -> None:
+    """Insist that two nested states are equal, dtypes included."""
+    if isinstance(wanted, Tensor):
+        assert isinstance(got, Tensor), f"{path} is no tensor any more"
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{path} is {got.dtype} {tuple(got.shape)}"
+        assert torch.equal(got, wanted), f"{path} has other values"
+    elif isinstance(wanted, dict):
+        assert set(got) >= set(wanted), f"{path} lacks {sorted(set(wanted) - set(got))}"
+        for key, value in wanted.items():
+            assert_same(got[key], value, f"{path}.{key}")
+    elif isinstance(wanted, list):
+        assert len(got) == len(wanted), f"{path} has {len(got)} items"
+        for index, value in enumerate(wanted):
+            assert_same(got[index], value, f"{path}[{index}]")
+    else:
+        assert type(got) is type(wanted), f"{path} is a {type(got).__name__}"
+        assert got == wanted or got != got, path  # NaN is itself
+
+
+class _Poison:
+    """Writes a file when unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (self.proof, "executed"))
+
+
+def _torch_pickle(value: Any) -> bytes:
+    import io
+
+    file = io.BytesIO()
+    torch.save({"state_dict": {"w": value}}, file)
+    return file.getvalue()
+
+
+def _paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in _paths(folder)}
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _save_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> None:
+    trainer = sg.Trainer(**choose)
+    trainer.fit(Scheduled(), share(trainer, batches))
+    trainer.save_checkpoint(path)
+
+
+def _continue(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
+    trainer = sg.Trainer(**(choose | {"max_epochs": 2}))
+    trainer.fit(Scheduled(seed=3), share(trainer, batches), ckpt_path=path)
+    return weights_of(trainer)
+
+
+def _save_to(rank: int, size: int, choose: dict[str, Any], path: Path) -> str:
+    trainer = sg.Trainer(**choose)
+    trainer.fit(Scheduled(), share(trainer, joined_batches(1, _BATCH)))
+    return outcome(lambda: trainer.save_checkpoint(path))

@@ -1,0 +1,215 @@
+"""What a communication hook must hold: the average over the ranks, on all of them, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import stratagem as sg
+from stratagem import catalog
+from stratagem.plugin import GRADIENT_BUCKETS, Bucket
+from stratagem.testing.conformance import QUIET, Conformance, refusal
+from stratagem.testing.reference import Net, joined_batches, train_module_plainly
+from stratagem.testing.training import train
+
+_BATCH = 24
+
+
+class CommHookConformance(Conformance):
+    """Sends buckets through the hook on real ranks, and trains with it.
+
+    class TestMyHook(CommHookConformance):
+        plugin = "my_hook"
+        tolerance = 1e-2
+    """
+
+    kind = "comm_hook"
+    world_sizes: ClassVar[Sequence[int]] = (2,)
+    #: Largest error of an averaged bucket, relative to its norm. None: the hook keeps back more than a single step
+    #: shows (error feedback); then only training is compared.
+    tolerance: ClassVar[float | None] = 1e-2
+    #: Largest relative difference of any weight after ten steps, from training with exact averages.
+    training_tolerance: ClassVar[float] = 1e-2
+
+    @classmethod
+    def parameters(cls) -> dict[str, Sequence[Any]]:
+        return super().parameters() | {"dtype": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+    # --- Buckets -------------------------------------------------------------------------------------------------
+
+    def test_averages_over_the_ranks(self, several: int, dtype: torch.dtype) -> None:
+        """Buckets of many sizes, several steps; the same bits on all ranks, in the buffer's dtype and shape."""
+        results = self.run_in(_average_buckets, several, self.choose(), dtype)
+        coarse = torch.finfo(dtype).eps * 8
+        for step, _ in enumerate(results[0]):
+            for rank, result in enumerate(results):
+                assert torch.equal(result[step]["got"], results[0][step]["got"]), f"rank {rank} got another average"
+                assert result[step]["like_buffer"], "the result has another dtype or shape than the buffer"
+                if self.tolerance is not None:
+                    got, true = result[step]["got"].double(), result[step]["true"].double()
+                    error = float((got - true).norm() / true.norm())
+                    assert error < max(self.tolerance, coarse), f"off by {error:.1e} in a bucket of {got.numel()}"
+
+    def test_does_not_wait(self) -> None:
+        """It returns a future at once, and several buckets may be on their way, finishing in any order."""
+        hook, sent = self.choice().plugin, list[tuple[Tensor, Any]]()
+
+        def average(tensor: Tensor) -> Any:
+            sent.append((tensor, torch.futures.Future()))
+            return sent[-1][1]
+
+        run = sg.Run(**self.choose())
+        buckets = [Bucket(buffer=torch.full((64,), float(2 + i)), index=i, is_last=i == 1) for i in range(2)]
+        futures = [call(hook, bucket, average, run) for bucket in buckets]
+
+        assert all(hasattr(future, "then") and hasattr(future, "done") for future in futures), "it returns no future"
+        assert sent, "it sent nothing"
+        assert not any(future.done() for future in futures), "it is done before anything arrived"
+        arrived = 0
+        while arrived < len(sent):  # a hook may send again when something arrives
+            waiting = sent[arrived:]
+            arrived = len(sent)
+            for tensor, future in reversed(waiting):
+                future.set_result(tensor)
+        if self.tolerance is not None:
+            for index, future in enumerate(futures):
+                assert torch.allclose(future.wait().float(), torch.full((64,), float(2 + index)), rtol=self.tolerance)
+
+    def test_what_is_not_finite_stays_so(self, several: int) -> None:
+        """Loss scaling finds an overflow in the averaged gradients: a hook that hides it breaks training."""
+        for finite in self.run_in(_send_infinity, several, self.choose()):
+            assert not finite, "an infinite gradient on one rank became finite on its way"
+
+    def test_zeros_stay_zeros(self, several: int) -> None:
+        for largest in self.run_in(_send_zeros, several, self.choose()):
+            assert largest == 0.0
+
+    # --- Training ------------------------------------------------------------------------------------------------
+
+    def test_trains(self, several: int) -> None:
+        batches = joined_batches(10, _BATCH)
+        self._compare(self._train(several, batches), train_module_plainly(Net(), batches)[0])
+
+    def test_trains_with_accumulation_and_clipping(self, several: int) -> None:
+        batches = joined_batches(10, _BATCH)
+        limits: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        reference, _ = train_module_plainly(Net(), batches, accumulate=2, max_norm=0.5)
+
+        self._compare(self._train(several, batches, **limits), reference)
+
+    def test_stacks_over_and_under_another_hook(self, several: int) -> None:
+        """What a hook above sends may be any piece of a bucket, and what a hook below returns may be rounded."""
+        batches = joined_batches(6, _BATCH)
+        reference, _ = train_module_plainly(Net(), batches)
+        for stack in ([self.plugin, Halves()], [Halves(), self.plugin]):
+            self._compare(self._train(several, batches, comm_hook=stack), reference)
+
+    def test_a_second_run_is_like_the_first(self, several: int) -> None:
+        """The same instance, in one process: nothing of the first run may be left in it."""
+        for first, second in self.run_in(_twice, several, self._arguments(several), joined_batches(4, _BATCH)):
+            differing = [name for name in first if not torch.equal(first[name], second[name])]
+            assert not differing, f"{', '.join(differing)} came out differently the second time"
+
+    def test_strategies_without_buckets_are_refused(self) -> None:
+        """It would have no effect there."""
+        assert GRADIENT_BUCKETS in self.capabilities.requires, "it does not require 'gradient-buckets'"
+        single = catalog.default("strategy")
+
+        assert refusal(lambda: sg.Run(**self.choose(strategy=single))) is not None
+
+    # --- Helpers -------------------------------------------------------------------------------------------------
+
+    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
+        return QUIET | self.choose(devices=world_size, **arguments)
+
+    def choose(self, **arguments: Any) -> dict[str, Any]:
+        return super().choose(**({"strategy": catalog.default("strategy_distributed")} | arguments))
+
+    def _train(self, world_size: int, batches: Any, **arguments: Any) -> Any:
+        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), batches)
+
+    def _compare(self, results: Any, reference: dict[str, Tensor]) -> None:
+        first = results[0]["weights"]
+        for rank, result in enumerate(results):
+            differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
+            assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+        difference = max(float((first[n] - reference[n]).norm() / reference[n].norm()) for n in reference)
+        assert difference < self.training_tolerance, f"weights differ by {difference:.1e} from exact averages"
+
+
+class Halves(sg.CommHook):
+    """Sends each buffer in two pieces: what a hook under or over it must live with."""
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket: Bucket, average: Any) -> Any:
+        cut = bucket.buffer.numel() // 2
+        pieces = [average(piece) for piece in (bucket.buffer[:cut].clone(), bucket.buffer[cut:].clone())]
+
+        def join(future: Any) -> Tensor:
+            torch.cat([piece.value() for piece in future.value()], out=bucket.buffer)
+            return bucket.buffer
+
+        return torch.futures.collect_all(pieces).then(join)
+
+
+def call(hook: Any, bucket: Bucket, average: Any, run: Any) -> Any:
+    """Call ``hook.reduce_bucket`` with the arguments it names."""
+    import inspect
+
+    given = {"bucket": bucket, "average": average, "run": run}
+    return hook.reduce_bucket(**{name: given[name] for name in inspect.signature(hook.reduce_bucket).parameters})
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _connected(size: int, choose: dict[str, Any]) -> tuple[sg.Run, Any]:
+    run = sg.Run(**(choose | {"devices": size}))
+    run.connect()
+    return run, run.bucket_reducer()
+
+
+def _average_buckets(rank: int, size: int, choose: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Any]]:
+    run, reduce = _connected(size, choose)
+    results = []
+    for step in range(3):
+        for index, count in enumerate((1, 7, 64, 1000)):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * index)
+            every = [torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+            buffer = every[rank].clone()
+            got = reduce(Bucket(buffer=buffer, index=index, is_last=index == 3)).wait()
+            results.append(
+                {
+                    "got": got.clone(),
+                    "true": torch.stack(every).double().mean(0),
+                    "like_buffer": (got.dtype, got.shape) == (dtype, (count,)),
+                }
+            )
+    run.close()
+    return results
+
+
+def _send_infinity(rank: int, size: int, choose: dict[str, Any]) -> bool:
+    _, reduce = _connected(size, choose)
+    buffer = torch.ones(64)
+    buffer[5] = float("inf") if rank == 0 else 1.0
+    result = reduce(Bucket(buffer=buffer)).wait()
+    return bool(torch.isfinite(result).all())
+
+
+def _send_zeros(rank: int, size: int, choose: dict[str, Any]) -> float:
+    _, reduce = _connected(size, choose)
+    return float(reduce(Bucket(buffer=torch.zeros(64))).wait().abs().max())
+
+
+def _train(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    return train(rank, size, Net, batches, choose)
+
+
+def _twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    hook = sg.Run(**{name: choose[name] for name in ("accelerator", "devices", "strategy", "comm_hook")})
+    instance = hook.stack.comm_hooks[0].plugin
+    return [train(rank, size, Net, batches, choose | {"comm_hook": [instance]})["weights"] for _ in range(2)]

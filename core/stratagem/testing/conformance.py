@@ -1,0 +1,163 @@
+"""What every conformance class shares: how a plugin is named, how checks are parametrized, why one is skipped.
+
+A check is a ``test_`` method. It takes parameters by name from `Conformance.parameters`, so that pytest and
+`Conformance.checks` run the same ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+import stratagem as sg
+from stratagem import registry
+from stratagem.config import convert_options, options
+from stratagem.errors import ConfigError, StratagemError
+from stratagem.inspection import check_class, option_docs
+from stratagem.plugin import KINDS, Capabilities
+from stratagem.resolver import Choice
+from stratagem.testing.processes import run_in_processes
+
+#: A trainer that writes nothing and says nothing.
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
+
+
+class Conformance:
+    """Base of the classes that prove a plugin correct. Subclass the one of its kind, and set `plugin`."""
+
+    kind: ClassVar[str]
+    #: What is tested: a name, a mapping with a name and options, or an instance.
+    plugin: ClassVar[Any] = None
+    #: Numbers of processes to try, on this machine.
+    world_sizes: ClassVar[Sequence[int]] = (1, 2)
+    #: Where the checks run. A GPU's rounding wants a larger `tolerance`.
+    accelerator: ClassVar[str] = "cpu"
+    #: How long one check's processes may take, in seconds.
+    limit_s: ClassVar[float] = 60
+
+    @classmethod
+    def parameters(cls) -> dict[str, Sequence[Any]]:
+        """Return the values of each parameter that a check may take."""
+        return {"world_size": cls.world_sizes, "several": [size for size in cls.world_sizes if size > 1]}
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Parametrize the checks of a subclass; called by pytest."""
+        for name, values in metafunc.cls.parameters().items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, ids=_identifier)
+
+    @classmethod
+    def checks(cls) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield every check with its name, for a runner that is not pytest. A skip raises ``pytest.skip.Exception``."""
+        available = cls.parameters()
+        for name in _in_order(cls):
+            wanted = [each for each in inspect.signature(getattr(cls, name)).parameters if each != "self"]
+            for values in itertools.product(*(available[each] for each in wanted)):
+                label = "-".join(_identifier(value) for value in values)
+                check = functools.partial(getattr(cls(), name), **dict(zip(wanted, values, strict=True)))
+                yield (f"{name}[{label}]" if label else name), check
+
+    # --- The plugin ----------------------------------------------------------------------------------------------
+
+    def choose(self, **arguments: Any) -> dict[str, Any]:
+        """Return the arguments of a Run or Trainer that choose the plugin, `arguments` added."""
+        return {"accelerator": self.accelerator, self.kind: self.plugin} | arguments
+
+    def choice(self) -> Choice:
+        """Return the plugin as the resolver makes it of what the user wrote, with the resolver's own complaints."""
+        run = sg.Run(**self.choose())
+        return next(choice for choice in run.stack.choices() if self._is_it(choice))
+
+    def _is_it(self, choice: Choice) -> bool:
+        if choice.kind != self.kind:
+            return False
+        wanted = self.plugin.get("name") if isinstance(self.plugin, Mapping) else self.plugin
+        if isinstance(wanted, str):
+            return wanted.lower() in (choice.name.lower(), choice.entry.qualified_name.lower() if choice.entry else "")
+        return choice.plugin is wanted
+
+    @property
+    def capabilities(self) -> Capabilities:
+        capabilities: Capabilities = self.choice().plugin.capabilities
+        return capabilities
+
+    def claims(self, word: str) -> bool:
+        """Whether the plugin says that it provides `word`."""
+        return word in self.capabilities.provides
+
+    def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        """Call ``function(rank, world_size, *arguments)`` in processes; return the results in rank order."""
+        return run_in_processes(function, world_size, *arguments, limit_s=self.limit_s)
+
+    # --- Checks of every kind ------------------------------------------------------------------------------------
+
+    def test_it_is_a_plugin_of_its_kind(self) -> None:
+        """It resolves, its class is well formed, and all its hooks are hooks."""
+        plugin = self.choice().plugin
+
+        assert isinstance(plugin, KINDS[self.kind].base)
+        assert check_class(type(plugin), self.kind) is None, check_class(type(plugin), self.kind)
+        assert isinstance(plugin.capabilities, Capabilities)
+
+    def test_options_are_typed_and_documented(self) -> None:
+        """Every option has a type and a ``#:`` line over it that says what the choice trades."""
+        cls = type(self.choice().plugin)
+        documented = option_docs(cls)
+        for name, field in options(cls).items():
+            assert field.type is not None, f"option {name} of {cls.__name__} has no type"
+            assert documented.get(field.name), f"option {name} of {cls.__name__} has no `#:` line over it"
+
+    def test_unknown_and_wrong_options_are_refused(self) -> None:
+        """With a sentence that has the option's path."""
+        cls = type(self.choice().plugin)
+        with pytest.raises(ConfigError, match="no_such_option"):
+            convert_options(cls, {"no_such_option": 1}, "plugin")
+        for name, field in options(cls).items():
+            if "Any" not in str(field.type):
+                with pytest.raises(ConfigError, match=name):
+                    convert_options(cls, {name: object()}, "plugin")
+
+    def test_it_travels_to_other_processes(self) -> None:
+        """A launcher that starts fresh processes pickles it."""
+        choice = self.choice()
+        if choice.entry is None:
+            pytest.skip("given as an instance; what an entry point names can be imported anywhere")
+        copy = pickle.loads(pickle.dumps(choice.plugin))  # noqa: S301 - our own bytes
+
+        for field in options(type(copy)).values():
+            assert getattr(copy, field.name) == getattr(choice.plugin, field.name)
+
+    def test_it_can_be_found_by_its_name_in_any_case(self) -> None:
+        choice = self.choice()
+        if choice.entry is None:
+            pytest.skip("given as an instance, by no name")
+
+        assert registry.find(self.kind, choice.name.upper()) == choice.entry
+        assert registry.find(self.kind, choice.entry.qualified_name) == choice.entry
+
+
+def refusal(act: Callable[[], Any]) -> str | None:
+    """Return the sentence with which `act` was refused; None if it was not."""
+    try:
+        act()
+    except StratagemError as error:
+        return str(error)
+    return None
+
+
+def _in_order(cls: type[Any]) -> list[str]:
+    """Return the checks of `cls` as they are written, those of its bases first."""
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        names |= dict.fromkeys(name for name in vars(base) if name.startswith("test_"))
+    return [name for name in names if callable(getattr(cls, name))]
+
+
+def _identifier(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)

@@ -1,0 +1,186 @@
+"""What callbacks and loggers must hold: they watch, and training comes out the same."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import stratagem as sg
+from stratagem.testing.checkpoint import assert_same
+from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import belongings, in_empty_folder, outcome, share, train, weights_of
+
+_BATCH = 24
+
+
+class _Watching(Conformance):
+    """What is true of both."""
+
+    #: The plugin is there to change training (early stopping, an average of the weights): do not compare weights.
+    changes_training: ClassVar[bool] = False
+
+    def test_every_stage_runs_with_it(self, world_size: int) -> None:
+        """Fit with validation, then validate, test and predict; the weights are those of plain PyTorch."""
+        batches = joined_batches(6, _BATCH)
+        reference, _ = train_module_plainly(Net(), batches)
+
+        for weights in self.run_in(_all_stages, world_size, self._arguments(world_size), batches):
+            if not self.changes_training:
+                assert relative_difference(weights, reference) < 1e-6, "training came out differently"
+
+    def test_an_error_in_training_is_not_hidden(self, world_size: int) -> None:
+        """Nor turned into a hang: a plugin that talks to other ranks in `on_exception` would."""
+        *_, raiser = self.run_in(_raise, world_size, self._arguments(world_size))
+
+        assert raiser == "ValueError: out of order"
+
+    def test_it_serves_two_runs_in_one_process(self, world_size: int) -> None:
+        """The same instance in two trainers, and nothing of the process stays open afterwards."""
+        for first, second in self.run_in(_two_lives, world_size, self._arguments(world_size)):
+            for what in ("threads", "open files and ports", "process group"):
+                assert second[what] <= first[what], f"{what}: {first[what]} after one run, {second[what]} after two"
+
+    def test_its_state_can_be_saved(self) -> None:
+        """`state_dict` has plain values only, and `load_state_dict` takes what it gave."""
+        if not hasattr(self.choice().plugin, "state_dict"):
+            pytest.skip("it has no state")
+        before, after = self.run_in(_resume, 1, self._arguments(1))[0]
+
+        assert_same(after, before)
+
+    def _arguments(self, world_size: int) -> dict[str, Any]:
+        name = {"callback": "callbacks"}.get(self.kind, self.kind)
+        return QUIET | {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]}
+
+    def choose(self, **arguments: Any) -> dict[str, Any]:
+        return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments
+
+
+class CallbackConformance(_Watching):
+    """Trains with the callback, alone and on two ranks.
+
+    class TestMyCallback(CallbackConformance):
+        plugin = "my_callback"
+    """
+
+    kind = "callback"
+
+
+class LoggerConformance(_Watching):
+    """Trains with the logger, alone and on two ranks, and feeds it strange metrics.
+
+    class TestMyLogger(LoggerConformance):
+        plugin = "my_logger"
+    """
+
+    kind = "logger"
+
+    def test_it_writes_on_rank_0_alone(self, several: int) -> None:
+        """What other ranks would write comes from their part of the data, and over rank 0's files."""
+        first, *others = self.run_in(_files_written, several, self._arguments(several))
+
+        assert first or not others, "no file was written"
+        assert all(files == [] for files in others), f"other ranks wrote {others}"
+
+    def test_strange_metrics_are_kept_or_refused_early(self) -> None:
+        """NaN, infinity, names with slashes, spaces and other alphabets, a metric that begins late."""
+        assert self.run_in(_log_strangely, 1, self._arguments(1)) == ["nothing"]
+
+    def test_hyperparameters_of_all_plain_kinds(self) -> None:
+        assert self.run_in(_log_hyperparameters, 1, self._arguments(1)) == ["nothing"]
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _all_stages(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    with in_empty_folder() as folder:
+        trainer = sg.Trainer(**(choose | {"default_root_dir": folder, "log_every_n_steps": 1}))
+        mine, module = share(trainer, batches), Net()
+        trainer.fit(module, mine, mine)
+        weights = weights_of(trainer)
+        trainer.validate(module, mine)
+        trainer.test(module, mine)
+        trainer.predict(module, mine)
+        return weights
+
+
+def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
+    class Raises(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and rank == size - 1:
+                raise ValueError("out of order")
+            return super().training_step(batch, batch_idx)
+
+    with in_empty_folder() as folder:
+        arguments = choose | {"default_root_dir": folder}
+        return outcome(lambda: train(rank, size, Raises, joined_batches(4, _BATCH), arguments))
+
+
+def _two_lives(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+    lives = []
+    with in_empty_folder() as folder:
+        plugin = next(iter(sg.Trainer(**choose).run.stack.callbacks + sg.Trainer(**choose).run.stack.loggers)).plugin
+        name = "callbacks" if "callbacks" in choose else "logger"
+        for _ in range(3):
+            trainer = sg.Trainer(**(choose | {name: [plugin], "default_root_dir": folder}))
+            mine = share(trainer, joined_batches(2, _BATCH))
+            trainer.fit(Net(), mine, mine)
+            trainer.close()
+            del trainer
+            lives.append(belongings())
+    return lives[1:]
+
+
+def _resume(rank: int, size: int, choose: dict[str, Any]) -> list[Any]:
+    with in_empty_folder() as folder:
+        states, batches = list[Any](), joined_batches(4, _BATCH)
+        for epochs in (1, 1):  # the second has nothing left to train
+            trainer = sg.Trainer(**(choose | {"max_epochs": epochs, "default_root_dir": folder}))
+            trainer.fit(Net(), batches, batches, ckpt_path=folder / "x.ckpt" if states else None)
+            plugin = (trainer.run.stack.callbacks or trainer.run.stack.loggers)[0].plugin
+            states.append(plugin.state_dict())
+            trainer.save_checkpoint(folder / "x.ckpt")
+        return states
+
+
+def _files_written(rank: int, size: int, choose: dict[str, Any]) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
+        trainer = sg.Trainer(**(choose | {"default_root_dir": name, "log_every_n_steps": 1}))
+        trainer.fit(Net(), share(trainer, joined_batches(3, _BATCH)))
+        trainer.close()
+        return [path.name for path in Path(name).rglob("*") if path.is_file()]
+
+
+def _log_strangely(rank: int, size: int, choose: dict[str, Any]) -> str:
+    class Strange(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("a/b c", float("nan"))
+            self.log("größe", float("inf"))
+            if batch_idx > 1:
+                self.log("late", -float("inf"))
+            return loss
+
+    with in_empty_folder() as folder:
+        arguments = choose | {"default_root_dir": folder, "log_every_n_steps": 1}
+        return outcome(lambda: train(rank, size, Strange, joined_batches(4, _BATCH), arguments))
+
+
+def _log_hyperparameters(rank: int, size: int, choose: dict[str, Any]) -> str:
+    class Described(Net):
+        def __init__(
+            self, rate: float = 0.1, title: str = "a", none: None = None, sizes: Any = (1, 2), deep: Any = None
+        ):
+            super().__init__()
+            self.save_hyperparameters()
+
+    described = functools.partial(Described, deep={"x": [True, {"y": 1}]})
+    with in_empty_folder() as folder:
+        arguments = choose | {"default_root_dir": folder}
+        return outcome(lambda: train(rank, size, described, joined_batches(2, _BATCH), arguments))

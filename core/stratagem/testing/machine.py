@@ -1,0 +1,288 @@
+"""What environments, launchers and accelerators must hold: asked early, they answer from little and break nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem import World, catalog
+from stratagem.errors import ConfigError
+from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.pytest_plugin import LAUNCH_VARIABLES
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import outcome, train
+
+
+class _AskedEarly(Conformance):
+    """Environments and accelerators: under "auto" all of them are imported and asked, whatever a run uses."""
+
+    def test_its_module_imports_no_torch(self) -> None:
+        """A run that does not use it would pay for it."""
+        choice = self.choice()
+        if choice.entry is None:
+            pytest.skip("given as an instance; what counts is the module of an entry point")
+        module = choice.entry.value.partition(":")[0]
+        code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, f"{module} imports torch"
+
+
+class EnvironmentConformance(_AskedEarly):
+    """Asks the environment who this process is, with its variables set, missing and broken.
+
+    class TestMyScheduler(EnvironmentConformance):
+        plugin = "my_scheduler"
+        variables = {"MY_RANK": "3", "MY_SIZE": "4", ...}
+        world = World(rank=3, world_size=4, ...)
+    """
+
+    kind = "environment"
+    #: The variables that the scheduler sets in one of several processes.
+    variables: ClassVar[Mapping[str, str]] = {}
+    #: What the environment must make of them; None only checks that the answer makes sense.
+    world: ClassVar[World | None] = None
+    #: Those of `variables` that may be absent or hold anything.
+    optional: ClassVar[Sequence[str]] = ()
+
+    def test_it_detects_itself_with_its_variables_and_changes_nothing(self) -> None:
+        environment = self.choice().plugin
+        with _variables(self.variables):
+            before = dict(os.environ)
+            evidence = environment.detect()
+            assert dict(os.environ) == before, "detect() changes the environment"
+        assert evidence is None or isinstance(evidence, str)
+        if self.variables:
+            assert evidence, f"not detected with {dict(self.variables)}"
+
+    def test_its_answers_have_the_right_types(self) -> None:
+        environment = self.choice().plugin
+        with _variables(self.variables):
+            assert isinstance(environment.processes_exist(), bool)
+            count = environment.local_processes()
+        assert count is None or (isinstance(count, int) and count >= 1)
+
+    def test_the_world_makes_sense(self) -> None:
+        with _variables(self.variables):
+            world = self._world()
+
+        assert 0 <= world.rank < world.world_size
+        assert 0 <= world.local_rank < world.local_world_size <= world.world_size
+        assert 0 <= world.node_rank < world.num_nodes
+        if self.world is not None:
+            assert world == self.world
+
+    def test_missing_and_broken_variables_are_named(self) -> None:
+        """A ConfigError with the variable in it, not a KeyError from the middle of a start."""
+        if not self.variables:
+            pytest.skip("no `variables` are given")
+        for name in self.variables:
+            if name in self.optional:
+                continue
+            broken_ones = [{k: v for k, v in self.variables.items() if k != name}]
+            if self.variables[name].isdigit():
+                broken_ones.append({**self.variables, name: "x?"})
+            for broken in broken_ones:
+                with _variables(broken):
+                    said = outcome(self._world)
+                assert said.startswith("refused: "), f"{name} is missing or 'x?', and: {said}"
+                assert name in said
+
+    def _world(self) -> World:
+        environment = self.choice().plugin
+        size = environment.local_processes() or 1
+        world = self.world or World()
+        run = SimpleNamespace(
+            num_processes=size, devices_given=False, settings=SimpleNamespace(num_nodes=world.num_nodes)
+        )
+        answer = environment.setup_environment(run=run)
+        assert isinstance(answer, World)
+        return answer
+
+
+class LauncherConformance(Conformance):
+    """Starts real programs through the launcher, on this machine.
+
+    class TestMyLauncher(LauncherConformance):
+        plugin = "my_launcher"
+    """
+
+    kind = "launcher"
+
+    def test_every_process_has_its_place(self, several: int) -> None:
+        """Ranks 0 to n-1, once each, in processes of their own; rank 0's result comes back."""
+        code, output, errors, _ = self._script(
+            several,
+            """
+            def main(run):
+                from stratagem.world import World
+                places = run.collectives.all_gather_object((run.world.rank, run.world.local_rank, os.getpid()))
+                return places if run.rank == 0 else "not mine"
+            print("RESULT", run.launch(main), flush=True) if "LOCAL_RANK" not in os.environ else run.launch(main)
+            """,
+        )
+        assert code == 0, errors
+        lines = [line for line in output.splitlines() if line.startswith("RESULT")]
+        assert len(lines) == 1, output
+        places = eval(lines[0].removeprefix("RESULT "))  # noqa: S307 - our own program printed it
+        assert [(rank, local) for rank, local, _ in places] == [(rank, rank) for rank in range(several)]
+        assert len({pid for *_, pid in places}) == several
+
+    def test_an_error_ends_all_and_is_shown_once(self, several: int) -> None:
+        """Of the last rank, while rank 0 waits for it; no process is left and the exit code is not 0."""
+        code, _, errors, folder = self._script(
+            several,
+            """
+            def main(run):
+                if run.rank == run.world_size - 1:
+                    raise ValueError("out of order")
+                run.collectives.barrier()
+            run.launch(main)
+            """,
+        )
+        assert code != 0
+        assert "out of order" in errors
+        assert errors.count("Traceback") <= 2, f"more than the root error is shown:\n{errors}"
+        deadline = time.monotonic() + 10
+        while (left := _processes_with(folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"processes {left} are left behind"
+
+    def _script(self, processes: int, body: str) -> tuple[int, str, str, str]:
+        """Run a program that launches; return exit code, output, errors, and a text that marks its processes."""
+        choice = self.choice()
+        if choice.entry is None:
+            pytest.skip("given as an instance; a program on its own needs the plugin by name")
+        strategy = catalog.default("strategy_distributed")
+        with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
+            path = Path(folder) / "program.py"
+            head = f"""
+            import os
+            import stratagem as sg
+            run = sg.Run(strategy={strategy!r}, accelerator={self.accelerator!r}, devices={processes},
+                         launcher={choice.entry.qualified_name!r})
+            """
+            define, _, call = textwrap.dedent(body).strip().rpartition("\n")
+            path.write_text(f'{textwrap.dedent(head).strip()}\n{define}\nif __name__ == "__main__":\n    {call}\n')
+            clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+            done = subprocess.run(
+                [sys.executable, str(path)],
+                env=clean,
+                capture_output=True,
+                text=True,
+                timeout=self.limit_s,
+                check=False,
+            )
+            return done.returncode, done.stdout, done.stderr, folder
+
+
+class AcceleratorConformance(_AskedEarly):
+    """Counts the devices, and trains on one if there is one.
+
+    class TestMyDevice(AcceleratorConformance):
+        plugin = "my_device"
+        tolerance = 1e-4
+    """
+
+    kind = "accelerator"
+    #: Largest relative difference of any weight from the CPU, after a few steps in fp32.
+    tolerance: ClassVar[float] = 1e-4
+
+    def choose(self, **arguments: Any) -> dict[str, Any]:
+        return {"accelerator": self.plugin} | arguments
+
+    def test_counts_without_starting_the_driver(self) -> None:
+        """Under "auto" it is asked in the parent of forked processes, which could not use a started driver."""
+        accelerator = self._plugin()
+        count = accelerator.count()
+
+        assert isinstance(count, int)
+        assert count >= 0
+        assert not torch.cuda.is_initialized()
+
+    def test_provides_its_device(self) -> None:
+        accelerator = self._plugin()
+        device = accelerator.device(0)
+
+        assert isinstance(device, torch.device)
+        assert f"device:{device.type}" in accelerator.capabilities.provides
+        assert accelerator.backend in torch.distributed.Backend.backend_list
+
+    def test_trains_as_the_cpu_does(self) -> None:
+        self._need_a_device()
+        batches = joined_batches(6, 24)
+        results = self.run_in(_train, 1, QUIET | self.choose(devices=1), batches)
+
+        assert relative_difference(results[0]["weights"], train_module_plainly(Net(), batches)[0]) < self.tolerance
+
+    def test_more_devices_than_there_are_are_refused(self) -> None:
+        self._need_a_device()
+        accelerator = self._plugin()
+        if not accelerator.indexed:
+            pytest.skip("its devices have no numbers")
+        with pytest.raises(ConfigError, match=str(accelerator.count() + 1)):
+            sg.Run(**self.choose(devices=accelerator.count() + 1))
+
+    def _plugin(self) -> Any:
+        if not isinstance(self.plugin, str):
+            return self.choice().plugin
+        from stratagem import registry
+        from stratagem.resolver import make
+
+        return make(registry.find("accelerator", self.plugin), {})  # also where there is no such device
+
+    def choice(self) -> Any:
+        self._need_a_device()
+        return super().choice()
+
+    def _need_a_device(self) -> None:
+        if self._plugin_count() == 0:
+            pytest.skip(f"this machine has no {self.plugin} device")
+
+    def _plugin_count(self) -> int:
+        count: int = self._plugin().count() if isinstance(self.plugin, str) else self.plugin.count()
+        return count
+
+
+class _variables:  # noqa: N801 - reads as a statement
+    """Within: the environment has these variables of a launcher and no others."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.variables = variables
+
+    def __enter__(self) -> None:
+        self._before = dict(os.environ)
+        for name in LAUNCH_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(self.variables)
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._before)
+
+
+def _processes_with(text: str) -> list[int]:
+    """Return the processes whose command line has `text` in it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (folder / "cmdline").read_text() and (folder / "stat").read_text().rpartition(")")[2][1] != "Z":
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _train(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    return train(rank, size, Net, batches, choose)

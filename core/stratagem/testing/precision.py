@@ -1,0 +1,331 @@
+"""What a precision must hold: the dtypes of its policy, training within their rounding, and no trace afterwards."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.plugin import LOSS_SCALING, MULTI_PROCESS, PrecisionPolicy
+from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.reference import (
+    Batch,
+    Gan,
+    Net,
+    data,
+    joined_batches,
+    loss_of,
+    part,
+    relative_difference,
+    train_gan_plainly,
+    train_module_plainly,
+)
+from stratagem.testing.training import outcome, share, train, weights_of
+
+_BATCH = 24
+
+
+class PrecisionConformance(Conformance):
+    """Trains small models on one device and on two ranks, and compares with fp32 within the rounding of the policy.
+
+    class TestMyPrecision(PrecisionConformance):
+        plugin = "my-precision"
+    """
+
+    kind = "precision"
+    #: Largest relative difference of any weight from fp32 after a few steps; by default from the policy's dtypes.
+    tolerance: ClassVar[float | None] = None
+
+    # --- The policy ----------------------------------------------------------------------------------------------
+
+    def test_its_policy_is_honest_about_loss_scaling(self) -> None:
+        """`loss_scaling` in the policy and in the capabilities say the same."""
+        assert isinstance(self.policy, PrecisionPolicy)
+        assert self.policy.loss_scaling is self.claims(LOSS_SCALING)
+
+    def test_dtypes_are_those_of_the_policy(self) -> None:
+        """Of parameters and buffers at rest, and of a matrix product in training and in evaluation."""
+        seen = self.run_in(_dtypes, 1, self._arguments(1))[0]
+        policy = self.policy
+
+        assert seen["parameters"] == {str(policy.param_dtype or torch.float32)}
+        assert seen["train"] == {str(policy.compute_dtype or policy.param_dtype or torch.float32)}
+        assert seen["validate"] == seen["train"], "evaluation computes in another dtype than training"
+
+    def test_batches_keep_what_is_no_floating_point_number(self) -> None:
+        """Integers, booleans, complex numbers, text and the types of containers."""
+        moved = self.run_in(_transfer, 1, self._arguments(1))[0]
+
+        assert moved["float"] == str(self.policy.param_dtype or torch.float32)
+        assert moved["others"] == ["torch.int64", "torch.bool", "torch.complex64", "text", "tuple", "list"]
+
+    # --- The same training as in fp32, but for rounding ----------------------------------------------------------
+
+    def test_trains_like_fp32(self, world_size: int) -> None:
+        batches = joined_batches(8, _BATCH)
+
+        results = self._train(world_size, Net, batches)
+
+        difference = self._compare(results, lambda used: train_module_plainly(Net(), [batches[i] for i in used])[0])
+        narrow = {self.policy.compute_dtype, self.policy.param_dtype} & {torch.float16, torch.bfloat16}
+        if narrow:
+            assert difference > 1e-6, "indistinguishable from fp32: nothing was computed in fewer bits"
+
+    def test_clips_the_unscaled_gradients(self, world_size: int) -> None:
+        """By norm, and by value; the norm that is returned is that of plain fp32."""
+        batches = joined_batches(8, _BATCH)
+        by_value = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+
+        self._compare(
+            self._train(world_size, Net, batches, gradient_clip_val=0.5),
+            lambda used: train_module_plainly(Net(), [batches[i] for i in used], max_norm=0.5)[0],
+        )
+        self._compare(
+            self._train(world_size, Net, batches, **by_value),
+            lambda used: train_module_plainly(Net(), [batches[i] for i in used], max_value=0.05)[0],
+        )
+
+    def test_returns_the_norm_before_clipping(self) -> None:
+        batches = joined_batches(4, _BATCH)
+        _, norms = train_module_plainly(Net(), batches)
+        got = self.run_in(_norms, 1, self._arguments(1), batches)[0]
+
+        assert any(abs(norm / norms[0] - 1) < 0.05 for norm in got), f"{got}, and plain PyTorch has {norms}"
+
+    def test_accumulates(self, world_size: int) -> None:
+        batches = joined_batches(12, _BATCH)
+        results = self._train(world_size, Net, batches, accumulate_grad_batches=2)
+        used = results[0]["used"]
+        # Windows whose step was skipped; `used` has the batch after which a skipped step was counted missing.
+        kept = [batch for first in range(0, 12, 2) for batch in batches[first : first + 2] if first + 1 in used]
+
+        self._compare(results, lambda _: train_module_plainly(Net(), kept, accumulate=2)[0])
+
+    def test_two_optimizers_by_hand(self) -> None:
+        """A GAN: what the precision remembers of one optimizer's step must not leak into the other's."""
+        batches = joined_batches(6, _BATCH)
+        results = self._train(1, Gan, batches)
+        if len(results[0]["used"]) < len(batches):
+            pytest.skip("its first steps overflow, as loss scaling's do; which of the two optimizers' is not recorded")
+
+        self._compare(results, lambda _: train_gan_plainly(batches))
+
+    def test_small_gradients_survive(self) -> None:
+        """Gradients around 1e-8 are zero in fp16, unless the loss was scaled and the gradients unscaled."""
+        if not self.claims(LOSS_SCALING):
+            pytest.skip("it does not scale the loss")
+        expected = _tiny_gradients(Net())
+        got = self.run_in(_scaled_gradients, 1, self._arguments(1))[0]
+
+        assert expected.norm() > 0
+        assert float((got - expected).norm() / expected.norm()) < 0.05, "scaled too little, or not unscaled"
+
+    def test_an_overflow_skips_the_step_on_every_rank(self, world_size: int) -> None:
+        """One rank's loss is infinite once; also where its gradients stay on that rank."""
+        if not self.claims(LOSS_SCALING):
+            pytest.skip("it does not scale the loss")
+        batches = joined_batches(12, _BATCH)
+        calm = self._train(world_size, Net, batches)[0]["used"]
+        bad = calm[len(calm) // 2]
+        for strategy in ("auto", _Local()):
+            results = self.run_in(_train_overflowing, world_size, self._arguments(world_size), strategy, batches, bad)
+            used = [result["used"] for result in results]
+            assert all(each == used[0] for each in used), f"ranks skipped different steps: {used}"
+            assert bad not in used[0], "a step with infinite gradients was taken"
+            assert used[0][-1] == len(batches) - 1, "training did not recover"
+            assert all(torch.isfinite(tensor).all() for tensor in results[0]["weights"].values())
+
+    # --- State and traces ----------------------------------------------------------------------------------------
+
+    def test_save_and_continue(self) -> None:
+        """Half the training, a checkpoint, the other half in a new process: the same weights as in one go."""
+        batches = joined_batches(10, _BATCH)
+        whole = self._train(1, Net, batches)
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
+            path = Path(folder) / "half.ckpt"
+            self.run_in(_first_half, 1, self._arguments(1), batches[:5], path)
+            rest = self.run_in(_second_half, 1, self._arguments(1), batches[5:], path)
+
+        assert relative_difference(rest[0], whole[0]["weights"]) < 1e-6
+
+    def test_leaves_no_trace(self) -> None:
+        """torch's default dtype and autocast are as before: after a run, and after an error within a step."""
+        for after in self.run_in(_traces, 1, self._arguments(1))[0]:
+            assert after == {"dtype": "torch.float32", "autocast": False}
+
+    def test_validates_like_fp32(self, world_size: int) -> None:
+        samples = data(world_size * 12, seed=8)
+        wanted = loss_of(Net()(samples[0]), samples[1]).item()
+        limit = 2 * self._tolerance()
+
+        for got in self.run_in(_validate, world_size, self._arguments(world_size), samples):
+            assert got == pytest.approx(wanted, rel=max(limit, 1e-5))
+
+    # --- Helpers -------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        policy: PrecisionPolicy = self.choice().plugin.policy()
+        return policy
+
+    def _tolerance(self) -> float:
+        return self.tolerance if self.tolerance is not None else tolerance_of(self.policy)
+
+    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
+        return QUIET | self.choose(devices=world_size, **arguments)
+
+    def _train(self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any) -> Any:
+        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), make, batches)
+
+    def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
+        """Insist on equal weights on all ranks, near those of ``reference(batches used)``; return how near."""
+        first = results[0]["weights"]
+        for rank, result in enumerate(results):
+            differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
+            assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+        used = results[0]["used"]
+        assert len(used) >= 2, "nearly every step was skipped"
+        difference = relative_difference(first, reference(used))
+        assert difference < self._tolerance(), f"weights differ by {difference:.1e} from fp32"
+        return difference
+
+
+def tolerance_of(policy: PrecisionPolicy) -> float:
+    """Return how far a few steps of training in `policy` may be from fp32, relative."""
+    stored, computed = policy.param_dtype or torch.float32, policy.compute_dtype or torch.float32
+    coarse: float = max(torch.finfo(stored).eps * 40, torch.finfo(computed).eps * 8)
+    return max(coarse, 1e-6)
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+class _Local(sg.Strategy):
+    """Keeps gradients on their rank, as a sharded strategy does: an overflow stays there unless the ranks agree."""
+
+    capabilities = sg.Capabilities(provides={MULTI_PROCESS})
+
+    @sg.hookimpl
+    def wrap_model(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class _Overflowing(Net):
+    bad, bad_rank = 0, 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == self.bad and self.global_rank == self.bad_rank else loss
+
+
+def _train(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
+    return train(rank, size, make, batches, choose)
+
+
+def _train_overflowing(rank: int, size: int, choose: dict[str, Any], strategy: Any, batches: Any, bad: int) -> Any:
+    module = _Overflowing()
+    module.bad, module.bad_rank = bad, size - 1
+    return train(rank, size, lambda: module, batches, choose | {"strategy": strategy})
+
+
+class _Looks(Net):
+    """Notes the dtype of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = {"train": set(), "validate": set()}
+        self.net[2].register_forward_hook(self._note)
+
+    def _note(self, module: Any, inputs: Any, output: Tensor) -> None:
+        self.seen["train" if self.training else "validate"].add(str(output.dtype))
+
+
+def _dtypes(rank: int, size: int, choose: dict[str, Any]) -> Any:
+    trainer, module = sg.Trainer(**choose), _Looks()
+    batches = share(trainer, joined_batches(3, _BATCH))
+    trainer.fit(module, batches, batches)
+    return module.seen | {"parameters": {str(parameter.dtype) for parameter in module.parameters()}}
+
+
+def _transfer(rank: int, size: int, choose: dict[str, Any]) -> Any:
+    with sg.Run(accelerator=choose["accelerator"], precision=choose["precision"]) as run:
+        number = torch.ones(2)
+        batch = {"f": number, "o": [torch.ones(2).long(), number > 0, torch.ones(2) * 1j, "text", (number,), [number]]}
+        moved = run.transfer(batch)
+    kinds = [str(each.dtype) if isinstance(each, Tensor) else each for each in moved["o"]]
+    return {
+        "float": str(moved["f"].dtype),
+        "others": [kind if isinstance(kind, str) else type(kind).__name__ for kind in kinds],
+    }
+
+
+def _own_run(choose: dict[str, Any]) -> tuple[sg.Run, Any, Any]:
+    run = sg.Run(accelerator=choose["accelerator"], precision=choose["precision"])
+    module = Net()
+    model, optimizer = run.setup(module, module.configure_optimizers())
+    return run, model, optimizer
+
+
+def _norms(rank: int, size: int, choose: dict[str, Any], batches: Any) -> list[float]:
+    run, model, optimizer = _own_run(choose)
+    norms = []
+    for _ in range(8):  # the same batch, until a scale that is too large has come down
+        for x, y in run.dataloader(part(batches[:1], 0, 1)):
+            run.backward(loss_of(model(x), y))
+            norms.append(float(run.clip_gradients(optimizer, max_norm=1e-9)))
+            if run.optimizer_step(optimizer):
+                return norms
+            optimizer.zero_grad()
+    return norms
+
+
+def _tiny_gradients(module: Net, run: Any = None, model: Any = None) -> Tensor:
+    x, y = data(_BATCH, seed=3)
+    loss = loss_of((model or module)(x), y) * 1e-8
+    loss.backward() if run is None else run.backward(loss)
+    return torch.cat([p.grad.flatten().float() for p in module.parameters() if p.grad is not None])
+
+
+def _scaled_gradients(rank: int, size: int, choose: dict[str, Any]) -> Tensor:
+    run, model, optimizer = _own_run(choose)
+    _tiny_gradients(run.module, run, model)  # type: ignore[arg-type]
+    run.clip_gradients(optimizer, max_value=1e30)  # unscales
+    assert run.module is not None
+    return torch.cat([p.grad.flatten().float() for p in run.module.parameters() if p.grad is not None])
+
+
+def _first_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> None:
+    trainer = sg.Trainer(**choose)
+    trainer.fit(Net(), batches)
+    trainer.save_checkpoint(path)
+
+
+def _second_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
+    trainer = sg.Trainer(**(choose | {"max_epochs": 2}))
+    trainer.fit(Net(seed=3), batches, ckpt_path=path)
+    return weights_of(trainer)
+
+
+def _traces(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+    class Raises(Net):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            raise ValueError("out of order")
+
+    found = []
+    for make in (Net, Raises):
+        outcome(lambda make=make: train(rank, size, make, joined_batches(2, _BATCH), choose))  # type: ignore[misc]
+        found.append({"dtype": str(torch.get_default_dtype()), "autocast": torch.is_autocast_enabled("cpu")})
+    return found
+
+
+def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any) -> float:
+    from stratagem.testing.training import loader
+
+    loss: float = sg.Trainer(**choose).validate(Net(), loader(samples, 6))[0]["val_loss"]
+    return float(loss)

@@ -1,0 +1,289 @@
+"""Small models whose gradient norm exceeds 1, and plain PyTorch loops to compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
+
+Batch = tuple[Tensor, ...]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    generator = torch.random.fork_rng()
+    with generator:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def data(samples: int = 64, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 16, generator=generator)
+    return x, x[:, :1].sin() + x[:, 1:2] ** 2
+
+
+def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    return 4 * F.mse_loss(out.float(), y.float())
+
+
+def square(out: Tensor, y: Tensor) -> Tensor:
+    return 4 * ((out - y) ** 2).mean()
+
+
+class Net(sg.Module):
+    """Regression on `data` with SGD and momentum: Adam would hide a gradient that is scaled wrongly."""
+
+    def __init__(self, seed: int = 0, lr: float = 5e-3) -> None:
+        super().__init__()
+        self.net, self.lr = net(seed), lr
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        x, y = batch
+        loss = loss_of(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
+        x, y = batch
+        self.log("val_loss", loss_of(self(x), y), sync_dist=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
+        x, y = batch
+        self.log("test_loss", loss_of(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Frozen(Net):
+    """The first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+class Tied(Net):
+    """One layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = net(1)[2]
+        self.net = nn.Sequential(self.net[0], nn.Tanh(), shared, nn.Tanh(), shared, nn.Tanh(), self.net[4])
+
+
+class Scalar(Net):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.net(x)
+
+
+class Buffered(Net):
+    """A buffer that every rank counts in alike."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        out: Tensor = self.net(x)
+        return out
+
+
+class Unused(Net):
+    """Two parameters that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = net(1)[2]
+
+
+class Dropped(Net):
+    """Draws random numbers in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(F.dropout(x, 0.3, training=self.training))
+        return out
+
+
+class Scheduled(Net):
+    """The learning rate falls after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ByHand(Net):
+    """The same training as `Net`, its optimizer stepped by the module."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss_of(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class Lbfgs(Net):
+    """In double precision: a line search amplifies the rounding of single precision beyond any tolerance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return square(self(batch[0]), batch[1])
+
+
+class Gan(sg.Module):
+    """Two optimizers stepped by hand; each loss reaches the other half of the model or leaves it out."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = net(2)[:3], net(3)[2:]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        real = torch.cat([batch[0], batch[0]], 1)
+        for_critic, for_generator = self.optimizers()
+        made = self.generator(batch[0])
+        for_critic.zero_grad()
+        self.manual_backward(critic_loss(self.critic, real, made.detach()))
+        for_critic.step()
+        for_generator.zero_grad()
+        self.manual_backward(generator_loss(self.critic, made))
+        for_generator.step()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+            torch.optim.SGD(self.generator.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+def critic_loss(critic: nn.Module, real: Tensor, made: Tensor) -> Tensor:
+    return 4 * ((critic(real) - 1) ** 2).mean() + 4 * (critic(made) ** 2).mean()
+
+
+def generator_loss(critic: nn.Module, made: Tensor) -> Tensor:
+    return 4 * ((critic(made) - 1) ** 2).mean()
+
+
+# --- References: one process, plain PyTorch ----------------------------------------------------------------------
+
+
+def train_plainly(
+    batches: list[Batch], accumulate: int = 1, max_norm: float | None = None, max_value: float | None = None,
+    model: nn.Module | None = None, lr: float = 5e-3,
+) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
+    """Train `net` (or `model` in its place) on joined batches; return its weights and the norms before clipping."""
+    module = Net(lr=lr)
+    if model is not None:
+        module.net = copy.deepcopy(model)  # type: ignore[assignment]
+    return train_module_plainly(module, batches, accumulate, max_norm, max_value)
+
+
+def train_module_plainly(
+    module: Net, batches: list[Batch], accumulate: int = 1, max_norm: float | None = None,
+    max_value: float | None = None,
+) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
+    """Train `module` with its own optimizer, and no trainer; return its weights and the norms before clipping."""
+    made = module.configure_optimizers()
+    schedule = made["lr_scheduler"]["scheduler"] if isinstance(made, dict) else None
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    norms = []
+    module.train()
+    for index, (x, y) in enumerate(batches):
+        (loss_of(module(x), y) / accumulate).backward()
+        if (index + 1) % accumulate == 0 or index + 1 == len(batches):
+            gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+            norms.append(float(torch.linalg.vector_norm(torch.cat(gradients))))
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+            if max_value is not None:
+                nn.utils.clip_grad_value_(module.parameters(), max_value)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            optimizer.zero_grad()
+    weights: dict[str, Tensor] = module.state_dict()
+    return weights, norms
+
+
+def train_lbfgs_plainly(batches: list[Batch]) -> dict[str, Tensor]:
+    """Train `Lbfgs` on joined batches in double precision."""
+    module = Lbfgs()
+    optimizer = module.configure_optimizers()
+    for x, y in batches:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = square(module(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    weights: dict[str, Tensor] = module.state_dict()
+    return weights
+
+
+def train_gan_plainly(batches: list[Batch]) -> dict[str, Tensor]:
+    generator, critic = net(2)[:3], net(3)[2:]
+    for_critic = torch.optim.SGD(critic.parameters(), lr=1e-2, momentum=0.9)
+    for_generator = torch.optim.SGD(generator.parameters(), lr=1e-2, momentum=0.9)
+    for x, _ in batches:
+        made = generator(x)
+        for_critic.zero_grad()
+        critic_loss(critic, torch.cat([x, x], 1), made.detach()).backward()
+        for_critic.step()
+        for_generator.zero_grad()
+        generator_loss(critic, made).backward()
+        for_generator.step()
+    return {f"generator.{k}": v for k, v in generator.state_dict().items()} | {
+        f"critic.{k}": v for k, v in critic.state_dict().items()
+    }
+
+
+def joined_batches(num_batches: int, batch_size: int, seed: int = 5) -> list[Batch]:
+    """Different batches, each to be cut into equal parts for the ranks of a run."""
+    x, y = data(num_batches * batch_size, seed)
+    return list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+
+
+def part(batches: list[Batch], rank: int, world_size: int) -> list[Batch]:
+    """One rank's share of every batch."""
+    return [tuple(tensor.chunk(world_size)[rank].clone() for tensor in batch) for batch in batches]
+
+
+def relative_difference(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert weights.keys() == reference.keys()
+    return max(
+        float((weights[k].double() - reference[k].double()).norm() / reference[k].double().norm()) for k in weights
+    )

@@ -1,0 +1,129 @@
+"""What the checks do inside each process: train a reference model with the plugin under test, and look around."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import socket
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.errors import StratagemError
+from stratagem.testing.conformance import QUIET
+from stratagem.testing.reference import Batch, part
+
+#: Offset of the count of payload bytes sent in Linux's `struct tcp_info`.
+_TCPI_BYTES_SENT = 200
+
+
+def train(
+    rank: int, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Fit ``make()`` on this process's share of each batch.
+
+    Returns:
+        ``weights`` by plain names, the number of ``steps``, and ``used``: the numbers of the batches that were not
+        skipped because their gradients overflowed (without accumulation).
+    """
+    skipped = EveryBatch(lambda trainer: trainer.position.skipped_steps)
+    callbacks = [skipped, *arguments.get("callbacks", ())]
+    trainer = sg.Trainer(**(QUIET | {"devices": world_size} | arguments | {"callbacks": callbacks}))
+    trainer.fit(make(), share(trainer, batches))
+    counts = [0, *skipped.results]
+    used = [index for index, (before, after) in enumerate(itertools.pairwise(counts)) if before == after]
+    return {"weights": weights_of(trainer), "steps": trainer.global_step, "used": used}
+
+
+class EveryBatch(sg.Callback):
+    """Calls a function with the trainer after each training batch, and keeps what it returns in `results`."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.results = function, list[Any]()
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer: Any) -> None:
+        self.results.append(self.function(trainer))
+
+
+def share(trainer: sg.Trainer, batches: list[Batch]) -> list[Batch]:
+    """Return this process's part of every batch, as the strategy's mesh cuts data."""
+    trainer.run.connect()
+    mesh = trainer.run.mesh
+    return part(batches, mesh.data_shard, mesh.num_data_shards)
+
+
+def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
+    """Return the whole model by plain names, on every rank. Collective."""
+    state = trainer.run.ask("model_state", module=trainer.module)
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    """Return what `act` raised, as text; a `StratagemError` begins with "refused: "."""
+    try:
+        act()
+    except StratagemError as error:
+        return f"refused: {error}"
+    except Exception as error:  # noqa: BLE001 - reported
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def loader(samples: Batch, batch_size: int) -> DataLoader[Any]:
+    """Return a plain loader over `samples`, in order."""
+    return DataLoader(TensorDataset(*samples), batch_size=batch_size)
+
+
+def bytes_sent() -> int | None:
+    """Return how many bytes this process has sent over its TCP connections; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:
+            continue
+        if len(info) >= _TCPI_BYTES_SENT + 8:
+            total += struct.unpack_from("Q", info, _TCPI_BYTES_SENT)[0]
+    return total
+
+
+def belongings() -> dict[str, Any]:
+    """Return what this process holds: descriptors (files and ports), threads, a process group, files in its folder."""
+    gc.collect()
+    descriptors, threads = Path("/proc/self/fd"), Path("/proc/self/task")
+    return {
+        "open files and ports": len(os.listdir(descriptors)) if descriptors.exists() else 0,
+        "threads": len(os.listdir(threads)) if threads.exists() else threading.active_count(),
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "default dtype": str(torch.get_default_dtype()),
+        "files": sorted(str(path) for path in Path.cwd().rglob("*")),
+    }
+
+
+class in_empty_folder:  # noqa: N801 - reads as a statement
+    """Work in a fresh folder within a ``with`` block; the working folder returns and it is removed."""
+
+    def __enter__(self) -> Path:
+        self._before, self._folder = Path.cwd(), tempfile.TemporaryDirectory(prefix="stratagem-test-")
+        os.chdir(self._folder.name)
+        return Path(self._folder.name)
+
+    def __exit__(self, *_: object) -> None:
+        os.chdir(self._before)
+        self._folder.cleanup()

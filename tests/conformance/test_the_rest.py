@@ -1,0 +1,74 @@
+"""Every first-party environment, launcher, accelerator, checkpoint format, callback and logger under the kit."""
+
+from __future__ import annotations
+
+from stratagem import World
+from stratagem.testing import (
+    AcceleratorConformance,
+    CallbackConformance,
+    CheckpointConformance,
+    EnvironmentConformance,
+    LauncherConformance,
+    LoggerConformance,
+)
+
+
+class TestLocal(EnvironmentConformance):
+    plugin = "local"
+
+
+class TestTorchElastic(EnvironmentConformance):
+    plugin = "torchelastic"
+    variables = {  # noqa: RUF012
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2",
+    }  # fmt: skip
+    optional = ("MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    world = World(
+        rank=1, local_rank=1, world_size=2, local_world_size=2, main_address="node0", main_port=29500, generation="2"
+    )
+
+
+class TestSubprocess(LauncherConformance):
+    plugin = "subprocess"
+
+
+class TestSpawn(LauncherConformance):
+    plugin = "spawn"
+
+
+class TestFork(LauncherConformance):
+    plugin = "fork"
+
+
+class TestCPU(AcceleratorConformance):
+    plugin = "cpu"
+    tolerance = 1e-6
+
+
+class TestCUDA(AcceleratorConformance):
+    plugin = "cuda"
+
+
+class TestMPS(AcceleratorConformance):
+    plugin = "mps"
+
+
+class TestFullCheckpoint(CheckpointConformance):
+    plugin = "full"
+
+
+class TestProgress(CallbackConformance):
+    plugin = "progress"
+
+
+class TestModelCheckpoint(CallbackConformance):
+    plugin = "model_checkpoint"
+
+
+class TestLambda(CallbackConformance):
+    plugin = {"name": "lambda", "on": {}}  # noqa: RUF012
+
+
+class TestCSV(LoggerConformance):
+    plugin = "csv"
