@@ -1,4 +1,4 @@
-"""The `stratagem` program: list and show plugins, and run the subcommands that packages bring."""
+"""The `stratagem` program: list, show, check and begin plugins, and run the subcommands that packages bring."""
 
 from __future__ import annotations
 
@@ -63,14 +63,35 @@ def _add_plugins(commands: Any) -> None:
     show.add_argument("--kind", help="where several kinds have a plugin of that name")
     show.add_argument("--json", action="store_true", help="for programs")
     show.set_defaults(act=_show)
-    check = actions.add_parser("check", help="load every plugin, and say what is wrong with those that are broken")
+    check = actions.add_parser("check", help="load every plugin; or prove one correct with the conformance kit")
+    check.add_argument("name", nargs="?", help="run the conformance kit on this one: the name, or distribution:name")
+    check.add_argument("--kind", help="where several kinds have a plugin of that name")
+    check.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes")
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(act=_check)
+    new = actions.add_parser("new", help="write the package of a new plugin: complete, small, working, to be changed")
+    new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    new.add_argument("name", metavar="NAME", help="what users will call it, such as my_idea")
+    new.add_argument("--into", metavar="FOLDER", default=".", help="where to write it; here if not given")
+    new.set_defaults(act=_new)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    import shlex
+    from pathlib import Path
+
+    from stratagem.scaffold import write
+
+    folder = write(arguments.kind, arguments.name, Path(arguments.into))
+    print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from stratagem.inspection import check_entry
 
+    if arguments.name is not None:
+        return _check_one(_find_anywhere(arguments.name, _kind(arguments.kind)), arguments)
     rows = [{**_row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -78,6 +99,21 @@ def _check(arguments: argparse.Namespace) -> int:
         for row in rows:
             print(f"{row['kind']} {row['name']}: {row['problem'] or 'ok'}")
     return int(any(row["problem"] for row in rows))
+
+
+def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
+    try:
+        from stratagem.testing.command import check
+    except ModuleNotFoundError as error:
+        raise StratagemError(
+            f"the conformance kit needs {error.name}", do='run `pip install "stratagem[testing]"`'
+        ) from None
+    if min(arguments.world_sizes) < 1:
+        raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")
+    rows = check(entry, arguments.world_sizes, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    return int(not rows or any(row["outcome"] == "failed" for row in rows))
 
 
 # --- stratagem explain -------------------------------------------------------------------------------------------

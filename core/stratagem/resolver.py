@@ -522,14 +522,14 @@ def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
 
 
 def _alternatives(word: str, asker: Choice | None) -> str:
-    """Name the installed strategies that provide `word`; imports them, which only an error may."""
+    """Name the installed strategies that provide `word`, without presets; imports them, which only an error may."""
     able = []
     for entry in registry.entries("strategy"):
         try:
-            plugin = make(entry, {})
+            target = entry.load()
         except Exception:  # noqa: BLE001, S112 - a broken package is no alternative
             continue
-        if word in plugin.capabilities.provides:
+        if isinstance(target, type) and word in target.capabilities.provides:
             able.append(entry.name)
     if not able:
         return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")

@@ -38,6 +38,8 @@ def square(out: Tensor, y: Tensor) -> Tensor:
 class Net(sg.Module):
     """Regression on `data` with SGD and momentum: Adam would hide a gradient that is scaled wrongly."""
 
+    criterion = staticmethod(loss_of)
+
     def __init__(self, seed: int = 0, lr: float = 5e-3) -> None:
         super().__init__()
         self.net, self.lr = net(seed), lr
@@ -48,7 +50,7 @@ class Net(sg.Module):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         x, y = batch
-        loss = loss_of(self(x), y)
+        loss = self.criterion(self(x), y)
         self.log("train_loss", loss)
         return loss
 
@@ -110,6 +112,19 @@ class Buffered(Net):
         return out
 
 
+class Shifted(Net):
+    """A buffer that takes part, and depends on the seed."""
+
+    shift: Tensor
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.register_buffer("shift", torch.tensor(1.0 + seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shift + self.net(x)
+
+
 class Unused(Net):
     """Two parameters that no loss reaches."""
 
@@ -147,18 +162,21 @@ class ByHand(Net):
         optimizer.step()
 
 
-class Lbfgs(Net):
-    """In double precision: a line search amplifies the rounding of single precision beyond any tolerance."""
+class Double(Net):
+    """Double precision from end to end."""
+
+    criterion = staticmethod(square)
 
     def __init__(self) -> None:
         super().__init__()
         self.double()
 
+
+class Lbfgs(Double):
+    """In double precision: a line search amplifies the rounding of single precision beyond any tolerance."""
+
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return square(self(batch[0]), batch[1])
 
 
 class Gan(sg.Module):
@@ -221,7 +239,7 @@ def train_module_plainly(
     norms = []
     module.train()
     for index, (x, y) in enumerate(batches):
-        (loss_of(module(x), y) / accumulate).backward()
+        (module.criterion(module(x), y) / accumulate).backward()
         if (index + 1) % accumulate == 0 or index + 1 == len(batches):
             gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
             norms.append(float(torch.linalg.vector_norm(torch.cat(gradients))))
@@ -283,7 +301,13 @@ def part(batches: list[Batch], rank: int, world_size: int) -> list[Batch]:
 
 
 def relative_difference(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the largest distance of any tensor from its reference, relative to its norm; inf if one is not finite."""
     assert weights.keys() == reference.keys()
-    return max(
-        float((weights[k].double() - reference[k].double()).norm() / reference[k].double().norm()) for k in weights
-    )
+    return max(_relative_difference(weights[name].double(), reference[name].double()) for name in weights)
+
+
+def _relative_difference(tensor: Tensor, reference: Tensor) -> float:
+    distance, norm = float((tensor - reference).norm()), float(reference.norm())
+    if distance != distance:
+        return float("inf")
+    return distance / norm if norm else distance

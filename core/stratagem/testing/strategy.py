@@ -33,6 +33,7 @@ from stratagem.testing.reference import (
     Batch,
     Buffered,
     ByHand,
+    Double,
     Dropped,
     Frozen,
     Gan,
@@ -40,6 +41,7 @@ from stratagem.testing.reference import (
     Net,
     Scalar,
     Scheduled,
+    Shifted,
     Tied,
     Unused,
     data,
@@ -173,6 +175,12 @@ class StrategyConformance(Conformance):
 
         self._compare(self._train(world_size, model, batches), train_module_plainly(model(), batches)[0])
 
+    def test_double_precision_is_kept(self, world_size: int) -> None:
+        """Nothing on the way is rounded to fp32."""
+        batches = [tuple(tensor.double() for tensor in batch) for batch in joined_batches(4, _BATCH)]
+
+        self._compare(self._train(world_size, Double, batches), train_module_plainly(Double(), batches)[0], 1e-12)
+
     def test_unused_parameters(self, world_size: int) -> None:
         """Trained as in one process, or refused on every rank; never a hang, never other weights."""
         batches = joined_batches(4, _BATCH)
@@ -198,13 +206,13 @@ class StrategyConformance(Conformance):
     def test_every_sample_is_read_once(self, world_size: int) -> None:
         """The processes' shares of a training loader are disjoint and complete."""
         seen = self._run(world_size, _samples_read, world_size * 12)
+        by_shard = dict(seen)  # ranks of one data shard, such as those of a tensor-parallel group, read the same
 
-        assert sorted(index for shard in {id(s): s for s in _distinct(seen)}.values() for index in shard) == list(
-            range(world_size * 12)
-        )
+        assert all(indices == by_shard[shard] for shard, indices in seen)
+        assert sorted(index for indices in by_shard.values() for index in indices) == list(range(world_size * 12))
 
     def test_training_starts_from_the_weights_of_rank_0(self, several: int) -> None:
-        """Where a user forgot the seed, ranks begin with different weights and must not go on with them."""
+        """Where a user forgot the seed, ranks begin with different weights and buffers; they must agree."""
         batches = joined_batches(4, _BATCH)
 
         results = self._run(several, _train_from_different_weights, batches)
@@ -212,7 +220,7 @@ class StrategyConformance(Conformance):
         if self.claims(SHARDED_PARAMETERS):  # each rank's own shard of its own model is a model too
             self._compare(results, None)
         else:
-            self._compare(results, train_module_plainly(Net(seed=0), batches)[0])
+            self._compare(results, train_module_plainly(Shifted(seed=0), batches)[0])
 
     def test_random_numbers_are_left_alone(self) -> None:
         """One process draws exactly the random numbers that plain PyTorch draws from the same seed."""
@@ -310,7 +318,8 @@ class StrategyConformance(Conformance):
         x, _ = data(count, seed=9)
         expected = Net().net(x)
 
-        indices = [index for result in _distinct(results) for index in result["indices"]]
+        by_shard = {result["shard"]: result["indices"] for result in results}
+        indices = [index for indices in by_shard.values() for index in indices]
         assert sorted(indices) == list(range(count))
         for result in results:
             assert result["indices"] == sorted(result["indices"])
@@ -431,15 +440,6 @@ def _single(accelerator: str) -> dict[str, Any]:
     return QUIET | {"strategy": catalog.default("strategy"), "accelerator": accelerator, "devices": 1}
 
 
-def _distinct(results: list[Any]) -> list[Any]:
-    """Return the results of the ranks that read different data: ranks of one data shard report the same."""
-    distinct: list[Any] = []
-    for result in results:
-        if not any(str(result) == str(other) for other in distinct):
-            distinct.append(result)
-    return distinct
-
-
 # --- In each process ---------------------------------------------------------------------------------------------
 
 
@@ -477,7 +477,7 @@ def _train_seeded(rank: int, size: int, choose: dict[str, Any], batches: Any) ->
 
 
 def _train_from_different_weights(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
-    return train(rank, size, lambda: Net(seed=rank), batches, choose)
+    return train(rank, size, lambda: Shifted(seed=rank), batches, choose)
 
 
 def _train_from_loader(rank: int, size: int, choose: dict[str, Any], samples: Any, batch_size: int) -> Any:
@@ -502,17 +502,18 @@ class _Remembers(Net):
         return batch[2], self(batch[0])
 
 
-def _samples_read(rank: int, size: int, choose: dict[str, Any], count: int) -> list[int]:
+def _samples_read(rank: int, size: int, choose: dict[str, Any], count: int) -> tuple[int, list[int]]:
     trainer, module = sg.Trainer(**choose), _Remembers()
     trainer.fit(module, loader((*data(count), torch.arange(count)), 4))
-    return module.indices
+    return trainer.run.mesh.data_shard, module.indices
 
 
 def _predict(rank: int, size: int, choose: dict[str, Any], count: int) -> Any:
     trainer = sg.Trainer(**choose)
     results = trainer.predict(_Remembers(), loader((*data(count, seed=9), torch.arange(count)), 2))
     outputs = torch.cat([out for _, out in results]).detach().cpu()
-    return {"indices": torch.cat([index for index, _ in results]).tolist(), "outputs": outputs}
+    indices = torch.cat([index for index, _ in results]).tolist()
+    return {"shard": trainer.run.mesh.data_shard, "indices": indices, "outputs": outputs}
 
 
 def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any, batches: Any) -> Any:

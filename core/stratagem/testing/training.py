@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import socket
+import stat
 import struct
 import sys
 import tempfile
@@ -91,16 +93,19 @@ def bytes_sent() -> int | None:
         return None
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:
-            continue
-        if len(info) >= _TCPI_BYTES_SENT + 8:
-            total += struct.unpack_from("Q", info, _TCPI_BYTES_SENT)[0]
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                total += _bytes_sent_on(os.dup(int(name)))
     return total
+
+
+def _bytes_sent_on(descriptor: int) -> int:
+    with socket.socket(fileno=descriptor) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    sent: int = struct.unpack_from("Q", info, _TCPI_BYTES_SENT)[0] if len(info) >= _TCPI_BYTES_SENT + 8 else 0
+    return sent
 
 
 def belongings() -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Replicate the model in every process and average the gradients after backward."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define
+
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.plugin import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    FULL_STATE,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+)
+
+
+@define(eq=False, kw_only=True)
+class MyIdea(Strategy):
+    """A replica in every process; gradients are averaged when a micro-batch closes its accumulation window."""
+
+    #: Give every process rank 0's buffers (the statistics of batch norm) before validation: a message for each buffer.
+    #: Without it every process validates with its own.
+    broadcast_buffers: bool = True
+
+    # What a run may ask of this strategy. A run that asks for more is refused before any process starts, so claim only
+    # what is true: here no buckets for communication hooks, and no optimizers that call a closure.
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM,  # every process holds all gradients, so the core's own clipping is right
+            CLIP_BY_VALUE,
+            FULL_STATE,  # and all parameters, so the core's own saving and loading is right
+            MANUAL_OPTIMIZATION,
+            MULTI_PROCESS,
+            MULTIPLE_OPTIMIZERS,
+            NO_SYNC,  # see `backward`
+        }
+    )
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        module = module.to(run.device)
+        _copy_from_rank_0((*module.parameters(), *module.buffers()), run)
+        return module
+
+    @hookimpl
+    def backward(self, loss, module, run):
+        loss.backward()
+        if run.sync_gradients:
+            _average([parameter for parameter in module.parameters() if parameter.requires_grad], run)
+        return True
+
+    @hookimpl
+    def on_validation_start(self, run):
+        if self.broadcast_buffers:
+            _copy_from_rank_0(run.module.buffers(), run)
+
+
+def _average(parameters, run):
+    """Replace every gradient by its mean over the processes; all messages are on their way before the first wait."""
+    for parameter in parameters:
+        if parameter.grad is None:  # the loss of this process did not reach it; that of another may have
+            parameter.grad = torch.zeros_like(parameter)
+    for future in [run.collectives.average_async(parameter.grad) for parameter in parameters]:
+        future.wait()
+
+
+def _copy_from_rank_0(tensors, run):
+    with torch.no_grad():
+        for tensor in tensors:
+            run.collectives.broadcast(tensor.data)

@@ -1,0 +1,7 @@
+"""my_idea keeps the promises of every strategy."""
+
+from stratagem.testing import StrategyConformance
+
+
+class TestMyIdea(StrategyConformance):
+    plugin = "my_idea"

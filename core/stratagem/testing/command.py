@@ -1,0 +1,70 @@
+"""``stratagem plugins check NAME``: run the conformance class of an installed plugin, outside its own tests."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem import testing
+from stratagem.errors import ConfigError
+from stratagem.plugin import KINDS
+from stratagem.registry import Entry
+
+_TEST = """
+from stratagem.testing import {cls}
+
+class Test{cls}({cls}):
+    plugin = {name!r}
+    world_sizes = {world_sizes!r}
+"""
+
+
+def conformance_class(kind: str) -> str:
+    """Return the name of the conformance class for `kind`.
+
+    Raises:
+        ConfigError: there is none (commands have no contract to hold).
+    """
+    name = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
+    if kind not in KINDS or name not in testing.__all__:
+        raise ConfigError(f"a {kind} has no conformance kit", expected=", ".join(KINDS))
+    return name
+
+
+def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list[dict[str, Any]]:
+    """Run the kit on `entry`; return a row for each check: ``check``, ``outcome`` and ``reason``.
+
+    Prints what pytest prints, unless `quiet`.
+    """
+    cls = conformance_class(entry.kind)
+    rows = _Rows()
+    with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
+        path = Path(folder) / "test_conformance.py"
+        path.write_text(_TEST.format(cls=cls, name=entry.qualified_name, world_sizes=tuple(world_sizes)))
+        options = ["-q", "-rs", "--rootdir", folder, "-p", "no:cacheprovider", "-o", "addopts="]
+        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+            pytest.main([str(path), *options], plugins=[rows])
+    return rows.rows
+
+
+class _Rows:
+    """Collects the outcomes of a pytest session."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+            name = report.nodeid.rpartition("::")[2]
+            self.rows.append({"check": name, "outcome": report.outcome, "reason": reason.removeprefix("Skipped: ")})
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.rows.append({"check": "collection", "outcome": "failed", "reason": str(report.longrepr)})

@@ -1,0 +1,848 @@
+"""Realistic bugs, each injected into a correct plugin: what the conformance kit must notice.
+
+A mutant is a subclass with one thing wrong. `first` names the check that is expected to notice; others are tried when it
+does not, so that it only saves time. Run this file to see which check caught what, and the share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+import stratagem as sg
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.comm_hooks import FP16Compress
+from stratagem.plugin import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CLOSURE_OPTIMIZERS,
+    FULL_STATE,
+    GRADIENT_BUCKETS,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    Bucket,
+    PrecisionPolicy,
+)
+from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
+from stratagem.state import logical_optimizer_state
+from stratagem.testing import CommHookConformance, Conformance, PrecisionConformance, StrategyConformance
+from stratagem.world import Collectives, TorchCollectives
+
+
+@define(eq=False, kw_only=True)
+class Replicated(Strategy):
+    """Data parallelism in plain sight: averages one bucket after backward. Correct; the mutants below are not."""
+
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, FULL_STATE, GRADIENT_BUCKETS, MANUAL_OPTIMIZATION,
+            MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
+        }
+    )  # fmt: skip
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        module = module.to(run.device)
+        with torch.no_grad():
+            for tensor in self.shared(module):
+                run.collectives.broadcast(tensor.data)
+        return module
+
+    def shared(self, module):
+        return [*module.parameters(), *module.buffers()]
+
+    @hookimpl
+    def backward(self, loss, module, run):
+        self.differentiate(loss)
+        if self.is_due(run):
+            self.average(self.to_average(module), run)
+        return True
+
+    def differentiate(self, loss):
+        loss.backward()
+
+    def is_due(self, run):
+        return run.sync_gradients
+
+    def to_average(self, module):
+        return [parameter for parameter in module.parameters() if parameter.grad is not None]
+
+    def average(self, parameters, run):
+        for dtype in {parameter.dtype for parameter in parameters}:
+            some = [parameter for parameter in parameters if parameter.dtype == dtype]
+            flat = torch.cat([parameter.grad.flatten() for parameter in some])
+            averaged = self.reduce(Bucket(buffer=flat, parameters=tuple(some)), run)
+            for parameter, part in zip(some, averaged.split([p.numel() for p in some]), strict=True):
+                parameter.grad = part.view_as(parameter).clone()
+
+    def reduce(self, bucket, run):
+        reducer = run.bucket_reducer()
+        return (reducer(bucket) if reducer else run.collectives.average_async(bucket.buffer)).wait()
+
+
+@frozen
+class Mutant:
+    name: str
+    kit: type[Conformance]
+    plugin: Any
+    first: str
+    tolerances: dict[str, float]
+
+    def conformance(self, limit_s: float = 6) -> type[Conformance]:
+        """Return the conformance class of this mutant."""
+        return type("Mutated", (self.kit,), {"plugin": self.plugin, "limit_s": limit_s, **self.tolerances})
+
+    def caught_by(self) -> str | None:
+        """Run the check that is expected to notice, then all others; return the one that did, None if none."""
+        checks = list(self.conformance().checks())
+        for name, check in sorted(checks, key=lambda each: not each[0].startswith(self.first)):
+            try:
+                check()
+            except pytest.skip.Exception:
+                continue
+            except Exception:
+                return name
+        return None
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(first: str, **tolerances: float) -> Callable[[type[Any]], type[Any]]:
+    """Enter a class into `MUTANTS`; its name is the bug."""
+
+    def enter(cls: type[Any]) -> type[Any]:
+        kits = {
+            Strategy: StrategyConformance, sg.Precision: PrecisionConformance, sg.CommHook: CommHookConformance,
+        }  # fmt: skip
+        kit = next(kit for base, kit in kits.items() if issubclass(cls, base))
+        MUTANTS.append(Mutant(cls.__name__, kit, cls(), first, tolerances))
+        return cls
+
+    return enter
+
+
+# --- Strategies: gradients ---------------------------------------------------------------------------------------
+
+
+@mutant("test_weights_equal_one_process")
+class MissingAllReduce(Replicated):
+    def average(self, parameters, run):
+        pass
+
+
+@mutant("test_weights_equal_one_process")
+class SumForMean(Replicated):
+    def reduce(self, bucket, run):
+        return super().reduce(bucket, run) * run.world_size
+
+
+@mutant("test_weights_equal_one_process")
+class WorldSizeIsTwo(Replicated):
+    def reduce(self, bucket, run):
+        return super().reduce(bucket, run) * run.world_size / 2
+
+
+@mutant("test_weights_equal_one_process")
+class LossHalved(Replicated):
+    def differentiate(self, loss):
+        (loss / 2).backward()
+
+
+@mutant("test_weights_equal_one_process")
+class GradientsOfTheBatchBefore(Replicated):
+    def average(self, parameters, run):
+        super().average(parameters, run)
+        now = [parameter.grad.clone() for parameter in parameters]
+        for parameter, old in zip(parameters, getattr(run, "stale", now), strict=False):
+            parameter.grad = old
+        run.stale = now
+
+
+@mutant("test_weights_equal_one_process")
+class LastParameterForgotten(Replicated):
+    def to_average(self, module):
+        return super().to_average(module)[:-1]
+
+
+@mutant("test_weights_equal_one_process")
+class OnlyWeightsOfMatricesAveraged(Replicated):
+    def to_average(self, module):
+        return [parameter for parameter in super().to_average(module) if parameter.dim() > 1]
+
+
+@mutant("test_weights_equal_one_process")
+class GradientsRoundedOnTheirWay(Replicated):
+    def reduce(self, bucket, run):
+        return super().reduce(bucket, run).bfloat16().to(bucket.buffer.dtype)
+
+
+@mutant("test_double_precision_is_kept")
+class SinglePrecisionOnTheWire(Replicated):
+    def reduce(self, bucket, run):
+        return super().reduce(Bucket(buffer=bucket.buffer.float()), run).to(bucket.buffer.dtype)
+
+
+@mutant("test_unusual_models")
+class ScalarsCannotBeSplit(Replicated):
+    def to_average(self, module):
+        return [parameter for parameter in super().to_average(module) if len(parameter)]
+
+
+@mutant("test_unusual_models")
+class FrozenParametersThawed(Replicated):
+    @hookimpl
+    def wrap_model(self, module, run):
+        return super().wrap_model(module.requires_grad_(True), run)
+
+
+@mutant("test_weights_equal_one_process")
+class TrainsACopy(Replicated):
+    @hookimpl
+    def wrap_model(self, module, run):
+        return super().wrap_model(copy.deepcopy(module), run)
+
+
+@mutant("test_unused_parameters")
+class UnusedParametersCrash(Replicated):
+    def to_average(self, module):
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+# --- Strategies: accumulation ------------------------------------------------------------------------------------
+
+
+@mutant("test_inner_micro_batches_send_no_gradients")
+class SendsOnInnerMicroBatches(Replicated):
+    def is_due(self, run):
+        return True
+
+
+@mutant("test_accumulation")
+class NoSyncOnTheLastMicroBatch(Replicated):
+    def is_due(self, run):
+        return not run.sync_gradients or run.trainer is None or run.settings.accumulate_grad_batches == 1
+
+
+@mutant("test_accumulation")
+class ForgetsInnerMicroBatches(Replicated):
+    @hookimpl
+    def backward(self, loss, module, run):
+        if not run.sync_gradients:
+            return True
+        return super().backward(loss, module, run)
+
+
+# --- Strategies: clipping ----------------------------------------------------------------------------------------
+
+
+class _Clips(Replicated):
+    def parameters(self, optimizer):
+        return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    @hookimpl
+    def clip_gradients(self, optimizer, max_norm, max_value):
+        return self.clip(self.parameters(optimizer), max_norm, max_value)
+
+    def clip(self, parameters, max_norm, max_value):
+        if max_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, max_value)
+            return 0.0
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+@mutant("test_clip_by_norm")
+class ClipsEachParameterAlone(_Clips):
+    def clip(self, parameters, max_norm, max_value):
+        return max([super(ClipsEachParameterAlone, self).clip([p], max_norm, max_value) for p in parameters])
+
+
+@mutant("test_clip_by_value")
+class ClipsByNormForValue(_Clips):
+    def clip(self, parameters, max_norm, max_value):
+        return super().clip(parameters, max_norm or max_value, None)
+
+
+@mutant("test_clip_by_norm")
+class ClipsToTheSquareRoot(_Clips):
+    def clip(self, parameters, max_norm, max_value):
+        return super().clip(parameters, max_norm and max_norm**0.5, max_value)
+
+
+@mutant("test_a_loop_of_your_own")
+class ReturnsTheNormAfterClipping(_Clips):
+    def clip(self, parameters, max_norm, max_value):
+        norm = super().clip(parameters, max_norm, max_value)
+        return 0.0 if max_norm is None else norm.clamp(max=max_norm)
+
+
+@mutant("test_clip_by_norm")
+class ClipsBeforeAveraging(Replicated):
+    """The norm of this rank's gradients, not of their average."""
+
+    def average(self, parameters, run):
+        limit = getattr(run.settings, "gradient_clip_val", None)
+        if limit and run.settings.gradient_clip_algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        super().average(parameters, run)
+
+
+@mutant("test_clipping_with_accumulation")
+class ClipsEveryMicroBatch(Replicated):
+    def differentiate(self, loss):
+        super().differentiate(loss)
+
+    @hookimpl
+    def backward(self, loss, module, run):
+        super().backward(loss, module, run)
+        limit = getattr(run.settings, "gradient_clip_val", None)
+        if limit and not run.sync_gradients:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+        return True
+
+
+# --- Strategies: optimizers --------------------------------------------------------------------------------------
+
+
+class _Steps(Replicated):
+    @hookimpl
+    def optimizer_step(self, optimizer, closure, run):
+        return self.step(optimizer, closure, run)
+
+    def step(self, optimizer, closure, run):
+        optimizer.step(closure) if closure else optimizer.step()
+        return True
+
+
+@mutant("test_weights_equal_one_process")
+class StepsTwice(_Steps):
+    def step(self, optimizer, closure, run):
+        super().step(optimizer, closure, run)
+        return super().step(optimizer, closure, run)
+
+
+@mutant("test_closure_optimizers")
+class IgnoresTheClosure(_Steps):
+    def step(self, optimizer, closure, run):
+        if closure:
+            closure()
+            closure = None
+        with contextlib.suppress(TypeError):
+            optimizer.step()
+        return True
+
+
+@mutant("test_weights_equal_one_process")
+class ReturnsNothingFromStep(_Steps):
+    def step(self, optimizer, closure, run):
+        super().step(optimizer, closure, run)
+
+
+@mutant("test_weights_equal_one_process")
+class CallsEveryStepSkipped(_Steps):
+    def step(self, optimizer, closure, run):
+        super().step(optimizer, closure, run)
+        return False
+
+
+@mutant("test_several_optimizers")
+class StepsAllOptimizersTogether(_Steps):
+    def step(self, optimizer, closure, run):
+        for each in run.optimizers:
+            super().step(each, closure, run)
+        return True
+
+
+@mutant("test_unusual_models")
+class ForgetsTheSchedule(Replicated):
+    @hookimpl
+    def wrap_optimizers(self, optimizers):
+        """New optimizers, of which the schedulers know nothing."""
+        return [
+            type(o)(o.param_groups[0]["params"], lr=o.defaults["lr"], **{k: o.defaults[k] for k in ("momentum",) if k in o.defaults})
+            for o in optimizers
+        ]  # fmt: skip
+
+
+# --- Strategies: where training starts, and randomness -----------------------------------------------------------
+
+
+@mutant("test_training_starts_from_the_weights_of_rank_0")
+class NoBroadcast(Replicated):
+    def shared(self, module):
+        return []
+
+
+@mutant("test_training_starts_from_the_weights_of_rank_0")
+class BuffersNotBroadcast(Replicated):
+    def shared(self, module):
+        return list(module.parameters())
+
+
+@mutant("test_random_numbers_are_left_alone")
+class SeedsAtTheStart(Replicated):
+    @hookimpl
+    def wrap_model(self, module, run):
+        torch.manual_seed(0)
+        return super().wrap_model(module, run)
+
+
+@mutant("test_random_numbers_are_left_alone")
+class StaleRandomNumbers(Replicated):
+    @hookimpl
+    def step_context(self):
+        torch.manual_seed(0)
+
+
+# --- Strategies: data --------------------------------------------------------------------------------------------
+
+
+@mutant("test_every_sample_is_read_once")
+class EveryRankReadsEverything(Replicated):
+    @hookimpl
+    def wrap_dataloader(self, loader):
+        return loader
+
+
+class _Shards(Replicated):
+    """Correct, apart from what a mutant does to the indices of one rank."""
+
+    @hookimpl
+    def wrap_dataloader(self, loader, stage, run):
+        indices = list(range(len(loader.dataset)))[run.rank :: run.world_size]
+        return DataLoader(
+            torch.utils.data.Subset(loader.dataset, self.change(indices, stage)), batch_size=loader.batch_size
+        )
+
+    def change(self, indices, stage):
+        return indices
+
+
+@mutant("test_predictions_are_complete_and_in_order")
+class PredictsBackwards(_Shards):
+    def change(self, indices, stage):
+        return indices[::-1] if stage == "predict" else indices
+
+
+@mutant("test_predictions_are_complete_and_in_order")
+class PredictsPaddedSamples(_Shards):
+    def change(self, indices, stage):
+        return [*indices, indices[-1]] if stage == "predict" else indices
+
+
+@mutant("test_an_uneven_last_batch")
+class DropsTheLastBatch(Replicated):
+    @hookimpl
+    def wrap_dataloader(self, loader, run):
+        indices = list(range(len(loader.dataset)))[run.rank :: run.world_size]
+        part = torch.utils.data.Subset(loader.dataset, indices)
+        return DataLoader(part, batch_sampler=BatchSampler(SequentialSampler(part), loader.batch_size, drop_last=True))
+
+
+# --- Strategies: state -------------------------------------------------------------------------------------------
+
+
+@mutant("test_save_load_and_continue")
+class WrappedNamesInTheCheckpoint(Replicated):
+    @hookimpl
+    def model_state(self, module):
+        return {f"module.{name}": tensor for name, tensor in module.state_dict().items()}
+
+
+@mutant("test_weights_equal_one_process")
+class StateOnRank0Alone(Replicated):
+    @hookimpl
+    def model_state(self, module, run):
+        return module.state_dict() if run.rank == 0 else {}
+
+
+@mutant("test_save_load_and_continue")
+class ForgottenMomentum(Replicated):
+    @hookimpl
+    def optimizer_state(self, optimizer, module):
+        return logical_optimizer_state(optimizer, module) | {"state": {}}
+
+
+@mutant("test_save_load_and_continue")
+class OptimizerStateByNumber(Replicated):
+    @hookimpl
+    def optimizer_state(self, optimizer):
+        return optimizer.state_dict()
+
+
+@mutant("test_save_load_and_continue")
+class OptimizerNotRestored(Replicated):
+    @hookimpl
+    def load_optimizer_state(self):
+        return True
+
+
+@mutant("test_weights_of_another_model_are_refused_on_all_ranks")
+class LoadsLoosely(Replicated):
+    @hookimpl
+    def load_model_state(self, state, module):
+        module.load_state_dict(state, strict=False)
+        return True
+
+
+@mutant("test_save_load_and_continue")
+class WeightsNotRestored(Replicated):
+    @hookimpl
+    def load_model_state(self):
+        return True
+
+
+# --- Strategies: processes ---------------------------------------------------------------------------------------
+
+
+@mutant("test_weights_equal_one_process")
+class RankDependentBranchAroundACollective(Replicated):
+    def average(self, parameters, run):
+        super().average(parameters, run)
+        if run.rank == 0:
+            run.collectives.all_reduce(torch.ones(1))
+
+
+@mutant("test_predictions_are_complete_and_in_order")
+class CollectiveInEveryForward(Replicated):
+    """Fine until ranks have different numbers of batches."""
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        module = super().wrap_model(module, run)
+        module.register_forward_hook(lambda *_: run.collectives.barrier())
+        return module
+
+
+@mutant("test_an_error_on_one_rank_ends_all")
+class WaitsForTheOthersAfterAnError(Replicated):
+    @hookimpl
+    def on_exception(self, run):
+        run.collectives.barrier()
+
+
+@mutant("test_leaves_nothing_behind")
+class LeakedGroup(Replicated):
+    @hookimpl
+    def connect(self, world, run):
+        if world.world_size == 1:
+            return Collectives()
+        collectives = TorchCollectives.connect(world, run.device, backend="gloo")
+        collectives._owns_group = False
+        return collectives
+
+
+_LEAKS: list[Any] = []
+
+
+@mutant("test_leaves_nothing_behind")
+class LeakedFile(Replicated):
+    @hookimpl
+    def wrap_model(self, module, run):
+        _LEAKS.append(os.open("/dev/null", os.O_RDONLY))
+        return super().wrap_model(module, run)
+
+
+@mutant("test_leaves_nothing_behind")
+class LeakedThread(Replicated):
+    @hookimpl
+    def wrap_model(self, module, run):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return super().wrap_model(module, run)
+
+
+@mutant("test_leaves_nothing_behind")
+class LeavesFiles(Replicated):
+    @hookimpl
+    def teardown(self):
+        count = len(list(Path.cwd().glob("debug*")))
+        Path(f"debug{count}.txt").write_text("")
+
+
+@mutant("test_a_second_run_is_like_the_first")
+class RemembersTheFirstRun(Replicated):
+    def reduce(self, bucket, run):
+        self.__dict__.setdefault("seen", []).append(run)
+        return super().reduce(bucket, run) * (1 if self.__dict__["seen"][0] is run else 0)
+
+
+@mutant("test_collectives")
+class GathersInReverse(Replicated):
+    @hookimpl
+    def connect(self, world, run):
+        if world.world_size == 1:
+            return Collectives()
+
+        class Reversed(TorchCollectives):
+            def all_gather(self, tensor):
+                return super().all_gather(tensor)[::-1]
+
+        return Reversed.connect(world, run.device, backend="gloo")
+
+
+# --- Strategies: honesty -----------------------------------------------------------------------------------------
+
+
+@mutant("test_gradient_buckets")
+class IgnoresCommHooks(Replicated):
+    def reduce(self, bucket, run):
+        return run.collectives.average_async(bucket.buffer).wait()
+
+
+@mutant("test_gradient_buckets")
+class NoBucketIsTheLast(Replicated):
+    def reduce(self, bucket, run):
+        return super().reduce(Bucket(buffer=bucket.buffer, is_last=False), run)
+
+
+@mutant("test_clip_by_value")
+class ClaimsToClipByValue(_Clips):
+    def clip(self, parameters, max_norm, max_value):
+        return super().clip(parameters, max_norm, None) if max_norm else 0.0
+
+
+@mutant("test_it_is_a_plugin")
+class MisspeltHook(Replicated):
+    @hookimpl
+    def optimizer_stepp(self, optimizer):
+        return True
+
+
+@mutant("test_it_is_a_plugin")
+class OptionsAreNoAttrs(Replicated):
+    every: int = 1
+
+
+@mutant("test_options_are_typed")
+@define(eq=False, kw_only=True)
+class UndocumentedOption(Replicated):
+    every: int = 1
+
+
+# --- Precisions --------------------------------------------------------------------------------------------------
+
+
+@mutant("test_trains_like_fp32")
+class ScaleNotRemoved(ScaledPrecision):
+    def _unscale(self, optimizer):
+        found = super()._unscale(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2.0)
+        return found
+
+
+@mutant("test_clips_the_unscaled_gradients")
+class ClipsScaledGradients(ScaledPrecision):
+    @hookimpl(wrapper=True)
+    def clip_gradients(self):
+        return (yield)
+
+
+@mutant("test_small_gradients_survive")
+class DoesNotScale(MixedPrecision):
+    _compute_dtype = torch.float16
+    capabilities = ScaledPrecision.capabilities
+
+    def policy(self):
+        return PrecisionPolicy(compute_dtype=torch.float16, loss_scaling=True)
+
+
+@mutant("test_an_overflow_skips_the_step_on_every_rank")
+class RanksDoNotAgreeOnOverflow(ScaledPrecision):
+    def _agree(self, found, run):
+        pass
+
+
+@mutant("test_an_overflow_skips_the_step_on_every_rank")
+class ScaleNeverShrinks(ScaledPrecision):
+    def _update(self):
+        self._found = {}
+
+
+@mutant("test_save_and_continue")
+class ScaleNotSaved(ScaledPrecision):
+    def state_dict(self):
+        return {}
+
+
+@mutant("test_trains_like_fp32")
+class LossScaledTwice(ScaledPrecision):
+    @hookimpl
+    def scale_loss(self, loss, run):
+        return 2 * super().scale_loss(loss, run)
+
+
+@mutant("test_dtypes_are_those_of_the_policy")
+class EvaluatesInAnotherDtype(MixedPrecision):
+    @hookimpl
+    def step_context(self, run):
+        return super().step_context(run) if run.stage == "train" and run.module.training else None
+
+
+@mutant("test_dtypes_are_those_of_the_policy")
+class PolicyClaimsAnotherDtype(MixedPrecision):
+    def policy(self):
+        return PrecisionPolicy(compute_dtype=torch.float16)
+
+
+@mutant("test_dtypes_are_those_of_the_policy")
+class ComputesInFullPrecision(FullPrecision):
+    def policy(self):
+        return PrecisionPolicy(compute_dtype=torch.bfloat16)
+
+
+@mutant("test_leaves_no_trace")
+class DefaultDtypeStays(TruePrecision):
+    @hookimpl
+    def step_context(self):
+        torch.set_default_dtype(torch.bfloat16)
+
+
+@mutant("test_batches_keep_what_is_no_floating_point_number")
+class ConvertsIntegersToo(TruePrecision):
+    @hookimpl(wrapper=True)
+    def transfer_batch(self):
+        batch = yield
+        return {
+            key: [v.bfloat16() if isinstance(v, torch.Tensor) else v for v in value] if isinstance(value, list) else value.bfloat16()
+            for key, value in batch.items()
+        } if isinstance(batch, dict) else [tensor.bfloat16() for tensor in batch]  # fmt: skip
+
+
+@mutant("test_dtypes_are_those_of_the_policy")
+class ParametersNotConverted(MixedPrecision):
+    def policy(self):
+        return PrecisionPolicy(param_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+
+
+@mutant("test_two_optimizers_by_hand")
+class StaleCopiesOfParameters(MixedPrecision):
+    """autocast's cache, kept while a module steps by hand within one forward."""
+
+    @hookimpl
+    def step_context(self, run):
+        return torch.autocast(run.device.type, torch.bfloat16, cache_enabled=True)
+
+
+# --- Communication hooks -----------------------------------------------------------------------------------------
+
+
+@mutant("test_averages_over_the_ranks")
+class SumsOverTheRanks(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average, run):
+        return super().reduce_bucket(bucket, average).then(lambda future: future.value().mul_(run.world_size))
+
+
+@mutant("test_averages_over_the_ranks")
+class KeepsItsOwnGradients(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer)
+        return future
+
+
+@mutant("test_does_not_wait")
+class WaitsForTheWire(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        arrived = average(bucket.buffer)
+        if not arrived.done() and not dist.is_initialized():
+            raise RuntimeError("would wait for ever")
+        arrived.wait()
+        return arrived
+
+
+@mutant("test_averages_over_the_ranks")
+class ReturnsSixteenBits(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        return average(bucket.buffer.half())
+
+
+@mutant("test_what_is_not_finite_stays_so")
+class HidesOverflow(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        return super().reduce_bucket(bucket, average).then(lambda future: future.value().nan_to_num_(0, 0, 0))
+
+
+@mutant("test_averages_over_the_ranks")
+class OneScratchForAllBuckets(FP16Compress):
+    """Kept from the first call; a bucket of another size gets what fits."""
+
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        scratch = self.__dict__.setdefault("scratch", torch.zeros(64, dtype=torch.float16))
+        scratch.resize_(bucket.buffer.numel()).copy_(bucket.buffer)
+        return average(scratch).then(lambda future: bucket.buffer.copy_(scratch.resize_(bucket.buffer.numel())))
+
+
+@mutant("test_averages_over_the_ranks")
+class DropsTheLastNumber(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        rest = bucket.buffer[:-1].clone()
+        return average(rest).then(lambda future: torch.cat([future.value(), torch.zeros(1, dtype=rest.dtype)]))
+
+
+@mutant("test_averages_over_the_ranks")
+class ClampsLargeGradients(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        return super().reduce_bucket(Bucket(buffer=bucket.buffer.clamp_(-1, 1)), average)
+
+
+@mutant("test_averages_over_the_ranks")
+class EachRankRoundsForItself(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average, run):
+        noise = 1e-4 * run.rank
+        return super().reduce_bucket(bucket, average).then(lambda future: future.value() * (1 + noise))
+
+
+@mutant("test_averages_over_the_ranks")
+class Rank0SendsOnceMore(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average, run):
+        future = super().reduce_bucket(bucket, average)
+        if run.rank == 0:
+            average(torch.zeros(1))
+        return future
+
+
+@mutant("test_strategies_without_buckets")
+class ForgetsToRequireBuckets(FP16Compress):
+    capabilities = Capabilities()
+
+
+@mutant("test_a_second_run_is_like_the_first")
+class WarmsUpOnceForAllRuns(FP16Compress):
+    @hookimpl
+    def reduce_bucket(self, bucket, average):
+        calls = self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return average(bucket.buffer) if calls <= 3 else super().reduce_bucket(bucket, average)
+
+
+if __name__ == "__main__":
+    results = {each.name: each.caught_by() for each in MUTANTS}
+    for name, caught in results.items():
+        print(f"{name:45} {caught or 'SURVIVED'}")
+    share = sum(caught is not None for caught in results.values()) / len(results)
+    print(f"{share:.1%} of {len(results)} caught")
