@@ -529,7 +529,7 @@ def _alternatives(word: str, asker: Choice | None) -> str:
             target = entry.load()
         except Exception:  # noqa: BLE001, S112 - a broken package is no alternative
             continue
-        if isinstance(target, type) and word in target.capabilities.provides:
+        if isinstance(target, type) and word in getattr(target, "capabilities", Plugin.capabilities).provides:
             able.append(entry.name)
     if not able:
         return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")

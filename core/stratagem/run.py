@@ -21,7 +21,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,24 @@ if TYPE_CHECKING:
 
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
 EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
+
+#: What an answer must be, for the hooks where a wrong one would show much later.
+_ANSWERS: dict[str, tuple[type[Any], ...]] = {
+    "setup_environment": (World,),
+    "connect": (Collectives,),
+    "wrap_model": (torch.nn.Module,),
+    "wrap_optimizers": (list, tuple),
+    "model_state": (Mapping,),
+    "load_model_state": (bool,),
+    "optimizer_state": (Mapping,),
+    "load_optimizer_state": (bool,),
+    "save_checkpoint": (bool,),
+    "load_checkpoint": (Mapping,),
+    "scale_loss": (torch.Tensor,),
+    "backward": (bool,),
+    "clip_gradients": (torch.Tensor, float, int),
+    "optimizer_step": (bool,),
+}
 
 #: Hooks of the inner loop, bound once when the stack is connected.
 _STEP_HOOKS = (
@@ -80,6 +98,8 @@ class Run:
         self.device = torch.device("cpu")
         self.collectives: Collectives = Collectives()
         self.connected = False
+        #: The strategy has yet to ask for the comm hooks.
+        self._reducer_is_due = False
         #: This process works on behalf of the one that launched it, and ends with the job.
         self.far_from_home = False
         self._hooks = _hook_manager(self.stack)
@@ -206,8 +226,7 @@ class Run:
     def init_context(self, empty: bool = False) -> Iterator[None]:
         """Enter the contexts under which modules are to be built."""
         with contextlib.ExitStack() as stack:
-            for context in self.hook.init_context(empty=empty, run=self):
-                stack.enter_context(context)
+            self._enter_all(stack, "init_context", empty=empty)
             yield
 
     def prepare(
@@ -216,11 +235,14 @@ class Run:
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
         self.module, self.stage = module, stage
         self.hook.prepare_module(module=module, run=self)
+        self._reducer_is_due = True
         self.model = self.ask("wrap_model", module=StepModule(module))
         self.optimizers = []
         if make_optimizers is not None:
             made = make_optimizers()
-            self.optimizers = self.ask("wrap_optimizers", optimizers=made, module=self.model)
+            self.optimizers = list(self.ask("wrap_optimizers", optimizers=made, module=self.model))
+        trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
+        self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
         """Prepare a module and its optimizers for a loop of your own.
@@ -260,6 +282,7 @@ class Run:
 
     def bucket_reducer(self) -> Callable[[Bucket], torch.futures.Future[Tensor]] | None:
         """Return the stack of comm hooks as one function that averages a bucket; None if there is none."""
+        self._reducer_is_due = False
         implementations = {impl.plugin: impl for impl in self.hook.reduce_bucket.get_hookimpls()}
         hooks = [implementations[choice.plugin] for choice in self.stack.comm_hooks]
         if not hooks:
@@ -289,8 +312,7 @@ class Run:
         if self._step_context is None:
             return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
         with contextlib.ExitStack() as stack:
-            for context in self._step_context(stage="train", sync=sync and not self.manual, run=self):
-                stack.enter_context(context)
+            self._enter_all(stack, "step_context", stage="train", sync=sync and not self.manual)
             return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
 
     def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int, with_index: bool) -> Any:
@@ -321,8 +343,7 @@ class Run:
         """Enter the step contexts for one forward without gradients."""
         with contextlib.ExitStack() as stack:
             if self._step_context is not None:
-                for context in self._step_context(stage=stage, sync=True, run=self):
-                    stack.enter_context(context)
+                self._enter_all(stack, "step_context", stage=stage, sync=True)
             yield
 
     @contextlib.contextmanager
@@ -342,6 +363,12 @@ class Run:
             loss.backward()
         else:
             self._answered("backward", self._backward(loss=loss, module=self.model, run=self))
+        if self._reducer_is_due and self.sync_gradients:
+            raise PluginError(
+                f"{self.stack.strategies[-1]} averaged past {self.stack.comm_hooks[0]}, which has no effect",
+                expected="a strategy that provides 'gradient-buckets' to call run.bucket_reducer()",
+                do="drop the comm hook, and tell the strategy's author",
+            )
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
@@ -400,16 +427,32 @@ class Run:
         """Call an answer hook and insist on an answer."""
         return self._answered(hook, getattr(self.hook, hook)(**arguments, run=self))
 
+    def _enter_all(self, stack: contextlib.ExitStack, hook: str, **arguments: Any) -> None:
+        """Enter the contexts that the implementations of `hook` return."""
+        for context in getattr(self.hook, hook)(**arguments, run=self):
+            try:
+                stack.enter_context(context)
+            except TypeError as error:
+                if hasattr(type(context), "__enter__"):
+                    raise
+                who = " or ".join(str(c) for c in self.stack.active() if hook in hook_implementations(c.plugin))
+                raise PluginError(
+                    f"{who} returned a {type(context).__name__} from {hook}", expected="a context manager, or None",
+                    do="return what docs/hooks.md says for this hook",
+                ) from error  # fmt: skip
+
     def implemented(self, hook: str) -> Any:
         """Return the caller of `hook`, or None if nobody implements it: a loop then need not call it at all."""
         caller = getattr(self.hook, hook)
         return caller if caller.get_hookimpls() else None
 
     def _answered(self, hook: str, answer: Any) -> Any:
-        if answer is None:
+        if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
+            found = "None" if answer is None else f"a {type(answer).__name__}"
+            wanted = " or ".join(f"a {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
             raise PluginError(
-                f"{self._who_answers(hook)} returned None from {hook}", expected="an answer",
-                do="return a value, as docs/hooks.md says for this hook",
+                f"{self._who_answers(hook)} returned {found} from {hook}", expected=wanted,
+                do="return what docs/hooks.md says for this hook",
             )  # fmt: skip
         return answer
 
@@ -465,8 +508,7 @@ class ModelHandle:
         if run._step_context is None:
             return run.model("__call__", *arguments, **options)
         with contextlib.ExitStack() as stack:
-            for context in run._step_context(stage=stage, sync=run.sync_gradients, run=run):
-                stack.enter_context(context)
+            run._enter_all(stack, "step_context", stage=stage, sync=run.sync_gradients)
             return run.model("__call__", *arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

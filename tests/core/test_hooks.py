@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem import hookspecs
+from stratagem.errors import PluginError
 from stratagem.resolver import hook_specifications
 from stratagem.testing.reference import Net, data, joined_batches
+from stratagem.world import Collectives
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [
@@ -134,3 +139,83 @@ def test_plugins_act_in_the_order_of_the_stack_and_callbacks_as_listed():
     trainer.fit(Net(), joined_batches(1, 8))
 
     assert order == ["first", "second", "third"]
+
+
+# --- Answers of the wrong kind -----------------------------------------------------------------------------------
+
+
+class Wrong(sg.Strategy):
+    """Answers everything rightly but one hook."""
+
+    capabilities = sg.Capabilities(provides={"clip-by-norm"})
+
+    def __init__(self, **answers):
+        self.answers = answers
+
+    @sg.hookimpl
+    def wrap_model(self, module):
+        return self.answers.get("wrap_model", module)
+
+    @sg.hookimpl
+    def wrap_optimizers(self, optimizers):
+        return self.answers.get("wrap_optimizers", optimizers)
+
+    @sg.hookimpl
+    def connect(self):
+        return self.answers.get("connect", Collectives())
+
+    @sg.hookimpl
+    def backward(self, loss):
+        loss.backward()
+        return self.answers.get("backward", True)
+
+    @sg.hookimpl
+    def optimizer_step(self, optimizer):
+        optimizer.step()
+        return self.answers.get("optimizer_step", True)
+
+    @sg.hookimpl
+    def clip_gradients(self):
+        return self.answers.get("clip_gradients", 0.0)
+
+    @sg.hookimpl
+    def step_context(self):
+        return self.answers.get("step_context")
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"wrap_model": None}, "strategy 'Wrong' returned None from wrap_model; expected a Module"),
+        ({"wrap_model": (1, 2)}, "strategy 'Wrong' returned a tuple from wrap_model; expected a Module"),
+        ({"wrap_optimizers": "sgd"}, "returned a str from wrap_optimizers; expected a list or a tuple"),
+        ({"connect": "gloo"}, "returned a str from connect; expected a Collectives"),
+        ({"backward": None}, "returned None from backward; expected a bool"),
+        ({"optimizer_step": 1.5}, "returned a float from optimizer_step; expected a bool"),
+        ({"clip_gradients": "much"}, "returned a str from clip_gradients; expected a Tensor or a float or a int"),
+        (
+            {"step_context": "no context"},
+            "strategy 'Wrong' returned a str from step_context; expected a context manager",
+        ),
+    ],
+)
+def test_an_answer_of_the_wrong_kind_is_named_at_once(answers, message):
+    trainer = sg.Trainer(strategy=Wrong(**answers), max_epochs=1, gradient_clip_val=1.0, **QUIET)
+
+    with pytest.raises(PluginError, match=message):
+        trainer.fit(Net(), joined_batches(2, 8))
+
+
+class SaysItHasBuckets(sg.Strategy):
+    capabilities = sg.Capabilities(provides={"gradient-buckets"})
+
+    @sg.hookimpl
+    def wrap_model(self, module):
+        return module
+
+
+def test_a_strategy_that_averages_past_the_comm_hooks_is_refused():
+    trainer = sg.Trainer(strategy=SaysItHasBuckets(), comm_hook="fp16_compress", max_epochs=1, **QUIET)
+
+    with pytest.raises(PluginError, match="averaged past comm_hook 'fp16_compress', which has no effect"):
+        trainer.fit(Net(), joined_batches(2, 8))
