@@ -69,11 +69,38 @@ def _add_plugins(commands: Any) -> None:
     check.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes")
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(act=_check)
+    matrix = actions.add_parser("matrix", help="which plugins go together, and why others do not")
+    matrix.add_argument("--html", metavar="FILE", help="write a page to FILE")
+    matrix.add_argument("--presets", action="store_true", help="with strategies that are another one with options set")
+    matrix.add_argument("--accelerator", default="cpu", help="the device to resolve for (default cpu)")
+    matrix.add_argument("--json", action="store_true", help="for programs")
+    matrix.set_defaults(act=_matrix)
     new = actions.add_parser("new", help="write the package of a new plugin: complete, small, working, to be changed")
     new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     new.add_argument("name", metavar="NAME", help="what users will call it, such as my_idea")
     new.add_argument("--into", metavar="FOLDER", default=".", help="where to write it; here if not given")
     new.set_defaults(act=_new)
+
+
+def _matrix(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import attrs
+
+    from stratagem.matrix import cells, render_html, render_markdown, summary
+
+    table = cells(arguments.accelerator, arguments.presets)
+    if arguments.html is not None:
+        try:
+            Path(arguments.html).write_text(render_html(table), encoding="utf-8")
+        except OSError as error:
+            raise StratagemError(f"{arguments.html} could not be written ({error.strerror})") from error
+        print(f"{summary(table)} Written to {arguments.html}.")
+    elif arguments.json:
+        print(json.dumps([attrs.asdict(cell) for cell in table], indent=2))
+    else:
+        print(render_markdown(table))
+    return 0
 
 
 def _new(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ def describe(entry: Entry) -> dict[str, Any]:
     is_class = isinstance(target, type)
     plugin = None if is_class else make(entry, {})
     cls = target if is_class else type(plugin)
-    capabilities = getattr(cls, "capabilities", Capabilities())
+    capabilities = capabilities_of(cls if plugin is None else plugin)
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -43,6 +43,14 @@ def describe(entry: Entry) -> dict[str, Any]:
         "answers": _hooks(cls, wrapper=False),
         "wraps": _hooks(cls, wrapper=True),
     }
+
+
+def capabilities_of(plugin: Any) -> Capabilities:
+    """Return the capabilities of a plugin; of a class, those with default options."""
+    found = getattr(plugin, "capabilities", None)
+    if isinstance(plugin, type) and isinstance(found, property):
+        found = plugin().capabilities
+    return found if isinstance(found, Capabilities) else Capabilities()
 
 
 def option_docs(cls: type[Any]) -> dict[str, str]:
@@ -95,7 +103,7 @@ def render_stack(explained: dict[str, Any]) -> str:
 
 def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
     plugin, specifications = choice.plugin, hook_specifications()
-    capabilities = getattr(plugin, "capabilities", Capabilities())
+    capabilities = capabilities_of(plugin)
     hooks = hook_implementations(plugin)
     answers = [n for n, m in hooks.items() if specifications[n]["firstresult"] and not m["wrapper"]]
     wraps = [n for n, m in hooks.items() if m["wrapper"]]

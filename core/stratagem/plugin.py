@@ -50,6 +50,8 @@ MULTIPLE_OPTIMIZERS: Final = "multiple-optimizers"
 CLOSURE_OPTIMIZERS: Final = "closure-optimizers"
 #: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
 LOSS_SCALING: Final = "loss-scaling"
+#: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.
+SIXTEEN_BIT_GRADIENTS: Final = "16-bit-gradients"
 #: The device a stack runs on.
 DEVICE_CPU: Final = "device:cpu"
 DEVICE_CUDA: Final = "device:cuda"
@@ -111,6 +113,7 @@ class Plugin:
 
     #: The kind's name; set by the bases below.
     kind: ClassVar[str] = "plugin"
+    #: What it offers and needs; a property in a plugin whose options decide.
     capabilities: ClassVar[Capabilities] = Capabilities()
 
 

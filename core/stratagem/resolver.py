@@ -23,6 +23,7 @@ from stratagem.plugin import (
     KINDS,
     MULTI_PROCESS,
     NO_SYNC,
+    Capabilities,
     Environment,
     Plugin,
     PrecisionPolicy,
@@ -499,8 +500,15 @@ def _needs(settings: Any, stack: Stack) -> dict[str, str]:
     return needs
 
 
-def _capabilities(choice: Choice) -> Any:
-    return getattr(choice.plugin, "capabilities", Plugin.capabilities)
+def _capabilities(choice: Choice) -> Capabilities:
+    capabilities = getattr(choice.plugin, "capabilities", Plugin.capabilities)
+    if not isinstance(capabilities, Capabilities):
+        raise PluginError(
+            f"the capabilities of {choice} are a {type(capabilities).__name__}",
+            expected="stratagem.Capabilities(provides=..., requires=..., conflicts=...)",
+            do="its author should make them one",
+        )
+    return capabilities
 
 
 def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
@@ -518,7 +526,9 @@ def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
         for other in choices:
             clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
             if clash and other is not choice:
-                raise ConfigError(f"{choice} cannot be used with {other} ({clash[0]!r})", do="drop one of the two")
+                raise ConfigError(
+                    f"{choice} cannot be used with {other}, which provides {clash[0]!r}", do="drop one of the two"
+                )
 
 
 def _alternatives(word: str, asker: Choice | None) -> str:
@@ -526,10 +536,11 @@ def _alternatives(word: str, asker: Choice | None) -> str:
     able = []
     for entry in registry.entries("strategy"):
         try:
-            target = entry.load()
+            is_preset = not isinstance(entry.load(), type)
+            provided = make(entry, {}).capabilities.provides
         except Exception:  # noqa: BLE001, S112 - a broken package is no alternative
             continue
-        if isinstance(target, type) and word in getattr(target, "capabilities", Plugin.capabilities).provides:
+        if word in provided and not is_preset:
             able.append(entry.name)
     if not able:
         return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem import hookspecs
-from stratagem.errors import PluginError
+from stratagem.errors import ConfigError, PluginError
 from stratagem.resolver import hook_specifications
 from stratagem.testing.reference import Net, data, joined_batches
 from stratagem.world import Collectives
@@ -219,3 +219,32 @@ def test_a_strategy_that_averages_past_the_comm_hooks_is_refused():
 
     with pytest.raises(PluginError, match="averaged past comm_hook 'fp16_compress', which has no effect"):
         trainer.fit(Net(), joined_batches(2, 8))
+
+
+def test_capabilities_of_the_wrong_type_are_refused():
+    class Lists(sg.Strategy):
+        capabilities = ["multi-process"]  # noqa: RUF012
+
+        @sg.hookimpl
+        def wrap_model(self, module):
+            return module
+
+    with pytest.raises(PluginError, match="the capabilities of strategy 'Lists' are a list"):
+        sg.Run(strategy=Lists(), accelerator="cpu")
+
+
+class Left(sg.Callback):
+    capabilities = sg.Capabilities(provides={"acme:left"}, conflicts={"acme:right"})
+
+    @sg.hookimpl
+    def on_fit_start(self):
+        pass
+
+
+class Right(Left):
+    capabilities = sg.Capabilities(provides={"acme:right"})
+
+
+def test_two_plugins_that_exclude_each_other_are_refused():
+    with pytest.raises(ConfigError, match="callback 'Left' cannot be used with callback 'Right'.*drop one of the two"):
+        sg.Trainer(callbacks=[Right(), Left()], **QUIET)

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from attrs import define
 
-from stratagem import CommHook, hookimpl
+from stratagem import Capabilities, CommHook, hookimpl
+from stratagem.plugin import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
 
 
 @define(eq=False, kw_only=True)
@@ -15,6 +16,7 @@ class _Compress(CommHook):
     """Cast, average, cast back."""
 
     dtype: ClassVar[torch.dtype]
+    capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
 
     @hookimpl
     def reduce_bucket(self, bucket, average):

@@ -17,7 +17,7 @@ from stratagem import Capabilities, Precision, hookimpl
 from stratagem.data import map_batch
 from stratagem.errors import ConfigError
 from stratagem.options import at_least, between, more_than
-from stratagem.plugin import LOSS_SCALING, PrecisionPolicy
+from stratagem.plugin import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, PrecisionPolicy
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
@@ -36,6 +36,10 @@ class TruePrecision(Precision):
 
     #: Fewer bits are faster and smaller; below 32, updates smaller than a rounding step are lost.
     dtype: Literal["16", "bf16", "64"] = "bf16"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(provides=() if self.dtype == "64" else {SIXTEEN_BIT_GRADIENTS})
 
     def policy(self) -> PrecisionPolicy:
         dtype = _TRUE[self.dtype]
