@@ -14,6 +14,7 @@ from stratagem.config import option_types, options
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.layers import DOTTED, program
 from stratagem.plugin import KINDS, Capabilities, Plugin
+from stratagem.redaction import redact
 from stratagem.registry import Entry
 from stratagem.resolver import Choice, hook_implementations, hook_specifications, make
 from stratagem.settings import CHOICES, TrainerSettings
@@ -76,7 +77,7 @@ def explain_stack(run: Run) -> dict[str, Any]:
             "devices": list(run.stack.devices),
         },
         "arguments": {
-            name: {"value": repr(getattr(run.settings, name)), "origin": origin}
+            name: {"value": repr(redact(name, getattr(run.settings, name))), "origin": origin}
             for name, origin in sorted(run.settings.origins.items())
             if name not in CHOICES and hasattr(run.settings, name)
         },
@@ -116,7 +117,7 @@ def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
         "options": [
             {
                 "name": name,
-                "value": repr(getattr(plugin, option.name, None)),
+                "value": repr(redact(name, getattr(plugin, option.name, None))),
                 "origin": choice.origins.get(name, "default"),
             }
             for name, option in options(type(plugin)).items()

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pluggy
 from attrs import define, field, frozen
 
-from stratagem.world import Mesh, World
+from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,10 @@ class Strategy(Plugin):
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
         return False
+
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others to appear."""
+        return DEFAULT_TIMEOUT
 
     def mesh(self, world: World) -> Mesh:
         """How this strategy arranges the processes; every process reads its own data unless overridden."""

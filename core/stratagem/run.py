@@ -29,7 +29,8 @@ import pluggy
 import torch
 from attrs import define
 
-from stratagem import defaults, hookspecs
+from stratagem import defaults, hookspecs, lock
+from stratagem.agreement import agree, agree_before_connecting
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
@@ -81,6 +82,8 @@ class Run:
     def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
         self.settings = settings if settings is not None else gather(RunSettings, arguments)
         self.stack: Stack = resolve(self.settings)
+        if self.settings.lock is not None:
+            lock.check(self, self.settings.lock)
         #: The trainer that drives this run; None for a loop of your own.
         self.trainer: Trainer | None = None
         self.module: nn.Module | None = None
@@ -190,9 +193,17 @@ class Run:
         self.device = accelerator.device(self.stack.devices[self.world.local_rank])
         accelerator.activate(self.device)
         _set_determinism(self.settings.deterministic)
-        self.collectives = self.ask("connect", world=self.world)
+        self._join(self.world)
         self.connected = True
         atexit.register(_close, weakref.ref(self))
+
+    def _join(self, world: World) -> None:
+        """Join the other ranks, once it is known that they were started alike."""
+        facts = lock.facts(self) if world.world_size > 1 else {}
+        agree_before_connecting(world, facts, self.stack.strategy.join_timeout())
+        self.collectives = self.ask("connect", world=world)
+        if not world.store_hosted:
+            agree(self.collectives, facts)
 
     def _check_world(self, world: World) -> None:
         """Refuse processes that somebody else started for a strategy that would train each of them alone."""
@@ -241,6 +252,8 @@ class Run:
         if make_optimizers is not None:
             made = make_optimizers()
             self.optimizers = list(self.ask("wrap_optimizers", optimizers=made, module=self.model))
+        if stage == "train" and self.settings.writes_files:
+            lock.write(self)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
 

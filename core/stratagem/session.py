@@ -10,6 +10,7 @@ import torch
 from attrs import define
 
 from stratagem import snapshot
+from stratagem.agreement import agree
 from stratagem.data import in_order, seed_loader_workers, several
 from stratagem.errors import ConfigError
 from stratagem.loops import TrainLoop, evaluate
@@ -55,8 +56,21 @@ class Session:
 
     def work(self) -> Any:
         """Do the job; return what the user's call returns."""
+        agree(self.run.collectives, self._facts())
         self._build()
         return self._fit() if self.job.stage == "fit" else self._evaluate(self.job.stage)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what all ranks must have been asked alike."""
+        job = self.job
+        return {
+            "the call": job.stage,
+            "the module": type(self.module).__qualname__,
+            "ckpt_path": None if job.ckpt_path is None else str(job.ckpt_path),
+            "dataloaders": job.loaders is not None,
+            "val_dataloaders": job.val_loaders is not None,
+            "datamodule": None if job.datamodule is None else type(job.datamodule).__qualname__,
+        }
 
     def _build(self) -> None:
         """Prepare data once per node, then build what does not exist yet."""

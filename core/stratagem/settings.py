@@ -55,8 +55,16 @@ class RunSettings:
     default_root_dir: Path = field(factory=Path.cwd)
     #: Give each process its own share of every loader.
     use_distributed_sampler: bool = True
+    #: A ``run.lock`` of an earlier run: plugins, versions, options and arguments must be the same.
+    lock: Path | None = None
     #: Ask torch for deterministic kernels; slower, and an error where none exists.
     deterministic: bool | Literal["warn"] = False
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this run may leave anything on the disk that nobody asked for."""
+        return True
+
     #: Where each value that is not a default came from; filled by `gather`.
     origins: dict[str, str] = field(factory=dict, init=False, repr=False)
     #: Plugin options by kind and name; filled by `gather`.
@@ -105,15 +113,18 @@ class TrainerSettings(RunSettings):
     detect_anomaly: bool = False
     #: Validate, test and predict under `torch.inference_mode` rather than `torch.no_grad`.
     inference_mode: bool = True
-    #: Nothing but the loop: no logger, bar, checkpoints or sanity check.
+    #: Nothing but the loop: no logger, bar, checkpoints, lock or sanity check.
     barebones: bool = False
+
+    @property
+    def writes_files(self) -> bool:
+        return not (self.barebones or self.fast_dev_run)
 
 
 #: Arguments that are part of the public signature and not built yet: refused, rather than ignored.
 NOT_YET: dict[str, Any] = {
     "activation_checkpointing": None,
     "enable_model_summary": None,
-    "lock": None,
     "profiler": None,
     "sync_batchnorm": False,
 }

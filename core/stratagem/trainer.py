@@ -78,7 +78,7 @@ class Trainer:
         plugins: Any = (),
         callbacks: Any = (),
         logger: Any = True,
-        lock: Any = None,
+        lock: str | Path | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,

@@ -75,6 +75,9 @@ class DDPStrategy(Strategy):
     def default_launcher(self) -> str | None:
         return None if self.start_method is None else _LAUNCHERS[self.start_method]
 
+    def join_timeout(self) -> timedelta:
+        return self.timeout
+
     @hookimpl
     def connect(self, world, run):
         backend = self.process_group_backend or run.stack.accelerator.plugin.backend
