@@ -1,0 +1,56 @@
+"""Rank 0 alone keeps the optimizer, as a parameter server does: its state costs memory once, not once a process."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define
+
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.plugin import CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MULTI_PROCESS, NO_SYNC
+from stratagem.state import logical_optimizer_state, physical_optimizer_state
+
+
+@define(eq=False, kw_only=True)
+class CentralStrategy(Strategy):
+    """Gradients are averaged on all ranks, rank 0 steps, and the others receive its parameters."""
+
+    capabilities = Capabilities(provides={CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MULTI_PROCESS, NO_SYNC})
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        module = module.to(run.device)
+        _receive([*module.parameters(), *module.buffers()], run)
+        return module
+
+    @hookimpl
+    def backward(self, loss, module, run):
+        loss.backward()
+        if run.sync_gradients:  # false while gradients are only accumulated
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            for future in [run.collectives.average_async(gradient) for gradient in gradients]:
+                future.wait()
+        return True
+
+    @hookimpl
+    def optimizer_step(self, optimizer, run):
+        if run.rank == 0:
+            optimizer.step()
+        _receive([p for group in optimizer.param_groups for p in group["params"]], run)
+        return True
+
+    @hookimpl
+    def optimizer_state(self, optimizer, module, run):
+        return run.collectives.broadcast_object(logical_optimizer_state(optimizer, module))
+
+    @hookimpl
+    def load_optimizer_state(self, state, optimizer, module, run):
+        state = state if run.rank == 0 else state | {"state": {}}
+        optimizer.load_state_dict(physical_optimizer_state(state, optimizer, module))
+        return True
+
+
+def _receive(tensors, run):
+    """Give every rank rank 0's `tensors`."""
+    with torch.no_grad():
+        for tensor in tensors:
+            run.collectives.broadcast(tensor.data)
