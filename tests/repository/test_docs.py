@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -97,3 +101,86 @@ def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+# --- The pages for plugin authors --------------------------------------------------------------------------------
+
+
+def test_the_strategy_of_the_docs_is_the_one_in_contrib_and_short():
+    source = (ROOT / "contrib" / "central" / "stratagem_central.py").read_text()
+
+    assert source in (ROOT / "docs" / "strategy-in-60-lines.md").read_text()
+    assert len(source.splitlines()) == 56
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A virtual environment that sees what is installed here, and in which anything can be installed."""
+    folder = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    here = sysconfig.get_paths()["purelib"]
+    (packages / "outer.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    for name in ("stratagem", "pytest", "pip"):
+        script = folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {folder}/bin/python -m {name} "$@"\n')
+        script.chmod(0o755)
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return variables | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PIP_NO_BUILD_ISOLATION": "0"}
+
+
+@pytest.mark.slow
+def test_a_new_author_follows_the_page_alone(tmp_path, environment):
+    """Every shell block is run and every file written, in the order of the page."""
+    page = (ROOT / "docs" / "strategy-in-60-lines.md").read_text().partition("## All of one")[0]
+    place, output = tmp_path, ""
+    for language, block in re.findall(r"^```(shell|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "shell":
+            for line in block.splitlines():
+                if line.startswith("cd "):
+                    place = place / line.removeprefix("cd ")
+                    continue
+                done = subprocess.run(
+                    line,
+                    shell=True,
+                    cwd=place,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=300,
+                )
+                output = done.stdout
+                assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        else:
+            name, _, source = block.removeprefix("# ").partition("\n")
+            path = place / name
+            path.write_text(with_function_replaced(path.read_text(), source) if path.exists() else source)
+
+    assert "trained by MyIdea in 2 processes" in output
+
+
+def with_function_replaced(module: str, function: str) -> str:
+    """Return the source `module` with its function of that name replaced, as a person would edit it."""
+    (new,) = ast.parse(function).body
+    (old,) = [node for node in ast.parse(module).body if getattr(node, "name", "") == new.name]
+    lines = module.splitlines(keepends=True)
+    assert len(function.splitlines()) <= 10
+    return "".join([*lines[: old.lineno - 1], function, *lines[old.end_lineno :]])
+
+
+def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeypatch):
+    source, test = snippets("docs/comm-hook-in-25-lines.md")
+    (tmp_path / "truncate.py").write_text(source + test)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("truncate")
+
+    assert len(source.splitlines()) <= 25
+    for _, check in module.TestTruncate.checks():
+        with contextlib.suppress(pytest.skip.Exception):
+            check()
+
+
+def test_the_snippets_about_testing_run():
+    for source in snippets("docs/testing-a-plugin.md"):
+        exec(source, {"__name__": "snippet"})
