@@ -32,8 +32,23 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plugins(commands)
     _add_explain(commands)
+    _add_doctor(commands)
     _add_discovered(commands, arguments)
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what is here, what is broken, and a run of two processes")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(act=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from stratagem.doctor import examine, render
+
+    report = examine()
+    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+    return int(bool(report["problems"]))
 
 
 def _add_discovered(commands: Any, arguments: Sequence[str]) -> None:

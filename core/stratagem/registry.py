@@ -46,10 +46,10 @@ class Entry:
         Raises:
             PluginError: the package was made for another core version, or its import fails (chained).
         """
-        _check_core_version(self)
+        check_core_version(self)
         try:
             return EntryPoint(self.name, self.value, f"stratagem.{self.kind}").load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module that exits must not take the program with it
             raise PluginError(
                 f"{self.kind} {self.name!r} of {self.distribution} {self.version} cannot be imported "
                 f"({type(error).__name__}: {error})",
@@ -57,9 +57,9 @@ class Entry:
             ) from error
 
 
-def entries(kind: str | None = None) -> list[Entry]:
-    """Return the installed plugins (of one `kind`), sorted; allow and deny lists applied."""
-    return [entry for entry in _scan() if kind in (None, entry.kind) and _allowed(entry)]
+def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
+    """Return the installed plugins (of one `kind`), sorted; `hidden` also those that allow and deny lists hide."""
+    return [entry for entry in _scan() if kind in (None, entry.kind) and (hidden or _allowed(entry))]
 
 
 def refresh() -> None:
@@ -142,7 +142,12 @@ def _allowed(entry: Entry) -> bool:
     return not (titles & _names(DENY_VARIABLE)) and (not allowed or bool(titles & allowed))
 
 
-def _check_core_version(entry: Entry) -> None:
+def check_core_version(entry: Entry) -> None:
+    """Refuse a plugin whose package was made for other versions of the core.
+
+    Raises:
+        PluginError: both versions are in it.
+    """
     from stratagem import __version__
 
     if not all(_satisfies(__version__, clause) for clause in entry.core_requirement.split(",") if clause.strip()):

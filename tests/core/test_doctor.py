@@ -1,0 +1,164 @@
+"""The doctor says what is here and what is broken, survives what is broken, and tells it by its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stratagem import doctor
+from stratagem.cli import main
+
+GOOD = """
+    from attrs import define
+    from stratagem import Strategy, hookimpl
+
+    @define(eq=False, kw_only=True)
+    class Mine(Strategy):
+        @hookimpl
+        def wrap_model(self, module):
+            return module
+"""
+
+
+@pytest.fixture
+def no_smoke(monkeypatch):
+    monkeypatch.setattr(doctor, "_smoke_run", lambda: {"status": "ok", "reason": "", "seconds": 0.0})
+
+
+def examined(capsys):
+    code = main(["doctor", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def row(report, distribution):
+    (found,) = [each for each in report["packages"] if each["distribution"] == distribution]
+    return found
+
+
+def test_a_healthy_machine(capsys):
+    code, report = examined(capsys)
+
+    assert (code, report["problems"]) == (0, [])
+    assert report["smoke run"]["status"] == "ok"
+    assert report["devices"]["cpu"] >= 1
+    assert report["backends"]["gloo"] is True
+    assert report["torch"]["version"].startswith("2.")
+    assert row(report, "stratagem-precision")["plugins"]["precision"] >= 6
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_people_get_the_same_as_text(capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("STRATAGEM_API_TOKEN", "s3cret")
+
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "  stratagem-ddp 0.1.0: ok (12 strategy)" in text
+    assert "  NCCL_DEBUG=INFO" in text
+    assert "  STRATAGEM_API_TOKEN=<redacted>" in text
+    assert "s3cret" not in text
+    assert text.rstrip().endswith("all is well")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('no such driver')", "RuntimeError: no such driver"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import an_engine_that_is_not_there", "No module named 'an_engine_that_is_not_there'"),
+        ("Mine = 5", "'int' object is not callable"),
+        (GOOD.replace("wrap_model", "wrap_modell"), "'wrap_modell', which is no hook; did you mean 'wrap_model'"),
+    ],
+)
+@pytest.mark.usefixtures("no_smoke")
+def test_a_broken_package_is_a_finding(install, capsys, source, reason):
+    install("acme-broken", {"stratagem.strategy": {"acme": "Mine"}}, source)
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert row(report, "acme-broken")["status"] == "broken"
+    assert reason in row(report, "acme-broken")["reasons"][0]
+    assert len(report["problems"]) == 1
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_a_package_for_another_core_is_told_from_a_broken_one(install, capsys):
+    install("acme-old", {"stratagem.strategy": {"acme": "Mine"}}, GOOD, requires=["stratagem<0.1"])
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert row(report, "acme-old")["status"] == "for another version of the core"
+    assert "needs stratagem <0.1" in row(report, "acme-old")["reasons"][0]
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_the_same_name_from_two_packages(install, capsys):
+    install("acme-one", {"stratagem.strategy": {"acme": "Mine"}}, GOOD)
+    install("acme-two", {"stratagem.strategy": {"acme": "Mine"}}, GOOD)
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert row(report, "acme-one")["status"] == "duplicate"
+    assert "also in acme-two; write 'acme-one:acme'" in row(report, "acme-one")["reasons"][0]
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_what_a_list_hides_is_noted_and_not_loaded(install, capsys, monkeypatch):
+    install("acme-broken", {"stratagem.strategy": {"acme": "Mine"}}, "raise RuntimeError")
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "acme")
+    code, report = examined(capsys)
+
+    assert code == 0
+    assert "hidden by" in row(report, "acme-broken")["notes"][0]
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_a_group_that_is_no_kind(install, capsys):
+    install("acme-typo", {"stratagem.strategies": {"acme": "Mine"}}, GOOD)
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert "entry-point group stratagem.strategies, which is no kind" in row(report, "acme-typo")["reasons"][0]
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_an_accelerator_that_cannot_count_is_a_finding_among_the_devices(install, capsys):
+    source = """
+        from attrs import define
+        from stratagem import Accelerator
+
+        @define(eq=False, kw_only=True)
+        class Mine(Accelerator):
+            def count(self):
+                raise OSError("driver mismatch")
+    """
+    install("acme-device", {"stratagem.accelerator": {"acme": "Mine"}}, source)
+
+    assert examined(capsys)[1]["devices"]["acme"] == "cannot be counted (OSError: driver mismatch)"
+
+
+def test_processes_that_cannot_talk_are_reported_and_gone(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_SMOKE", "raise SystemExit('no loopback')")
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert report["smoke run"]["status"] == "failed"
+    assert "no loopback" in report["smoke run"]["reason"]
+
+
+def test_processes_that_hang_are_ended(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_SMOKE", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "_SMOKE_S", 1.0)
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert "still at it" in report["smoke run"]["reason"]
+
+
+def test_asking_for_it_by_name_leaves_other_commands_quick():
+    import subprocess
+    import sys
+
+    code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem.doctor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
