@@ -184,4 +184,4 @@ def test_a_failing_save_fails_on_all_ranks(tmp_path):
     assert "could not be written" in message
     assert second == "StratagemError"
     assert "rank 0 failed with CheckpointError" in echo
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.sum"]
+    assert sorted(path.name for path in tmp_path.glob("a*")) == ["a.ckpt", "a.ckpt.sum"]

@@ -1,0 +1,31 @@
+"""Every name that this repository's packages provide passes the kit, as `stratagem plugins check NAME` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratagem import registry
+from stratagem.plugin import KINDS
+from stratagem.testing.command import check
+
+ROOT = Path(__file__).parents[2]
+OURS = "\n".join(path.read_text() for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+#: Cannot be made from a name alone, or needs a device.
+NOT_BY_NAME = {"lambda", "gpu"}
+
+ENTRIES = [
+    entry
+    for entry in registry.entries()
+    if entry.kind in KINDS and f'name = "{entry.distribution}"' in OURS and entry.name not in NOT_BY_NAME
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}-{entry.name}")
+def test_it_passes(entry):
+    rows = check(entry, (1, 2), quiet=True)
+
+    assert len(rows) >= 5
+    assert [row for row in rows if row["outcome"] == "failed"] == []
