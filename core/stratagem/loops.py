@@ -8,6 +8,7 @@ so that a resumed epoch can draw the same order and skip what is done.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -276,7 +277,9 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
     run.stage, trainer.book = stage, book
     results: list[Any] = []
     try:
-        with _evaluating(trainer.module, trainer.settings.inference_mode):
+        # What a sharded strategy gathers in inference mode could not be gathered again in training.
+        inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
+        with _evaluating(trainer.module, inference):
             trainer.events.emit(f"{event}_start")
             batch_end = trainer.events.listener(f"{event}_batch_end")
             for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -299,11 +302,11 @@ def _pass_over(
 ) -> list[Any]:
     run, outputs_kept, batch_idx = trainer.run, [], -1
     set_epoch(loader, trainer.position.epoch)
-    for batch_idx, batch in enumerate(loader):
-        if batch_idx >= limit:
-            batch_idx -= 1
-            break
+    batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
+    for batch_idx, batch in enumerate(batches):
         moved = run.transfer(batch)
+        if run.shards_parameters:
+            run.collectives.any(True)
         trainer.book.batch = moved
         with run.evaluate_context(stage):
             outputs = call(moved, batch_idx)
@@ -311,11 +314,29 @@ def _pass_over(
             outputs_kept.append(outputs)
         if batch_end is not None:
             batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
-        if batch_idx + 1 >= limit:
-            break
+    if run.shards_parameters:
+        _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None)
     if batch_idx < 0 and limit > 0:
         raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
     return outputs_kept
+
+
+def _keep_pace(trainer: Trainer, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any) -> None:
+    """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
+    run, book = trainer.run, trainer.book
+    trainer.book = MetricBook(default_on_step=False, collectives=run.collectives)
+    try:
+        while run.collectives.any(False):
+            if batch is None:
+                raise ConfigError(
+                    f"loader {loader_idx} of {stage} yielded no batch on rank {run.rank}",
+                    expected="at least one on every rank",
+                )
+            trainer.book.batch = batch
+            with run.evaluate_context(stage):
+                call(batch, 0)
+    finally:
+        trainer.book = book
 
 
 def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: int) -> Callable[..., Any]:

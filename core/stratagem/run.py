@@ -34,7 +34,7 @@ from stratagem.agreement import agree, agree_before_connecting
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
-from stratagem.plugin import MULTI_PROCESS, Bucket, CheckpointFormat, PrecisionPolicy
+from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, Bucket, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
 from stratagem.settings import RunSettings, gather
 from stratagem.world import Collectives, Mesh, World
@@ -115,6 +115,11 @@ class Run:
     def policy(self) -> PrecisionPolicy:
         """The precision's policy."""
         return self.stack.policy
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether every forward needs all ranks, as each holds a part of the parameters."""
+        return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
 
     @property
     def num_processes(self) -> int:
@@ -269,6 +274,12 @@ class Run:
 
         def repoint() -> list[Optimizer]:
             current = dict(module.named_parameters())
+            lost = sorted(set(names.values()) - set(current))
+            if lost:
+                raise PluginError(
+                    f"{self.stack.strategies[-1]} renamed the parameter {lost[0]!r}", expected="names to stay",
+                    do="make the optimizer in Module.configure_optimizers, and tell the strategy's author",
+                )  # fmt: skip
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["params"] = [current.get(names.get(id(p), ""), p) for p in group["params"]]

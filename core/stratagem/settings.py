@@ -111,7 +111,7 @@ class TrainerSettings(RunSettings):
     overfit_batches: int | float = field(default=0, validator=batch_limit)
     #: Stop at the operation that made a gradient NaN; slow.
     detect_anomaly: bool = False
-    #: Validate, test and predict under `torch.inference_mode` rather than `torch.no_grad`.
+    #: Validate, test and predict under `torch.inference_mode` rather than `torch.no_grad`; sharded strategies cannot.
     inference_mode: bool = True
     #: Nothing but the loop: no logger, bar, checkpoints, lock or sanity check.
     barebones: bool = False

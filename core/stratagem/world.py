@@ -238,6 +238,11 @@ class TorchCollectives(Collectives):
         dist.all_gather_object(values, value)
         return values
 
+    def any(self, flag: bool) -> bool:
+        import torch
+
+        return bool(self.all_reduce(torch.tensor(int(flag), device=self.device), "max"))
+
     def barrier(self) -> None:
         import torch.distributed as dist
 

@@ -47,7 +47,17 @@ def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list
     with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
         path = Path(folder) / "test_conformance.py"
         path.write_text(_TEST.format(cls=cls, name=entry.qualified_name, world_sizes=tuple(world_sizes)))
-        options = ["-q", "-rs", "--rootdir", folder, "-p", "no:cacheprovider", "-o", "addopts="]
+        options = [
+            "-q",
+            "-rs",
+            "--rootdir",
+            folder,
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "addopts=",
+            "--import-mode=importlib",
+        ]
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             pytest.main([str(path), *options], plugins=[rows])
     return rows.rows

@@ -44,7 +44,9 @@ class Conformance:
     @classmethod
     def parameters(cls) -> dict[str, Sequence[Any]]:
         """Return the values of each parameter that a check may take."""
-        return {"world_size": cls.world_sizes, "several": [size for size in cls.world_sizes if size > 1]}
+        sizes = cls.world_sizes
+        several, alone = [size for size in sizes if size > 1], [size for size in sizes if size == 1]
+        return {"world_size": sizes, "several": several, "alone": alone}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Parametrize the checks of a subclass; called by pytest."""

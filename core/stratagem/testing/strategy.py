@@ -222,13 +222,13 @@ class StrategyConformance(Conformance):
         else:
             self._compare(results, train_module_plainly(Shifted(seed=0), batches)[0])
 
-    def test_random_numbers_are_left_alone(self) -> None:
+    def test_random_numbers_are_left_alone(self, alone: int) -> None:
         """One process draws exactly the random numbers that plain PyTorch draws from the same seed."""
         batches = joined_batches(6, _BATCH)
         torch.manual_seed(11)
         reference, _ = train_module_plainly(Dropped(), batches)
 
-        self._compare(self._run(1, _train_seeded, batches), reference)
+        self._compare(self._run(alone, _train_seeded, batches), reference)
 
     def test_manual_optimization(self, world_size: int) -> None:
         batches = joined_batches(6, _BATCH)

@@ -1,0 +1,393 @@
+"""Parameters, gradients and optimizer state sharded over the processes, with torch's FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _Policy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.plugin import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    FULL_STATE,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    SHARDED_PARAMETERS,
+)
+from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
+from stratagem.world import DEFAULT_TIMEOUT, Mesh, TorchCollectives
+
+#: Where a sharded module remembers how it was wrapped, for the next call of the trainer.
+_WRAPPED = "_stratagem_fsdp"
+
+
+@define(eq=False, kw_only=True)
+class FSDPStrategy(Strategy):
+    """Each process keeps a shard; a unit is gathered whole only while it computes. Zhao et al., "PyTorch FSDP", VLDB
+    2023; torch's second implementation of it.
+    """
+
+    #: What becomes a unit of its own: a set of classes, a torch policy, or a callable. Units are gathered one by one:
+    #: smaller ones need less memory and more messages. Without any, the model is one unit and whole in every step.
+    auto_wrap_policy: Any = None
+    #: What is computed again in backward instead of being kept: a set of classes or a torch policy. Memory for time.
+    activation_checkpointing_policy: Any = None
+    #: FULL_SHARD shards everything. SHARD_GRAD_OP keeps units whole between forward and backward: fewer messages, more
+    #: memory. HYBRID_SHARD shards within a group of processes and replicates over groups. NO_SHARD replicates.
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    #: For HYBRID_SHARD: (replicas, processes that share one). By default a replica for each node.
+    device_mesh: tuple[int, int] | None = None
+    #: Keep shards, gradients and optimizer on the CPU, and step there: very little device memory, very slow.
+    cpu_offload: bool = False
+    #: Dtypes to compute and to reduce in: a torch MixedPrecisionPolicy (or MixedPrecision); else the precision decides.
+    mixed_precision: Any = None
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
+    timeout: timedelta = DEFAULT_TIMEOUT
+    #: torch.distributed backend; by default the one that fits the device.
+    process_group_backend: str | None = None
+    #: Of the first FSDP; its second implementation always limits them.
+    limit_all_gathers: bool = field(default=True)
+    #: Of the first FSDP; its second implementation always keeps the original parameters.
+    use_orig_params: bool = field(default=True)
+    #: In which form `save_checkpoint` writes the model: whole.
+    state_dict_type: Literal["full"] = "full"
+
+    _device_mesh: Any = field(init=False, default=None)
+    _syncs: bool | None = field(init=False, default=None)
+
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM,
+            CLIP_BY_VALUE,
+            FULL_STATE,
+            MANUAL_OPTIMIZATION,
+            MULTI_PROCESS,
+            MULTIPLE_OPTIMIZERS,
+            NO_SYNC,
+            SHARDED_PARAMETERS,
+        }
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
+            self.timeout = timedelta(seconds=self.timeout)
+        for name in ("limit_all_gathers", "use_orig_params"):
+            if getattr(self, name) is False:
+                raise ConfigError(
+                    f"strategy.fsdp.{name} is False",
+                    expected="True: torch's second FSDP cannot do without",
+                    do="drop it",
+                )
+        if self.device_mesh is not None and self.sharding_strategy != "HYBRID_SHARD":
+            raise ConfigError(
+                f"strategy.fsdp.device_mesh is {self.device_mesh} with sharding_strategy={self.sharding_strategy!r}",
+                expected="HYBRID_SHARD, which alone has replicas of shards",
+            )
+
+    # --- Before any process starts -------------------------------------------------------------------------------
+
+    def join_timeout(self) -> timedelta:
+        return self.timeout
+
+    def absorbs(self, policy) -> bool:
+        """Mixed precision without loss scaling is FSDP's own business: it gathers in fewer bits, too."""
+        return self.mixed_precision is not None or (policy.compute_dtype is not None and policy.param_dtype is None
+                                                    and not policy.loss_scaling)  # fmt: skip
+
+    def mesh(self, world) -> Mesh:
+        replicas, shards = self._layout(world)
+        return Mesh(axes={"data": replicas, "shard": shards}, rank=world.rank)
+
+    def _layout(self, world) -> tuple[int, int]:
+        """Return how many replicas there are, and how many processes share each."""
+        if self.sharding_strategy == "NO_SHARD":
+            return world.world_size, 1
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return 1, world.world_size
+        replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
+        if replicas * shards != world.world_size:
+            raise ConfigError(
+                f"strategy.fsdp.device_mesh is {(replicas, shards)} and the run has {world.world_size} processes",
+                expected="a product equal to the number of processes",
+            )
+        if self.device_mesh is None and replicas == 1:
+            raise ConfigError(
+                "strategy.fsdp.sharding_strategy is HYBRID_SHARD on one node",
+                expected="device_mesh=(replicas, processes that share one)",
+                do="give one, or use FULL_SHARD",
+            )
+        return replicas, shards
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def connect(self, world, run):
+        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=self.timeout)
+        replicas, shards = self._layout(world)
+        sizes, names = ((shards,), ("shard",)) if replicas == 1 else ((replicas, shards), ("replicate", "shard"))
+        self._device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=names)
+        return collectives
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        user, self._syncs = module.module, None
+        earlier = user.__dict__.get(_WRAPPED)
+        if earlier is not None:
+            _check_same(earlier, self._device_mesh)
+            _reshard(earlier[0])  # optimizers are made of shards
+            return earlier[0]
+        module = module.to("cpu" if self.cpu_offload else run.device)
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                run.collectives.broadcast(tensor.data)
+        if self.activation_checkpointing_policy is not None:
+            for part in _select(user, self.activation_checkpointing_policy, "activation_checkpointing_policy"):
+                checkpoint(part)  # by hooks: names stay as they are
+        units = [] if self.auto_wrap_policy is None else _select(user, self.auto_wrap_policy, "auto_wrap_policy")
+        if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
+            units += [
+                child for child in user.children() if child not in units and any(True for _ in child.parameters())
+            ]
+        options = self._options(run, {parameter for parameter in user.parameters() if parameter.dim() == 0})
+        for unit in units:
+            fully_shard(unit, **options)
+        root = fully_shard(module, **options)
+        user.__dict__[_WRAPPED] = (root, self._device_mesh)
+        return root
+
+    def _options(self, run, scalars) -> dict[str, Any]:
+        policy = self.mixed_precision
+        if policy is None and run.stack.precision_absorbed:
+            policy = run.policy
+            param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
+        else:
+            param_dtype, reduce_dtype = getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if self.cpu_offload else OffloadPolicy()
+        return {
+            "mesh": self._device_mesh,
+            "reshard_after_forward": self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+            # Inputs are cast by autocast, operation by operation (see step_context): targets stay as they are.
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+            ),
+            "offload_policy": offload,
+            "ignored_params": scalars,  # a number cannot be cut; see `_average_scalars`
+        }
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def step_context(self, stage, sync, run):
+        wanted = sync or run.manual
+        if stage == "train" and self._syncs is not wanted:
+            run.model.set_requires_gradient_sync(wanted)
+            self._syncs = wanted
+        dtype = getattr(self.mixed_precision, "param_dtype", None) or (
+            run.policy.compute_dtype if run.stack.precision_absorbed else None
+        )
+        return None if dtype is None else torch.autocast(run.device.type, dtype, cache_enabled=not run.manual)
+
+    @hookimpl
+    def backward(self, loss, module, run):
+        if run.manual:
+            # The root's forward has not returned, so nothing has told FSDP that a backward begins.
+            state = module._get_fsdp_state()
+            loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+        with torch.autocast(run.device.type, enabled=False):
+            loss.backward()
+        if run.manual or run.sync_gradients:
+            self._average_scalars(run)
+        if run.manual:
+            module.unshard()
+        return True
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, run):
+        stepped = yield
+        if run.manual:  # what the rest of this forward computes with must be what was stepped
+            run.model.reshard()
+            run.model.unshard()
+        return stepped
+
+    @hookimpl
+    def clip_gradients(self, optimizer, max_norm, max_value):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if max_value is not None:
+            for gradient in gradients:
+                _local(gradient).clamp_(-max_value, max_value)
+            return 0.0
+        # Shards have to be summed over the ranks, whole gradients must not be.
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        norms = [torch.nn.utils.get_total_norm(some) for some in (sharded, whole) if some]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            _local(gradient).mul_(factor.to(_local(gradient).device))
+        return total
+
+    def _average_scalars(self, run):
+        for parameter in run.module.parameters():
+            if parameter.dim() == 0 and parameter.grad is not None:
+                parameter.grad = run.collectives.all_reduce(parameter.grad, "mean")
+
+    @hookimpl
+    def on_validation_end(self, run):
+        _reshard(run.model)
+
+    @hookimpl
+    def on_test_end(self, run):
+        _reshard(run.model)
+
+    @hookimpl
+    def on_predict_end(self, run):
+        _reshard(run.model)
+
+    # --- State ---------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def model_state(self, module, run):
+        _reshard(run.model)
+        return {name: _whole(tensor) for name, tensor in module.state_dict().items()}
+
+    @hookimpl
+    def load_model_state(self, state, module, strict, run):
+        _reshard(run.model)
+        own = module.state_dict()
+        load_weights(module, {name: _like(tensor, own.get(name)) for name, tensor in state.items()}, strict)
+        return True
+
+    @hookimpl
+    def optimizer_state(self, optimizer, module, run):
+        _reshard(run.model)
+        state = logical_optimizer_state(optimizer, module)
+        whole = {name: {key: _whole(v) for key, v in entry.items()} for name, entry in state["state"].items()}
+        return state | {"state": whole}
+
+    @hookimpl
+    def load_optimizer_state(self, state, optimizer, module, run):
+        _reshard(run.model)
+        own = dict(module.named_parameters())
+        cut = {
+            name: {key: _like(value, own.get(name)) for key, value in entry.items()}
+            for name, entry in state["state"].items()
+        }
+        optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
+        return True
+
+
+def cpu_offload() -> FSDPStrategy:
+    """``fsdp_cpu_offload``"""
+    return FSDPStrategy(cpu_offload=True)
+
+
+# --- Tensors and their shards ------------------------------------------------------------------------------------
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(value: Any) -> Any:
+    """Return a sharded tensor whole, on the CPU; anything else as it is. Collective."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def _like(value: Any, model: Any) -> Any:
+    """Return this rank's shard of `value` where `model` is sharded and has its shape; else `value`."""
+    if not (isinstance(value, torch.Tensor) and isinstance(model, DTensor) and value.shape == model.shape):
+        return value
+    with torch.no_grad():
+        value = value.to(model.device_mesh.device_type)
+        return distribute_tensor(value, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def _reshard(root: nn.Module) -> None:
+    """Leave every unit sharded: an evaluation, or a backward within a forward, may have left some whole."""
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _check_same(earlier: tuple[nn.Module, Any], mesh: Any) -> None:
+    if earlier[1] != mesh:
+        raise ConfigError(
+            "the model was sharded by an earlier run over other processes",
+            expected="a model that is whole, or the same processes",
+            do="save a checkpoint and load it into a new model",
+        )
+
+
+# --- Choosing units ----------------------------------------------------------------------------------------------
+
+
+def _select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
+    """Return the modules below `root` that `policy` chooses, children before parents."""
+    if isinstance(policy, type):
+        policy = {policy}
+    if isinstance(policy, set | frozenset | list | tuple):
+        present = {type(part) for part in root.modules()}
+        absent = [cls.__name__ for cls in policy if not any(issubclass(kind, cls) for kind in present)]
+        if absent:
+            raise ConfigError(
+                f"strategy.fsdp.{option} names {', '.join(sorted(absent))}, and {type(root).__name__} has none",
+                expected="classes of its submodules",
+                do="choose among " + ", ".join(sorted(kind.__name__ for kind in present)),
+            )
+        policy = ModuleWrapPolicy(set(policy))
+    chosen = set(policy._run_policy(root, set(), {})) if isinstance(policy, _Policy) else _walk(root, policy, option)
+    chosen.discard(root)
+    if not chosen:
+        raise ConfigError(
+            f"strategy.fsdp.{option} chooses no part of {type(root).__name__}",
+            expected="at least one",
+            do="drop the policy, or let it choose smaller parts",
+        )
+    ordered: list[nn.Module] = []
+    _append_after_children(root, chosen, ordered)
+    return ordered
+
+
+def _append_after_children(part: nn.Module, chosen: set[nn.Module], ordered: list[nn.Module]) -> None:
+    for child in part.children():
+        _append_after_children(child, chosen, ordered)
+    if part in chosen and part not in ordered:
+        ordered.append(part)
+
+
+def _walk(root: nn.Module, policy: Callable[..., bool], option: str) -> set[nn.Module]:
+    """Ask a callable as torch's first FSDP did: ``policy(module=..., recurse=..., nonwrapped_numel=...)``."""
+    if not callable(policy):
+        raise ConfigError(
+            f"strategy.fsdp.{option} is {policy!r}", expected="a set of classes, a torch policy or a callable"
+        )
+    chosen: set[nn.Module] = set()
+
+    def visit(part: nn.Module) -> int:
+        """Return how many numbers of `part` lie in chosen units."""
+        size = sum(parameter.numel() for parameter in part.parameters())
+        if not policy(module=part, recurse=True, nonwrapped_numel=size):
+            return 0
+        inside = sum(visit(child) for child in part.children())
+        if policy(module=part, recurse=False, nonwrapped_numel=size - inside):
+            chosen.add(part)
+            return size
+        return inside
+
+    visit(root)
+    return chosen

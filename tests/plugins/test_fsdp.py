@@ -1,0 +1,211 @@
+"""What FSDP alone promises: shards, units, meshes, checkpoints that other strategies read; and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem.strategies import FSDPStrategy
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import outcome, share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def fit(world_size, strategy, module, batches, **arguments):
+    trainer = sg.Trainer(**({"max_epochs": 1, "strategy": strategy, "devices": world_size} | QUIET | arguments))
+    trainer.fit(module, share(trainer, batches))
+    return trainer
+
+
+# --- What is sharded ---------------------------------------------------------------------------------------------
+
+
+def _held(rank, world_size, options):
+    module = Net()
+    trainer = fit(world_size, {"name": "fsdp", **options}, module, joined_batches(2, 24))
+    parameters = sum(_local(parameter).numel() for parameter in module.parameters())
+    momentum = sum(_local(state["momentum_buffer"]).numel() for state in trainer.run.optimizers[0].state.values())
+    units = [name for name, part in trainer.run.model.named_modules() if type(part).__name__.startswith("FSDP")]
+    return parameters, momentum, units
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "share_of_all"),
+    [
+        ({}, 1 / 2),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, 1 / 2),
+        ({"sharding_strategy": "NO_SHARD"}, 1),
+    ],
+)
+def test_a_rank_holds_its_share_of_parameters_and_optimizer_state(options, share_of_all):
+    whole = sum(parameter.numel() for parameter in Net().parameters())
+
+    held = run_in_processes(_held, 2, options)
+
+    assert sum(parameters for parameters, _, _ in held) == 2 * whole * share_of_all
+    assert all(parameters == momentum for parameters, momentum, _ in held)
+
+
+@pytest.mark.parametrize(
+    ("policy", "units"),
+    [
+        ({nn.Linear}, ["", "module.net.0", "module.net.2", "module.net.4"]),
+        ([nn.Sequential], ["", "module.net"]),
+        (nn.Sequential, ["", "module.net"]),
+        (ModuleWrapPolicy({nn.Sequential}), ["", "module.net"]),
+        (functools.partial(size_based_auto_wrap_policy, min_num_params=1000), ["", "module.net.2"]),
+        (None, [""]),
+    ],
+    ids=["set", "list", "class", "torch policy", "callable", "none"],
+)
+def test_every_form_of_a_policy_chooses_units(policy, units):
+    for _, _, found in run_in_processes(_held, 2, {"auto_wrap_policy": policy}):
+        assert found == units
+
+
+# --- Precision ---------------------------------------------------------------------------------------------------
+
+
+class Looks(Net):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+        self.net[2].register_forward_pre_hook(lambda module, _: self.seen.add(module.weight.dtype))
+
+
+def _dtype_gathered(rank, world_size, options, precision):
+    module = Looks()
+    fit(world_size, {"name": "fsdp", **options}, module, joined_batches(2, 24), precision=precision)
+    return module.seen, {parameter.dtype for parameter in module.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({}, "bf16-mixed"), ({"mixed_precision": torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16)}, None)],
+)
+def test_mixed_precision_gathers_in_bf16_and_keeps_fp32_shards(options, precision):
+    for gathered, kept in run_in_processes(_dtype_gathered, 2, options, precision):
+        assert gathered == {torch.bfloat16}
+        assert kept == {torch.float32}
+
+
+# --- Checkpoints between strategies ------------------------------------------------------------------------------
+
+
+def _write(rank, world_size, strategy, batches, path):
+    fit(world_size, strategy, Net(), batches).save_checkpoint(path)
+
+
+def _read(rank, world_size, strategy, batches, path):
+    trainer = sg.Trainer(max_epochs=2, strategy=strategy, devices=world_size, **QUIET)
+    trainer.fit(Net(seed=3), share(trainer, batches), ckpt_path=path)
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp_cpu_offload", "fsdp"), ("fsdp", "fsdp_cpu_offload")]
+)
+@pytest.mark.parametrize(("sizes"), [(2, 3), (3, 2)])
+def test_checkpoints_move_between_strategies_and_world_sizes(tmp_path, writer, reader, sizes):
+    batches = joined_batches(8, 24)
+    whole, _ = train_module_plainly(Net(), batches)
+    run_in_processes(_write, sizes[0], writer, batches[:4], tmp_path / "x.ckpt")
+
+    for weights in run_in_processes(_read, sizes[1], reader, batches[4:], tmp_path / "x.ckpt"):
+        assert relative_difference(weights, whole) < 1e-6
+
+
+def test_its_file_is_read_by_plain_torch(tmp_path):
+    batches = joined_batches(4, 24)
+    run_in_processes(_write, 2, "fsdp", batches, tmp_path / "x.ckpt")
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+
+    assert relative_difference(state, train_module_plainly(Net(), batches)[0]) < 1e-6
+
+
+# --- What it refuses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_all_gathers": False}, "limit_all_gathers is False; expected True"),
+        ({"use_orig_params": False}, "use_orig_params is False; expected True"),
+        (
+            {"device_mesh": (1, 2)},
+            "device_mesh is \\(1, 2\\) with sharding_strategy='FULL_SHARD'; expected HYBRID_SHARD",
+        ),
+        ({"sharding_strategy": "FULL"}, "strategy.fsdp.sharding_strategy is 'FULL'; expected 'FULL_SHARD' or"),
+        ({"state_dict_type": "sharded"}, "strategy.fsdp.state_dict_type is 'sharded'; expected 'full'"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_before_anything_starts(options, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(strategy={"name": "fsdp", **options}, **QUIET)
+
+
+def _refused(rank, world_size, options, make):
+    return outcome(lambda: fit(world_size, {"name": "fsdp", **options}, make(), joined_batches(2, 24)))
+
+
+class Absent(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_wrap_policy": {Absent}}, "auto_wrap_policy names Absent, and Net has none; .*Linear"),
+        ({"activation_checkpointing_policy": {Absent}}, "activation_checkpointing_policy names Absent"),
+        (
+            {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=10**9)},
+            "chooses no part of Net",
+        ),
+        ({"auto_wrap_policy": 5}, "auto_wrap_policy is 5; expected a set of classes"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD on one node; expected device_mesh"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "device_mesh is \\(2, 2\\) and the run has 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(options, message):
+    import re
+
+    for said in run_in_processes(_refused, 2, options, Net, limit_s=20):
+        assert said.startswith("refused: "), said
+        assert re.search(message, said)
+
+
+def test_an_instance_with_classes_travels():
+    import pickle
+
+    strategy = pickle.loads(pickle.dumps(FSDPStrategy(auto_wrap_policy={nn.Linear})))
+
+    assert strategy.auto_wrap_policy == {nn.Linear}
+
+
+def _trained_three_times(rank, world_size, batches):
+    module = Net()
+    fit(world_size, "fsdp", module, batches[:2])
+    second = fit(world_size, "fsdp", module, batches[2:4])
+    second.close()
+    return weights_of(fit(world_size, "fsdp", module, batches[4:]))
+
+
+def test_a_module_that_an_earlier_trainer_sharded_trains_on():
+    batches, plain = joined_batches(6, 24), Net()
+    for part in (batches[:2], batches[2:4], batches[4:]):  # each fit begins with a new optimizer
+        train_module_plainly(plain, part)
+
+    for weights in run_in_processes(_trained_three_times, 2, batches, limit_s=30):
+        assert relative_difference(weights, plain.state_dict()) < 1e-6
