@@ -29,7 +29,7 @@ import pluggy
 import torch
 from attrs import define
 
-from stratagem import defaults, hookspecs, lock
+from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.launch import join_supervision
@@ -82,6 +82,8 @@ class Run:
     def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
         self.settings = settings if settings is not None else gather(RunSettings, arguments)
         self.stack: Stack = resolve(self.settings)
+        wanted = self.settings.activation_checkpointing
+        self._recomputes = None if wanted is None else recomputation.read(wanted)
         if self.settings.lock is not None:
             lock.check(self, self.settings.lock)
         #: The trainer that drives this run; None for a loop of your own.
@@ -251,6 +253,8 @@ class Run:
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
         self.module, self.stage = module, stage
         self.hook.prepare_module(module=module, run=self)
+        if self._recomputes is not None and stage == "train":
+            recomputation.recompute(module, *self._recomputes)
         self._reducer_is_due = True
         self.model = self.ask("wrap_model", module=StepModule(module))
         self.optimizers = []

@@ -55,6 +55,10 @@ class RunSettings:
     default_root_dir: Path = field(factory=Path.cwd)
     #: Give each process its own share of every loader.
     use_distributed_sampler: bool = True
+    #: Compute these parts of the model again in backward instead of keeping their activations: a set of classes (or of
+    #: their names), a torch policy, or ``{"policy": ..., "mode": "full" | "selective" | "offload"}``. Memory for time;
+    #: "offload" keeps them on the CPU instead.
+    activation_checkpointing: Any = None
     #: A ``run.lock`` of an earlier run: plugins, versions, options and arguments must be the same.
     lock: Path | None = None
     #: Ask torch for deterministic kernels; slower, and an error where none exists.
@@ -123,7 +127,6 @@ class TrainerSettings(RunSettings):
 
 #: Arguments that are part of the public signature and not built yet: refused, rather than ignored.
 NOT_YET: dict[str, Any] = {
-    "activation_checkpointing": None,
     "enable_model_summary": None,
     "profiler": None,
     "sync_batchnorm": False,

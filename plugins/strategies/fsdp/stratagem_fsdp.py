@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
 from torch import nn
-from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _Policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stratagem import Capabilities, Strategy, hookimpl
@@ -27,6 +24,8 @@ from stratagem.plugin import (
     NO_SYNC,
     SHARDED_PARAMETERS,
 )
+from stratagem.recomputation import recompute
+from stratagem.selection import check_policy, select
 from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, TorchCollectives
 
@@ -91,6 +90,9 @@ class FSDPStrategy(Strategy):
                     expected="True: torch's second FSDP cannot do without",
                     do="drop it",
                 )
+        for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+            if getattr(self, name) is not None:
+                check_policy(getattr(self, name), f"strategy.fsdp.{name}")
         if self.device_mesh is not None and self.sharding_strategy != "HYBRID_SHARD":
             raise ConfigError(
                 f"strategy.fsdp.device_mesh is {self.device_mesh} with sharding_strategy={self.sharding_strategy!r}",
@@ -145,6 +147,11 @@ class FSDPStrategy(Strategy):
     @hookimpl
     def wrap_model(self, module, run):
         user, self._syncs = module.module, None
+        if self.activation_checkpointing_policy is not None and run.settings.activation_checkpointing is not None:
+            raise ConfigError(
+                "activation_checkpointing and strategy.fsdp.activation_checkpointing_policy are both set",
+                expected="one of the two",
+            )
         earlier = user.__dict__.get(_WRAPPED)
         if earlier is not None:
             _check_same(earlier, self._device_mesh)
@@ -155,9 +162,10 @@ class FSDPStrategy(Strategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 run.collectives.broadcast(tensor.data)
         if self.activation_checkpointing_policy is not None:
-            for part in _select(user, self.activation_checkpointing_policy, "activation_checkpointing_policy"):
-                checkpoint(part)  # by hooks: names stay as they are
-        units = [] if self.auto_wrap_policy is None else _select(user, self.auto_wrap_policy, "auto_wrap_policy")
+            option = "strategy.fsdp.activation_checkpointing_policy"
+            recompute(user, self.activation_checkpointing_policy, option=option)
+        policy = self.auto_wrap_policy
+        units = [] if policy is None else select(user, policy, "strategy.fsdp.auto_wrap_policy")
         if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
             units += [
                 child for child in user.children() if child not in units and any(True for _ in child.parameters())
@@ -331,63 +339,3 @@ def _check_same(earlier: tuple[nn.Module, Any], mesh: Any) -> None:
             expected="a model that is whole, or the same processes",
             do="save a checkpoint and load it into a new model",
         )
-
-
-# --- Choosing units ----------------------------------------------------------------------------------------------
-
-
-def _select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
-    """Return the modules below `root` that `policy` chooses, children before parents."""
-    if isinstance(policy, type):
-        policy = {policy}
-    if isinstance(policy, set | frozenset | list | tuple):
-        present = {type(part) for part in root.modules()}
-        absent = [cls.__name__ for cls in policy if not any(issubclass(kind, cls) for kind in present)]
-        if absent:
-            raise ConfigError(
-                f"strategy.fsdp.{option} names {', '.join(sorted(absent))}, and {type(root).__name__} has none",
-                expected="classes of its submodules",
-                do="choose among " + ", ".join(sorted(kind.__name__ for kind in present)),
-            )
-        policy = ModuleWrapPolicy(set(policy))
-    chosen = set(policy._run_policy(root, set(), {})) if isinstance(policy, _Policy) else _walk(root, policy, option)
-    chosen.discard(root)
-    if not chosen:
-        raise ConfigError(
-            f"strategy.fsdp.{option} chooses no part of {type(root).__name__}",
-            expected="at least one",
-            do="drop the policy, or let it choose smaller parts",
-        )
-    ordered: list[nn.Module] = []
-    _append_after_children(root, chosen, ordered)
-    return ordered
-
-
-def _append_after_children(part: nn.Module, chosen: set[nn.Module], ordered: list[nn.Module]) -> None:
-    for child in part.children():
-        _append_after_children(child, chosen, ordered)
-    if part in chosen and part not in ordered:
-        ordered.append(part)
-
-
-def _walk(root: nn.Module, policy: Callable[..., bool], option: str) -> set[nn.Module]:
-    """Ask a callable as torch's first FSDP did: ``policy(module=..., recurse=..., nonwrapped_numel=...)``."""
-    if not callable(policy):
-        raise ConfigError(
-            f"strategy.fsdp.{option} is {policy!r}", expected="a set of classes, a torch policy or a callable"
-        )
-    chosen: set[nn.Module] = set()
-
-    def visit(part: nn.Module) -> int:
-        """Return how many numbers of `part` lie in chosen units."""
-        size = sum(parameter.numel() for parameter in part.parameters())
-        if not policy(module=part, recurse=True, nonwrapped_numel=size):
-            return 0
-        inside = sum(visit(child) for child in part.children())
-        if policy(module=part, recurse=False, nonwrapped_numel=size - inside):
-            chosen.add(part)
-            return size
-        return inside
-
-    visit(root)
-    return chosen

@@ -1,0 +1,102 @@
+"""Choose parts of a model: by class, by the name of a class, by one of torch's policies, or by a callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from stratagem.errors import ConfigError, nearest
+
+_EXPECTED = "a set of classes (or their names), a torch policy or a callable"
+
+
+def check_policy(policy: Any, option: str) -> None:
+    """Refuse, before there is a model, what no model could be chosen from with."""
+    if isinstance(policy, set | frozenset | list | tuple):
+        wrong = [each for each in policy if not isinstance(each, type | str)]
+        if wrong or not policy:
+            raise ConfigError(f"{option} is {policy!r}", expected="a set of classes or of their names")
+    elif not (callable(policy) or isinstance(policy, str) or hasattr(policy, "_run_policy")):
+        raise ConfigError(f"{option} is {policy!r}", expected=_EXPECTED)
+
+
+def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
+    """Return the modules below `root` that `policy` chooses, children before parents.
+
+    Args:
+        policy: a class, a set of classes or of class names, one of torch's FSDP policies, or a callable, asked as
+            torch's first FSDP did: ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
+        option: what the user calls it, for errors.
+
+    Raises:
+        ConfigError: it chooses nothing, or names a class that the model does not have.
+    """
+    check_policy(policy, option)
+    if isinstance(policy, type | str):
+        policy = {policy}
+    if isinstance(policy, set | frozenset | list | tuple):
+        chosen = _of_classes(root, policy, option)
+    elif hasattr(policy, "_run_policy"):
+        chosen = set(policy._run_policy(root, set(), {}))
+    else:
+        chosen = _asked(root, policy)
+    chosen.discard(root)
+    if not chosen:
+        raise ConfigError(
+            f"{option} chooses no part of {type(root).__name__}",
+            expected="at least one",
+            do="drop it, or let it choose smaller parts",
+        )
+    ordered: list[nn.Module] = []
+    _append_after_children(root, chosen, ordered)
+    return ordered
+
+
+def _of_classes(root: nn.Module, wanted: Any, option: str) -> set[nn.Module]:
+    parts = list(root.modules())
+    present = sorted({type(part).__name__ for part in parts})
+    chosen: set[nn.Module] = set()
+    for each in wanted:
+        found = {part for part in parts if _is_a(part, each)}
+        if not found:
+            name = each if isinstance(each, str) else each.__name__
+            raise ConfigError(
+                f"{option} names {name}, and {type(root).__name__} has none",
+                expected=f"classes of its parts: {', '.join(present)}",
+                do=nearest(name, present),
+            )
+        chosen |= found
+    return chosen
+
+
+def _is_a(part: nn.Module, wanted: Any) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(part, wanted)
+    return any(cls.__name__ == wanted for cls in type(part).__mro__)
+
+
+def _asked(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    chosen: set[nn.Module] = set()
+
+    def visit(part: nn.Module) -> int:
+        """Return how many numbers of `part` lie in chosen parts."""
+        size: int = sum(parameter.numel() for parameter in part.parameters())
+        if not policy(module=part, recurse=True, nonwrapped_numel=size):
+            return 0
+        inside = sum(map(visit, part.children()))
+        if policy(module=part, recurse=False, nonwrapped_numel=size - inside):
+            chosen.add(part)
+            return size
+        return inside
+
+    visit(root)
+    return chosen
+
+
+def _append_after_children(part: nn.Module, chosen: set[nn.Module], ordered: list[nn.Module]) -> None:
+    for child in part.children():
+        _append_after_children(child, chosen, ordered)
+    if part in chosen and part not in ordered:
+        ordered.append(part)

@@ -1,0 +1,180 @@
+"""Activation checkpointing changes what is kept, and nothing else, under every strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import train
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.dropout(torch.tanh(self.linear(x)), 0.2, training=self.training)
+
+
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.net = nn.Sequential(nn.Linear(16, 32), Block(), Block(), nn.Linear(32, 1))
+
+
+def fitted(wanted, batches, **arguments):
+    torch.manual_seed(7)
+    model = Deep()
+    trainer = sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **(QUIET | arguments))
+    trainer.fit(model, batches)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_training_is_the_same_to_the_last_bit_dropout_included(mode):
+    batches = joined_batches(4, 16)
+
+    plain, recomputed = fitted(None, batches), fitted({"policy": {Block}, "mode": mode}, batches)
+
+    assert all(torch.equal(value, recomputed.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert plain.net[1].calls == 4
+    assert recomputed.net[1].calls == (4 if mode == "offload" else 8)
+
+
+def choose(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, Block)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {Block}, [Block], Block, "Block", {"Block"}, ModuleWrapPolicy({Block}), {"policy": "Block"},
+        choose,
+    ],
+    ids=["set", "list", "class", "name", "names", "torch policy", "mapping", "callable"],
+)  # fmt: skip
+def test_every_way_to_say_which_parts(wanted):
+    assert [block.calls for block in fitted(wanted, joined_batches(2, 16)).net[1:3]] == [4, 4]
+
+
+def test_evaluation_computes_once():
+    model, batches = Deep(), joined_batches(2, 16)
+    trainer = sg.Trainer(max_epochs=1, activation_checkpointing={Block}, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(model, batches, batches)
+
+    assert model.net[1].calls == 2 * 2 + 2
+
+
+def test_a_second_fit_applies_it_once():
+    model, batches = Deep(), joined_batches(2, 16)
+    for _ in range(2):
+        sg.Trainer(max_epochs=1, activation_checkpointing={Block}, **QUIET).fit(model, batches)
+
+    assert model.net[1].calls == 8
+
+
+def saved_bytes(wanted):
+    """How much backward keeps in one step."""
+    total = 0
+
+    def count(tensor):
+        nonlocal total
+        total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    class Counting(Deep):
+        def training_step(self, batch, batch_idx):
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                return super().training_step(batch, batch_idx)
+
+    sg.Trainer(max_epochs=1, activation_checkpointing=wanted, **QUIET).fit(Counting(), joined_batches(1, 4096))
+    return total
+
+
+def test_less_is_kept():
+    nothing, full = saved_bytes(None), saved_bytes({Block})
+
+    assert full < nothing * 0.7
+
+
+def _train(rank, world_size, batches, strategy, mode):
+    arguments = {"strategy": strategy, "activation_checkpointing": {"policy": {nn.Sequential}, "mode": mode}}
+    return train(rank, world_size, Net, batches, QUIET | arguments)["weights"]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}], ids=str)
+def test_two_processes_equal_plain_pytorch(strategy, mode):
+    batches = joined_batches(6, 24)
+    reference, _ = train_module_plainly(Net(), batches)
+
+    for weights in run_in_processes(_train, 2, batches, strategy, mode):
+        assert relative_difference(weights, reference) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (5, "activation_checkpointing is 5; expected a set of classes"),
+        (set(), r"activation_checkpointing is set\(\); expected a set of classes"),
+        ({"policy": {Block}, "mod": "full"}, "has the keys 'policy', 'mod'; expected .*did you mean 'mode'"),
+        ({"mode": "full"}, "has the keys 'mode'; expected 'policy'"),
+        (
+            {"policy": {Block}, "mode": "some"},
+            "activation_checkpointing.mode is 'some'; expected 'full' or 'selective'",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        sg.Trainer(activation_checkpointing=wanted, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            {nn.Conv2d},
+            "names Conv2d, and Deep has none; expected classes of its parts: Block, Deep, Linear, Sequential",
+        ),
+        ("Blok", "names Blok, and Deep has none.*did you mean 'Block'"),
+        ({Deep}, "chooses no part of Deep"),
+    ],
+)
+def test_parts_that_are_not_there_are_refused(wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        fitted(wanted, joined_batches(1, 8))
+
+
+def test_two_different_wishes_for_one_part_are_refused():
+    model, batches = Deep(), joined_batches(1, 8)
+    sg.Trainer(max_epochs=1, activation_checkpointing={Block}, **QUIET).fit(model, batches)
+    again = {"policy": {Block}, "mode": "offload"}
+
+    with pytest.raises(ConfigError, match="'offload' for Block, which is under 'full' already"):
+        sg.Trainer(max_epochs=1, activation_checkpointing=again, **QUIET).fit(model, batches)
+
+
+def test_both_names_for_it_are_refused_under_fsdp():
+    strategy = {"name": "fsdp", "activation_checkpointing_policy": {Block}}
+
+    with pytest.raises(ConfigError, match="are both set; expected one of the two"):
+        fitted({Block}, joined_batches(1, 8), strategy=strategy, devices=1)
+
+
+def test_the_command_line_names_classes():
+    trainer = sg.Trainer.from_cli(["--activation_checkpointing", "Block,Other", "--accelerator", "cpu"])
+
+    assert trainer.run._recomputes == ({"Block", "Other"}, "full")
