@@ -32,6 +32,7 @@ from attrs import define
 from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
+from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, Bucket, CheckpointFormat, PrecisionPolicy
@@ -242,8 +243,10 @@ class Run:
 
     @contextlib.contextmanager
     def init_context(self, empty: bool = False) -> Iterator[None]:
-        """Enter the contexts under which modules are to be built."""
+        """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
         with contextlib.ExitStack() as stack:
+            if empty:
+                stack.enter_context(without_values())
             self._enter_all(stack, "init_context", empty=empty)
             yield
 
@@ -255,6 +258,8 @@ class Run:
         self.hook.prepare_module(module=module, run=self)
         if self._recomputes is not None and stage == "train":
             recomputation.recompute(module, *self._recomputes)
+        if not self.shards_parameters and has_no_values(module):
+            self.filler(module).fill(module)
         self._reducer_is_due = True
         self.model = self.ask("wrap_model", module=StepModule(module))
         self.optimizers = []
@@ -265,6 +270,10 @@ class Run:
             lock.write(self)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
+
+    def filler(self, module: nn.Module) -> Filler:
+        """Return what gives values to a `module` that was built without; the seed is rank 0's. Collective."""
+        return Filler(module, self.collectives.broadcast_object(torch.initial_seed()), self.device)
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
         """Prepare a module and its optimizers for a loop of your own.

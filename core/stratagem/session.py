@@ -81,7 +81,7 @@ class Session:
             run.collectives.barrier()
             if callable(getattr(datamodule, "setup", None)):
                 datamodule.setup(self.job.stage)
-        with run.init_context():
+        with run.init_context(empty=run.shards_parameters):
             self.module.configure_model()
 
     # --- Fit -----------------------------------------------------------------------------------------------------

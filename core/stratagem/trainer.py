@@ -248,7 +248,11 @@ class Trainer:
         self.run.ask("save_checkpoint", state=state, path=Path(path))
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``."""
+        """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``.
+
+        With `empty_init` its parameters get no memory yet, and their values when they are first needed: each module
+        fills its own by ``reset_parameters``, with the same values at every number of processes.
+        """
         return self.run.init_context(bool(empty_init))
 
     def print(self, *values: Any, **options: Any) -> None:
