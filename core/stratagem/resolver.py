@@ -239,7 +239,9 @@ class _Chooser:
         name = value.get("name") if isinstance(value, Mapping) else value
         if not isinstance(name, str):
             raise ConfigError(f"{path} is {value!r}", expected="a name, a mapping, or an object with @hookimpl methods")
-        kinds = [kind for kind in KINDS if any(e.name.lower() == name.lower() for e in registry.entries(kind))]
+        wanted = name.lower()
+        found = [e for e in registry.entries() if wanted in (e.name.lower(), e.qualified_name.lower())]
+        kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in found)]
         if len(kinds) > 1:
             raise ConfigError(f"{path} {name!r} is the name of a {' and of a '.join(kinds)}", do=f"use {kinds[0]}=")
         if not kinds:

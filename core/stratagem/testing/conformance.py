@@ -73,6 +73,8 @@ class Conformance:
 
     def choice(self) -> Choice:
         """Return the plugin as the resolver makes it of what the user wrote, with the resolver's own complaints."""
+        if self.plugin is None:
+            raise ConfigError(f"{type(self).__name__}.plugin is None", expected="a name, a mapping or an instance")
         run = sg.Run(**self.choose())
         return next(choice for choice in run.stack.choices() if self._is_it(choice))
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import World, catalog
+from stratagem import World, catalog, registry
 from stratagem.errors import ConfigError
+from stratagem.resolver import make
 from stratagem.testing.conformance import QUIET, Conformance
 from stratagem.testing.pytest_plugin import LAUNCH_VARIABLES
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -239,9 +240,6 @@ class AcceleratorConformance(_AskedEarly):
     def _plugin(self) -> Any:
         if not isinstance(self.plugin, str):
             return self.choice().plugin
-        from stratagem import registry
-        from stratagem.resolver import make
-
         return make(registry.find("accelerator", self.plugin), {})  # also where there is no such device
 
     def choice(self) -> Any:

@@ -38,12 +38,15 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
     picklable; results must be.
 
     Raises:
+        ValueError: `world_size` is not positive.
         ProcessesFailed: a rank raised or died, or some were still running after `limit_s` seconds (their stacks are in
             the text); all of them were ended.
     """
     import torch
     import torch._dynamo
 
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; expected at least one process")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
         return _run_in(Path(name), function, world_size, arguments, limit_s)
@@ -67,7 +70,11 @@ def _run_in(
                 os.waitpid(child, 0)
     if failed:
         raise ProcessesFailed("\n".join([failed, *_tracebacks(folder, world_size)]))
-    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]  # noqa: S301 - ours
+    results = [folder / f"{rank}.result" for rank in range(world_size)]
+    silent = [rank for rank, path in enumerate(results) if not path.exists()]
+    if silent:
+        raise ProcessesFailed(f"ranks {silent} left without a result (os._exit?)")
+    return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
 
 
 def _fork(
@@ -88,7 +95,7 @@ def _fork(
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-            STRATAGEM_STORE_HOSTED="1",
+            STRATAGEM_STORE_HOSTED="1", TORCHELASTIC_USE_AGENT_STORE="True",  # for ours, and for torch's own env://
         )  # fmt: skip
         result = function(rank, world_size, *arguments)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
