@@ -129,13 +129,17 @@ def differences(
     names = [
         name
         for name in sorted({**one, **other})
-        if one.get(name, missing) != other.get(name, missing)
+        if not _same(one.get(name, missing), other.get(name, missing))
         and name.partition(".")[0].partition("#")[0] not in (ignored or ())
     ]
     # Where two plugins differ, so do their options.
     names = [name for name in names if not any(name.startswith(f"{plugin}.") for plugin in names)]
     shown = [f"{n} is {one.get(n, missing)!r} {one_name} and {other.get(n, missing)!r} {other_name}" for n in names[:3]]
     return "; ".join(shown) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is itself, a tuple is a list
 
 
 def _describe(choice: Choice) -> dict[str, Any]:
