@@ -79,7 +79,7 @@ def test_core_names_no_plugin_in_code(source):
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
     }
-    generic = {"cpu", "cuda", "gpu", "mps", "full", "local", "progress"}  # also words for other things
+    generic = {"cpu", "cuda", "gpu", "mps", "full", "local", "progress", "checkpoint"}  # also words for other things
     launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
 
     assert not strings & (names_of_plugins() - generic - launchers)

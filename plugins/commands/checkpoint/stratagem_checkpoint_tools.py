@@ -1,0 +1,173 @@
+"""``stratagem checkpoint``: look into checkpoints, verify them, and compare two; whatever format they are in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem import Command, registry
+from stratagem.checkpoint import read_any
+from stratagem.errors import CheckpointError
+from stratagem.resolver import make
+
+
+class Checkpoint(Command):
+    """Subcommands inspect, verify and diff."""
+
+    help = "look into checkpoints, verify them, compare two"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+        inspect = actions.add_parser("inspect", help="what is in it: tensors, optimizers, position, versions")
+        inspect.add_argument("path")
+        verify = actions.add_parser("verify", help="exit code 1 unless it is whole and what was written")
+        verify.add_argument("paths", nargs="+", metavar="path")
+        diff = actions.add_parser("diff", help="exit code 1 if two differ: names, shapes, dtypes, values")
+        diff.add_argument("path")
+        diff.add_argument("other")
+        diff.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as equal")
+        for action in (inspect, verify, diff):
+            action.add_argument("--json", action="store_true", help="for programs")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        return {"inspect": _inspect, "verify": _verify, "diff": _diff}[arguments.action](arguments)
+
+
+# --- inspect -----------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.path)
+    state = read_any(path)
+    tensors = dict(_tensors(state["state_dict"]))
+    report = {
+        "path": str(path),
+        "bytes": _size(path),
+        "format": state.get("format", {}),
+        "model": [
+            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            for name, tensor in tensors.items()
+        ],
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "optimizers": [len(optimizer.get("state", {})) for optimizer in state.get("optimizers", [])],
+        "lr_schedulers": len(state.get("lr_schedulers", [])),
+        "loop": {key: value for key, value in state.get("loop", {}).items() if isinstance(value, int | float | str)},
+        "plugins": sorted([*state.get("callbacks", {}), *state.get("plugins", {})]),
+        "hyper_parameters": {key: repr(value) for key, value in state.get("hyper_parameters", {}).items()},
+    }
+    print(json.dumps(report, indent=2) if arguments.json else _render(report))
+    return 0
+
+
+def _render(report: dict[str, Any]) -> str:
+    made_by = report["format"].get("stratagem")
+    lines = [
+        f"{report['path']}: {report['bytes'] / 1e6:.1f} MB" + (f", by stratagem {made_by}" if made_by else ""),
+        f"model: {len(report['model'])} tensors, {report['parameters']:,} numbers",
+        *(f"  {t['name']}  {t['dtype']} {tuple(t['shape'])}" for t in report["model"]),
+    ]
+    if report["optimizers"]:
+        lines.append(f"optimizers: with the state of {', '.join(map(str, report['optimizers']))} parameters")
+    lines += [
+        f"{title}: " + ", ".join(f"{key} {value}" for key, value in report[title].items())
+        for title in ("loop", "hyper_parameters")
+        if report[title]
+    ]
+    if report["plugins"]:
+        lines.append(f"state of plugins: {', '.join(report['plugins'])}")
+    return "\n".join(lines)
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    rows = [{"path": path, "problem": _problem(Path(path))} for path in arguments.paths]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['path']}: {row['problem'] or 'whole'}")
+    return int(any(row["problem"] for row in rows))
+
+
+def _problem(path: Path) -> str:
+    """Return what is wrong with the checkpoint at `path`, in a sentence; an empty string if nothing is."""
+    if not path.exists():
+        return str(CheckpointError(f"{path} does not exist"))
+    formats = [make(entry, {}) for entry in registry.entries("checkpoint")]
+    if any(each.recognises(path) and each.is_whole(path) for each in formats):
+        return ""
+    try:
+        read_any(path)
+    except CheckpointError as error:
+        return str(error)
+    return "its checksum differs from what was written."
+
+
+# --- diff --------------------------------------------------------------------------------------------------------
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    one, other = (read_any(path) for path in (arguments.path, arguments.other))
+    rows = list(_differences(one, other, arguments.tolerance))
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['place']}: {row['difference']}")
+        print(f"{len(rows)} differences" if rows else "no difference")
+    return int(bool(rows))
+
+
+def _differences(one: Any, other: Any, tolerance: float, place: str = "") -> Iterator[dict[str, str]]:
+    """Yield a row for each place in which two states differ."""
+    import torch
+
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in [*one, *(key for key in other if key not in one)]:
+            inner = f"{place}.{key}".lstrip(".")
+            if key not in one or key not in other:
+                yield {"place": inner, "difference": f"only in the {'first' if key in one else 'second'}"}
+            else:
+                yield from _differences(one[key], other[key], tolerance, inner)
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for index, (first, second) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(first, second, tolerance, f"{place}[{index}]")
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if difference := _of_tensors(one, other, tolerance):
+            yield {"place": place, "difference": difference}
+    elif type(one) is not type(other) or (one != other and one == one):
+        yield {"place": place, "difference": f"{_short(one)} and {_short(other)}"}
+
+
+def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
+    import torch
+
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}".replace("torch.", "")
+    if torch.equal(one, other):
+        return ""
+    distance, norm = float((one.double() - other.double()).norm()), float(one.double().norm())
+    relative = distance / norm if norm else distance
+    return "" if relative <= tolerance else f"values differ by {relative:.1e} of their norm"
+
+
+# --- Small things ------------------------------------------------------------------------------------------------
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in state.items() if hasattr(value, "shape"))
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if each.is_file())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
