@@ -26,7 +26,7 @@ from stratagem.testing.reference import (
     train_gan_plainly,
     train_module_plainly,
 )
-from stratagem.testing.training import outcome, share, train, weights_of
+from stratagem.testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 _BATCH = 24
 
@@ -185,10 +185,7 @@ class PrecisionConformance(Conformance):
 
     def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
         """Insist on equal weights on all ranks, near those of ``reference(batches used)``; return how near."""
-        first = results[0]["weights"]
-        for rank, result in enumerate(results):
-            differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
-            assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+        first = weights_on_all_ranks(results)
         used = results[0]["used"]
         assert len(used) >= 2, "nearly every step was skipped"
         difference = relative_difference(first, reference(used))

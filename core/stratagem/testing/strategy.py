@@ -63,6 +63,7 @@ from stratagem.testing.training import (
     share,
     train,
     weights_of,
+    weights_on_all_ranks,
 )
 
 #: Divides into parts for up to four ranks.
@@ -391,10 +392,7 @@ class StrategyConformance(Conformance):
         self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None
     ) -> None:
         """Insist that all ranks hold the same weights, and that these are the reference's."""
-        first = results[0]["weights"]
-        for rank, result in enumerate(results):
-            differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
-            assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+        first = weights_on_all_ranks(results)
         if reference is not None:
             difference = relative_difference(first, reference)
             assert difference < (tolerance or self.tolerance), f"weights differ by {difference:.1e} from one process"

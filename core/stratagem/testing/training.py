@@ -71,6 +71,15 @@ def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
+def weights_on_all_ranks(results: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the ``weights`` of ranks that must hold the same ones, to the last bit."""
+    first: dict[str, Tensor] = results[0]["weights"]
+    for rank, result in enumerate(results):
+        differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
+        assert not differing, f"rank {rank} and rank 0 differ in {', '.join(differing)}"
+    return first
+
+
 def outcome(act: Callable[[], Any]) -> str:
     """Return what `act` raised, as text; a `StratagemError` begins with "refused: "."""
     try:
