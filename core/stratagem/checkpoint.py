@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from stratagem.plugin import CheckpointFormat
@@ -124,20 +124,30 @@ def read_any(path: str | Path) -> dict[str, Any]:
     """
     from types import SimpleNamespace
 
-    from stratagem import registry
-    from stratagem.resolver import make
     from stratagem.world import Collectives, World
 
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
-    alone = SimpleNamespace(collectives=Collectives(), world=World(), rank=0, is_global_zero=True)
+    alone = SimpleNamespace(collectives=Collectives(), world=World(), rank=0, world_size=1, is_global_zero=True)
+    checkpoint_format = format_of(path)
+    if checkpoint_format is None:
+        raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
+    state: dict[str, Any] = checkpoint_format.load_checkpoint(path, None, alone)
+    return state
+
+
+def format_of(path: Path) -> Any:
+    """Return the first installed checkpoint format that recognises `path`; None if none does."""
+    from stratagem import registry
+    from stratagem.resolver import make
+
     for entry in registry.entries("checkpoint"):
-        checkpoint_format = make(entry, {})
-        if checkpoint_format.recognises(path):
-            state: dict[str, Any] = checkpoint_format.load_checkpoint(path, None, alone)
-            return state
-    raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            checkpoint_format = make(entry, {})
+            if checkpoint_format.recognises(path):
+                return checkpoint_format
+    return None
 
 
 class _HashingFile:

@@ -176,7 +176,10 @@ def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, r
 
 @hookspec(firstresult=True)
 def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
-    """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective."""
+    """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective.
+
+    Where ``run.whole_state`` is False the checkpoint format takes shards (DTensors), and nobody should make them whole.
+    """
 
 
 @hookspec(firstresult=True)
@@ -186,7 +189,10 @@ def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, 
 
 @hookspec(firstresult=True)
 def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[str, Any]:
-    """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective."""
+    """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
+
+    ``run.whole_state`` as for `model_state`.
+    """
 
 
 @hookspec(firstresult=True)

@@ -221,6 +221,8 @@ class CheckpointFormat(Plugin):
     kind: ClassVar[str] = "checkpoint"
     #: Appended to names that callbacks make up.
     suffix: ClassVar[str] = ".ckpt"
+    #: `save_checkpoint` takes tensors of which each rank holds a shard; otherwise strategies make them whole first.
+    takes_shards: ClassVar[bool] = False
 
     def recognises(self, path: Path) -> bool:
         """Whether `path` looks like something this format wrote (cheap; no verification)."""

@@ -31,6 +31,7 @@ from attrs import define
 
 from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
+from stratagem.checkpoint import format_of
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
@@ -106,6 +107,8 @@ class Run:
         self.connected = False
         #: The strategy has yet to ask for the comm hooks.
         self._reducer_is_due = False
+        #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
+        self.whole_state = not self.checkpoint_format.takes_shards
         #: This process works on behalf of the one that launched it, and ends with the job.
         self.far_from_home = False
         self._hooks = _hook_manager(self.stack)
@@ -442,11 +445,20 @@ class Run:
         """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
         module = model.module if isinstance(model, ModelHandle) else model
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        state = self.ask("load_checkpoint", path=Path(path), into=None)
+        state = self.read_checkpoint(Path(path))
         self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
         self.load_optimizers(state.get("optimizers", []), optimizers, module)
         values: dict[str, Any] = state.get("values", {})
         return values
+
+    def read_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Return the logical state at `path`, whichever installed format it is in. Collective."""
+        other = None if self.checkpoint_format.recognises(path) else format_of(path)
+        if other is None:
+            state: dict[str, Any] = self.ask("load_checkpoint", path=path, into=None)
+        else:
+            state = other.load_checkpoint(path, None, self)
+        return state
 
     def load_optimizers(self, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module) -> None:
         """Put logical `states` into `optimizers`, one each."""
@@ -459,6 +471,15 @@ class Run:
             self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def making_whole(self) -> Iterator[None]:
+        """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
+        before, self.whole_state = self.whole_state, True
+        try:
+            yield
+        finally:
+            self.whole_state = before
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and insist on an answer."""

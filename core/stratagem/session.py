@@ -245,7 +245,7 @@ class Session:
         found = snapshot.find(self.trainer, self.job.ckpt_path)
         if found is None:
             return None
-        state: dict[str, Any] = self.run.ask("load_checkpoint", path=found, into=None)
+        state = self.run.read_checkpoint(found)
         self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
         return state
 

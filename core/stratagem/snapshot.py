@@ -160,9 +160,9 @@ class Homecoming:
     @classmethod
     def pack(cls, trainer: Trainer, result: Any, fitted: bool) -> Homecoming:
         """Collective."""
-        return cls(
-            result, dump(trainer, weights_only=not fitted), dict(trainer.callback_metrics), dict(trainer.logged_metrics)
-        )
+        with trainer.run.making_whole():  # the parent has no shards
+            state = dump(trainer, weights_only=not fitted)
+        return cls(result, state, dict(trainer.callback_metrics), dict(trainer.logged_metrics))
 
     def unpack(self, trainer: Trainer) -> Any:
         """Apply the state in the parent, as if it had trained there; return the result."""

@@ -76,7 +76,7 @@ def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = Tru
     own = module.state_dict()
     if strict:
         _check_same("model state", "tensors", list(state), list(own))
-    for name in own.keys() & state.keys():
+    for name in [name for name in own if name in state]:
         mine, theirs = getattr(own[name], "shape", None), getattr(state[name], "shape", None)
         if mine != theirs:
             raise CheckpointError(

@@ -58,6 +58,10 @@ class TestFullCheckpoint(CheckpointConformance):
     plugin = "full"
 
 
+class TestShardedCheckpoint(CheckpointConformance):
+    plugin = "sharded"
+
+
 class TestProgress(CallbackConformance):
     plugin = "progress"
 

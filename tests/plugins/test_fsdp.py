@@ -148,7 +148,6 @@ def test_its_file_is_read_by_plain_torch(tmp_path):
             "device_mesh is \\(1, 2\\) with sharding_strategy='FULL_SHARD'; expected HYBRID_SHARD",
         ),
         ({"sharding_strategy": "FULL"}, "strategy.fsdp.sharding_strategy is 'FULL'; expected 'FULL_SHARD' or"),
-        ({"state_dict_type": "sharded"}, "strategy.fsdp.state_dict_type is 'sharded'; expected 'full'"),
     ],
 )
 def test_options_without_a_meaning_are_refused_before_anything_starts(options, message):

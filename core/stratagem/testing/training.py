@@ -67,7 +67,8 @@ def share(trainer: sg.Trainer, batches: list[Batch]) -> list[Batch]:
 
 def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
     """Return the whole model by plain names, on every rank. Collective."""
-    state = trainer.run.ask("model_state", module=trainer.module)
+    with trainer.run.making_whole():
+        state = trainer.run.ask("model_state", module=trainer.module)
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 

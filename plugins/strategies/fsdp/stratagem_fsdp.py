@@ -65,8 +65,6 @@ class FSDPStrategy(Strategy):
     limit_all_gathers: bool = field(default=True)
     #: Of the first FSDP; its second implementation always keeps the original parameters.
     use_orig_params: bool = field(default=True)
-    #: In which form `save_checkpoint` writes the model: whole.
-    state_dict_type: Literal["full"] = "full"
 
     _device_mesh: Any = field(init=False, default=None)
     _syncs: bool | None = field(init=False, default=None)
@@ -275,7 +273,8 @@ class FSDPStrategy(Strategy):
     @hookimpl
     def model_state(self, module, run):
         _reshard(run.model)
-        return {name: _whole(tensor) for name, tensor in module.state_dict().items()}
+        state = module.state_dict()
+        return {name: _whole(tensor) for name, tensor in state.items()} if run.whole_state else state
 
     @hookimpl
     def load_model_state(self, state, module, strict, run):
@@ -288,6 +287,8 @@ class FSDPStrategy(Strategy):
     def optimizer_state(self, optimizer, module, run):
         _reshard(run.model)
         state = logical_optimizer_state(optimizer, module)
+        if not run.whole_state:
+            return state
         whole = {name: {key: _whole(v) for key, v in entry.items()} for name, entry in state["state"].items()}
         return state | {"state": whole}
 

@@ -1,0 +1,285 @@
+"""A sharded checkpoint: written in parts by all ranks, read in any layout, whole at every moment."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.checkpoint import read_any
+from stratagem.checkpoints import ShardedCheckpoint
+from stratagem.cli import main
+from stratagem.errors import CheckpointError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import (
+    Net,
+    Scheduled,
+    joined_batches,
+    net,
+    relative_difference,
+    train_module_plainly,
+)
+from stratagem.testing.training import outcome, share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+HYBRID = {"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "auto_wrap_policy": {nn.Linear}}
+LAYOUTS = {
+    "single_device-1": ("single_device", 1),
+    "ddp-2": ("ddp", 2),
+    "fsdp-1": ("fsdp", 1),
+    "fsdp-2": ({"name": "fsdp", "auto_wrap_policy": {nn.Linear}}, 2),
+    "fsdp-3": ("fsdp", 3),
+    "no_shard-2": ({"name": "fsdp", "sharding_strategy": "NO_SHARD"}, 2),
+    "grad_op-4": ({"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": {nn.Linear}}, 4),
+    "hybrid-4": (HYBRID, 4),
+}
+FEW = ["single_device-1", "ddp-2", "fsdp-2", "fsdp-3", "hybrid-4"]
+
+
+def _write(rank, world_size, strategy, checkpoint, batches, path):
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
+    trainer.fit(Scheduled(), share(trainer, batches))
+    trainer.save_checkpoint(path)
+
+
+def _state_after_load(rank, world_size, strategy, checkpoint, batches, path):
+    """Load and do nothing: the whole state as it came out; then train on."""
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
+    trainer.fit(Scheduled(seed=3), share(trainer, batches[4:]), ckpt_path=path)  # its epoch is over
+    with trainer.run.making_whole():
+        optimizer = trainer.run.ask("optimizer_state", optimizer=trainer.run.optimizers[0], module=trainer.module)
+    loaded = copy.deepcopy({
+        "model": weights_of(trainer),
+        "optimizer": optimizer,
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict()["_last_lr"],
+        "position": (trainer.current_epoch, trainer.global_step),
+    })  # fmt: skip
+    trainer.max_epochs = 2
+    trainer.fit(trainer.module, share(trainer, batches[4:]))
+    return loaded, weights_of(trainer)
+
+
+def moves(writer, reader, checkpoint, folder):
+    batches = joined_batches(8, 24)
+    path = folder / "x.ckpt"
+    run_in_processes(_write, LAYOUTS[writer][1], LAYOUTS[writer][0], checkpoint, batches[:4], path)
+    written = read_any(path)
+    whole, _ = train_module_plainly(Scheduled(), batches)
+
+    for loaded, after in run_in_processes(
+        _state_after_load, LAYOUTS[reader][1], LAYOUTS[reader][0], checkpoint, batches, path
+    ):
+        for name, tensor in written["state_dict"].items():
+            assert torch.equal(loaded["model"][name], tensor), name
+        for name, entry in written["optimizers"][0]["state"].items():
+            momentum = loaded["optimizer"]["state"][name]["momentum_buffer"]
+            assert torch.equal(momentum, entry["momentum_buffer"]), name
+        assert loaded["scheduler"] == written["lr_schedulers"][0]["_last_lr"]
+        assert loaded["position"] == (1, 4)
+        assert relative_difference(after, whole) < 1e-6
+
+
+@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
+@pytest.mark.parametrize(("writer", "reader"), [pair for pair in itertools.product(FEW, FEW) if pair[0] != pair[1]])
+def test_it_moves_bit_for_bit(writer, reader, checkpoint, tmp_path):
+    moves(writer, reader, checkpoint, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_every_layout_to_every_other(writer, reader, checkpoint, tmp_path):
+    moves(writer, reader, checkpoint, tmp_path)
+
+
+def _sizes_written(rank, world_size, path):
+    import stratagem_checkpoint_sharded as sharded
+
+    sizes, plain = [], sharded._write
+
+    def counting(descriptor, offset, tensor):
+        sizes.append(tensor.numel() * tensor.element_size())
+        return plain(descriptor, offset, tensor)
+
+    sharded._write = counting
+    _write(rank, world_size, "fsdp", "sharded", joined_batches(2, 24), path)
+    return sum(sizes)
+
+
+def test_each_rank_writes_its_part_and_all_of_it_once(tmp_path):
+    first, second = run_in_processes(_sizes_written, 2, tmp_path / "x.ckpt")
+    pieces = json.loads((tmp_path / "x.ckpt" / "manifest.json").read_text().splitlines()[0])["pieces"]
+
+    assert first + second == sum(piece["bytes"] for piece in pieces)
+    assert 0.3 < first / (first + second) < 0.7
+
+
+def test_a_form_that_was_not_chosen_is_recognised(tmp_path):
+    batches = joined_batches(8, 24)
+    run_in_processes(_write, 2, "fsdp", "sharded", batches[:4], tmp_path / "x.ckpt")
+
+    trainer = sg.Trainer(max_epochs=2, strategy="single_device", **QUIET)  # writes one file
+    trainer.fit(Scheduled(seed=3), batches[4:], ckpt_path=tmp_path / "x.ckpt")
+
+    assert relative_difference(weights_of(trainer), train_module_plainly(Scheduled(), batches)[0]) < 1e-6
+    assert main(["checkpoint", "verify", str(tmp_path / "x.ckpt")]) == 0
+
+
+# --- Whole, or not there -----------------------------------------------------------------------------------------
+
+
+def _large():
+    return {"state_dict": {f"{i}": torch.full((50_000,), float(i)) for i in range(20)}}
+
+
+def _save_until_killed(rank, world_size, path, at):
+    calls = 0
+
+    def counting(name):
+        plain = getattr(os, name)
+
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*arguments, **options)
+
+        return call
+
+    for name in ("pwrite", "fsync", "rename", "open", "mkdir"):
+        setattr(os, name, counting(name))
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state=_large(), path=path)
+    return calls
+
+
+def test_killed_at_every_call_of_a_save_there_is_always_a_whole_one(tmp_path):
+    path = tmp_path / "x.ckpt"
+    (calls,) = run_in_processes(_save_until_killed, 1, path, -1)
+    assert calls > 20
+    for at in range(1, calls + 1):
+        with pytest.raises(AssertionError, match="ended with -9"):
+            run_in_processes(_save_until_killed, 1, path, at)
+        assert ShardedCheckpoint().is_whole(path), f"killed at call {at} of {calls}"
+    run_in_processes(_save_until_killed, 1, path, -1)
+    assert not list(tmp_path.glob(".*staged")), "what a killed save left behind was not cleared away"
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "x.ckpt"
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.arange(3000.0)}}, path=path)
+    generator = random.Random(0)
+    files = sorted(path.iterdir())
+    assert len(files) == 2
+    found = 0
+    for _ in range(1000):
+        file = generator.choice(files)
+        content = bytearray(file.read_bytes())
+        position = generator.randrange(len(content))
+        content[position] ^= 1 << generator.randrange(8)
+        original = file.read_bytes()
+        file.write_bytes(content)
+        found += not ShardedCheckpoint().is_whole(path)
+        file.write_bytes(original)
+
+    assert found == 1000
+    assert ShardedCheckpoint().is_whole(path)
+
+
+# --- Bad input ---------------------------------------------------------------------------------------------------
+
+
+def rewritten(path, change):
+    import xxhash
+
+    manifest = json.loads((path / "manifest.json").read_text().splitlines()[0])
+    change(manifest)
+    text = json.dumps(manifest)
+    (path / "manifest.json").write_text(f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(version=99), "has version 99; expected at most 1; read it with a newer"),
+        (lambda m: m.update(bytes=5), "tensors.bin has another size"),
+        (lambda m: m["tensors"][0].update(dtype="system"), "has a tensor of dtype 'system'"),
+        (lambda m: m["tensors"][0].update(offset=10**9), "has a tensor outside tensors.bin"),
+        (lambda m: m["tensors"][0].update(offset=-64), "has a tensor outside tensors.bin"),
+        (lambda m: m.update(format="another"), "in no format|of another kind|is not in"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change, message):
+    path = tmp_path / "x.ckpt"
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.arange(3000.0)}}, path=path)
+        rewritten(path, change)
+        with pytest.raises(CheckpointError, match=message):
+            run.ask("load_checkpoint", path=path, into=None)
+
+
+def test_a_file_or_a_strangers_folder_in_its_place_is_left_alone(tmp_path):
+    (tmp_path / "file.ckpt").write_text("mine")
+    (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        for name in ("file.ckpt", "folder.ckpt"):
+            with pytest.raises(CheckpointError, match="exists and is no sharded checkpoint"):
+                run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / name)
+    with pytest.raises(CheckpointError, match="nothing was deleted"):
+        ShardedCheckpoint().remove(tmp_path / "folder.ckpt")
+
+    assert (tmp_path / "folder.ckpt" / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "file.ckpt").read_text() == "mine"
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    path = tmp_path / "x.ckpt"
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.arange(3000.0)}}, path=path)
+        (path / "tensors.bin").rename(tmp_path / "elsewhere.bin")
+        (path / "tensors.bin").symlink_to(tmp_path / "elsewhere.bin")
+        with pytest.raises(CheckpointError, match="tensors.bin is a link out of the folder"):
+            run.ask("load_checkpoint", path=path, into=None)
+
+
+def _resumed_by_the_callback(rank, world_size, folder, epochs):
+    arguments = QUIET | {"enable_checkpointing": True, "checkpoint": "sharded", "default_root_dir": folder}
+    trainer = sg.Trainer(max_epochs=epochs, strategy="fsdp", devices=world_size, **arguments)
+    trainer.fit(Scheduled(), share(trainer, joined_batches(4, 24)), ckpt_path="last" if epochs > 2 else None)
+    return trainer.global_step
+
+
+def test_the_checkpoint_callback_keeps_one_and_last_finds_it(tmp_path):
+    assert run_in_processes(_resumed_by_the_callback, 2, tmp_path, 2) == [8, 8]
+    kept = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert kept == ["epoch=1-step=8.ckpt"]
+    assert run_in_processes(_resumed_by_the_callback, 2, tmp_path, 3) == [12, 12]
+
+
+class Other(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*net()[:4], nn.Linear(32, 7))
+
+
+def _load_into_another(rank, world_size, path):
+    trainer = sg.Trainer(max_epochs=2, strategy="fsdp", devices=world_size, **QUIET)
+    return outcome(lambda: trainer.fit(Other(), share(trainer, joined_batches(2, 24)), ckpt_path=path))
+
+
+def test_another_architecture_is_told_by_name_and_shape(tmp_path):
+    run_in_processes(_write, 2, "fsdp", "sharded", joined_batches(2, 24), tmp_path / "x.ckpt")
+
+    for said in run_in_processes(_load_into_another, 2, tmp_path / "x.ckpt"):
+        assert said.startswith("refused: model state 'net.4.weight' has shape (1, 32); expected (7, 32)"), said
