@@ -94,6 +94,23 @@ class Stack:
             self.checkpoint, *self.others, *self.callbacks, *self.loggers,
         ]  # fmt: skip
 
+    def stateful(self) -> list[tuple[str, Any]]:
+        """The plugins with state to survive a restart, by the key that it is saved under."""
+        keyed: dict[str, Any] = {}
+        for choice in self.active():
+            if callable(getattr(choice.plugin, "state_dict", None)):
+                key = f"{choice.kind}.{choice.name}"
+                # Two of a kind, say two checkpoint callbacks, are told apart by their order.
+                twins = sum(1 for other in keyed if other.partition("#")[0] == key)
+                keyed[f"{key}#{twins}" if twins else key] = choice.plugin
+        return list(keyed.items())
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Give the states in `saved` back to the plugins that are here and were there."""
+        for key, plugin in self.stateful():
+            if key in saved:
+                plugin.load_state_dict(saved[key])
+
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""
         return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]

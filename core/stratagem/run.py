@@ -430,12 +430,16 @@ class Run:
     # --- Files ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
-        """Write a checkpoint that any strategy can read: weights, optimizers and `values`. All ranks call it."""
+        """Write a checkpoint that any strategy can read: weights, optimizers, what plugins remember, and `values`.
+
+        All ranks call it.
+        """
         module = model.module if isinstance(model, ModelHandle) else model
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         state = {
             "state_dict": self.ask("model_state", module=module),
             "optimizers": [self.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
+            "plugins": {key: plugin.state_dict() for key, plugin in self.stack.stateful()},
             "values": values,
             "format": format_tag(),
         }
@@ -448,6 +452,7 @@ class Run:
         state = self.read_checkpoint(Path(path))
         self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
         self.load_optimizers(state.get("optimizers", []), optimizers, module)
+        self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
         values: dict[str, Any] = state.get("values", {})
         return values
 

@@ -28,7 +28,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     }
     if weights_only:
         return state
-    plugins = {key: plugin.state_dict() for key, plugin in _stateful(trainer)}
+    plugins = {key: plugin.state_dict() for key, plugin in trainer.run.stack.stateful()}
     return (
         state
         | dump_optimizers(trainer)
@@ -91,21 +91,7 @@ def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
     """Apply the states of the plugins that are here and were there."""
-    saved = state.get("callbacks", {}) | state.get("plugins", {})
-    for key, plugin in _stateful(trainer):
-        if key in saved:
-            plugin.load_state_dict(saved[key])
-
-
-def _stateful(trainer: Trainer) -> list[tuple[str, Any]]:
-    keyed: dict[str, Any] = {}
-    for choice in trainer.run.stack.active():
-        if callable(getattr(choice.plugin, "state_dict", None)):
-            key = f"{choice.kind}.{choice.name}"
-            # Two of a kind, say two checkpoint callbacks, are told apart by their order.
-            twins = sum(1 for other in keyed if other.partition("#")[0] == key)
-            keyed[f"{key}#{twins}" if twins else key] = choice.plugin
-    return list(keyed.items())
+    trainer.run.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
 
 
 # --- Finding a checkpoint ----------------------------------------------------------------------------------------

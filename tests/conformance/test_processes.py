@@ -96,3 +96,11 @@ def test_an_unset_plugin_is_named():
 
     with pytest.raises(ConfigError, match="StrategyConformance.plugin is None"):
         StrategyConformance().test_it_is_a_plugin_of_its_kind()
+
+
+def test_what_pytest_loads_by_itself_imports_no_torch():
+    import subprocess
+
+    code = "import sys, stratagem.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

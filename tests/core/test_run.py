@@ -82,6 +82,20 @@ def test_save_and_load(tmp_path):
         run.load(tmp_path / "a.ckpt", model=fresh, optimizer=[optimizer, optimizer])
 
 
+def test_save_and_load_keep_the_loss_scale(tmp_path):
+    scaled = {"name": "16-mixed", "init_scale": 64.0}
+    with sg.Run(precision=scaled, accelerator="cpu") as run:
+        model, optimizer = run.setup(module := net(), torch.optim.SGD(module.parameters(), lr=1e-3))
+        run.backward(model(torch.ones(2, 16)).sum() * float("inf"))
+        assert not run.optimizer_step(optimizer)
+        run.save(tmp_path / "a.ckpt", model=model, optimizer=optimizer)
+
+    with sg.Run(precision=scaled, accelerator="cpu") as run:
+        model, optimizer = run.setup(module := net(), torch.optim.SGD(module.parameters(), lr=1e-3))
+        run.load(tmp_path / "a.ckpt", model=model, optimizer=optimizer)
+        assert run.stack.precision.plugin.scaler.get_scale() == 32.0
+
+
 def test_loaders_are_shared_out():
     with sg.Run(accelerator="cpu") as run:
         loader = run.dataloader(DataLoader(TensorDataset(*data(8)), 4))
