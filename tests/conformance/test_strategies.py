@@ -21,6 +21,16 @@ class TestDDPFindUnused(StrategyConformance):
     world_sizes = (2,)
 
 
+class TestDDPSharded(StrategyConformance):
+    plugin = "ddp_sharded"
+
+
+@pytest.mark.sweep
+class TestDDPShardedOnFour(StrategyConformance):
+    plugin = "ddp_sharded"
+    world_sizes = (3, 4)
+
+
 class TestFSDP(StrategyConformance):
     plugin = "fsdp"
 

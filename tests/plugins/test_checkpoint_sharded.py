@@ -34,6 +34,8 @@ HYBRID = {"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2
 LAYOUTS = {
     "single_device-1": ("single_device", 1),
     "ddp-2": ("ddp", 2),
+    "ddp_sharded-2": ("ddp_sharded", 2),
+    "ddp_sharded-3": ("ddp_sharded", 3),
     "fsdp-1": ("fsdp", 1),
     "fsdp-2": ({"name": "fsdp", "auto_wrap_policy": {nn.Linear}}, 2),
     "fsdp-3": ("fsdp", 3),
@@ -41,7 +43,7 @@ LAYOUTS = {
     "grad_op-4": ({"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": {nn.Linear}}, 4),
     "hybrid-4": (HYBRID, 4),
 }
-FEW = ["single_device-1", "ddp-2", "fsdp-2", "fsdp-3", "hybrid-4"]
+FEW = ["single_device-1", "ddp-2", "ddp_sharded-3", "fsdp-2", "hybrid-4"]
 
 
 def _write(rank, world_size, strategy, checkpoint, batches, path):

@@ -1,0 +1,94 @@
+"""What ddp_sharded alone promises: each rank keeps its share of gradients and optimizer state, in any launch mode."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import share
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+def _held(rank, world_size):
+    held = []
+
+    class Looks(sg.Callback):
+        @sg.hookimpl
+        def on_before_optimizer_step(self, module):
+            held.append(sum(p.grad.numel() for p in module.parameters() if p.grad is not None))
+
+    trainer = sg.Trainer(max_epochs=1, strategy="ddp_sharded", devices=world_size, callbacks=[Looks()], **QUIET)
+    trainer.fit(Net(), share(trainer, joined_batches(2, 24)))
+    momentum = sum(state["momentum_buffer"].numel() for state in trainer.run.optimizers[0].state.values())
+    return held[0], momentum
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_and_optimizer_state_are_divided(world_size):
+    whole = sum(parameter.numel() for parameter in Net().parameters())
+    held = run_in_processes(_held, world_size)
+
+    assert sum(gradients for gradients, _ in held) == whole
+    assert sum(momentum for _, momentum in held) == whole
+    assert max(gradients for gradients, _ in held) < 0.75 * whole
+
+
+def _twice_before_a_step(rank, world_size, batches):
+    with sg.Run(strategy="ddp_sharded", devices=world_size, accelerator="cpu") as run:
+        module = Net()
+        model, optimizer = run.setup(module, module.configure_optimizers())
+        for batch in batches:
+            x, y = (tensor.chunk(world_size)[rank] for tensor in batch)
+            for _ in range(2):  # both synchronised: the second must not average the first again
+                run.backward(module.criterion(model(x), y) / 2)
+            run.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return module.state_dict()
+
+
+def test_two_synchronised_losses_before_a_step_add_up():
+    batches = joined_batches(3, 24)
+
+    for weights in run_in_processes(_twice_before_a_step, 2, batches):
+        assert relative_difference(weights, train_module_plainly(Net(), batches)[0]) < 1e-6
+
+
+SCRIPT = """
+    import torch
+    import stratagem as sg
+    from stratagem.testing.reference import Net, joined_batches
+    from stratagem.testing.training import share
+
+    class Shared(Net):
+        def train_dataloader(self):
+            return share(self.trainer, joined_batches(4, 24))
+
+    if __name__ == "__main__":
+        trainer = sg.Trainer(strategy="ddp_sharded", launcher="{launcher}", devices=2, accelerator="cpu", max_epochs=1,
+                             logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        model = Shared()
+        trainer.fit(model)
+        if trainer.is_global_zero:
+            torch.save(model.state_dict(), "weights.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["subprocess", "spawn", "fork"])
+def test_every_launch_mode_trains_as_one_process(launcher, tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("{launcher}", launcher))
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert relative_difference(weights, train_module_plainly(Net(), joined_batches(4, 24))[0]) < 1e-6
