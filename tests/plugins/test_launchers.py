@@ -397,6 +397,19 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
+def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeypatch, abort, expected):
+    """A library may abort a process that is done; an abort in the middle is a failure like any other."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    first = "import atexit, os\nif os.environ.get('RANK') == '1': atexit.register(os.abort)\n"  # so it runs last
+    (tmp_path / "sitecustomize.py").write_text(first if expected == 0 else "")
+    process = bare(tmp_path, "if rank() == 1 and 'atexit' not in vars(sys.modules['sitecustomize']): os.abort()")
+    code, _, errors = finish(process, tmp_path)
+
+    assert code == expected, errors
+    assert ("SIGABRT" in errors) == (expected == 1)
+
+
 def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
     body = """
         if rank() == 1:
