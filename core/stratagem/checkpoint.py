@@ -10,15 +10,22 @@ digest is in its sidecar.
 from __future__ import annotations
 
 import contextlib
+import glob
+import inspect
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 from stratagem.errors import CheckpointError, PluginError
+from stratagem.places import Claim, claim, is_remote, place, publish_object, refusals
 
 if TYPE_CHECKING:
     from stratagem.plugin import CheckpointFormat
+
+#: Layout of the state that checkpoint formats store.
+STATE_VERSION: Final = 1
 
 _STAGED = ".staged"
 _CHUNK = 1 << 20
@@ -39,21 +46,25 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
     Raises:
         CheckpointError: the folder or the disk refuses; what was at `path` is untouched and still verifies.
     """
+    if is_remote(path):
+        _publish_remotely(path, write, hasher)
+        return
     staged = path.with_name(f"{path.name}.{os.getpid()}{_STAGED}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        with staged.open("wb") as file:
+        _clear_away_what_was_killed(path)
+        with staged.open("wb") as file, _claimed(staged):
             hashing = _HashingFile(file, hasher())
-            write(hashing)  # type: ignore[arg-type]
+            hashing.fill(write)
             file.flush()
             os.fsync(file.fileno())
-        line = f"{hashing.hasher.name} {hashing.hasher.hexdigest()} {staged.stat().st_size}"
-        _write_durably(sidecar(path), [line, *_lines(sidecar(path))])
-        os.replace(staged, path)
-        _sync_folder(path.parent)
-        _write_durably(sidecar(path), [line])
+            with _claimed(path.parent):  # two runs that write here at once must not mix up content and sidecar
+                _write_durably(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+                os.replace(staged, path)
+                _sync_folder(path.parent)
+                _write_durably(sidecar(path), [hashing.line()])
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error.strerror or error})",
@@ -65,15 +76,32 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
             staged.unlink(missing_ok=True)
 
 
+def _publish_remotely(path: Any, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
+    """As `publish_file`: the object appears when all of it has arrived."""
+    with refusals(path):
+        hashing = _HashingFile(None, hasher())
+
+        def pass_through(file: BinaryIO) -> None:
+            hashing.file = file
+            hashing.fill(write)
+
+        def announce() -> None:
+            _write_lines(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+
+        publish_object(path, pass_through, before=announce)
+        _write_lines(sidecar(path), [hashing.line()])
+
+
 def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
     """Check `path` against its sidecar; False if it has none (another program wrote it).
 
     Raises:
         CheckpointError: the file is missing, cut short, or not what was written.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist", expected="a checkpoint file", do="check the path")
-    lines = _lines(sidecar(path))
+    with refusals(path, "read"):
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist", expected="a checkpoint file", do="check the path")
+        lines = _lines(sidecar(path))
     if not lines and not sidecar(path).exists():
         return False
     if not lines:
@@ -96,12 +124,15 @@ def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
 
 
 def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
-    """Return the newest checkpoint in `folder` that verifies; None if there is none."""
-    if not folder.is_dir():
-        return None
-    for path in sorted(_candidates(folder, checkpoint_format), key=_age):
+    """Return the newest checkpoint in `folder` that verifies; None if there is none. Damaged ones are warned about."""
+    with refusals(folder, "listed"):
+        if not folder.is_dir():
+            return None
+        candidates = sorted(_candidates(folder, checkpoint_format), key=lambda path: -_age(path, checkpoint_format))
+    for path in candidates:
         if checkpoint_format.is_whole(path):
             return path
+        warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
     return None
 
 
@@ -122,49 +153,106 @@ def read_any(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no such file, none of the formats, or damaged.
     """
-    from types import SimpleNamespace
-
-    from stratagem.world import Collectives, World
-
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
-    alone = SimpleNamespace(collectives=Collectives(), world=World(), rank=0, world_size=1, is_global_zero=True)
-    checkpoint_format = format_of(path)
-    if checkpoint_format is None:
+    path = place(path)
+    with refusals(path, "read"):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
+    name = name_of_format(path)
+    if name is None:
         raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
-    state: dict[str, Any] = checkpoint_format.load_checkpoint(path, None, alone)
+    state = read_with(format_named(name), path, Alone())
+    check_version(state, path)
     return state
 
 
-def format_of(path: Path) -> Any:
-    """Return the first installed checkpoint format that recognises `path`; None if none does."""
+class Alone:
+    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        from stratagem.saving import Saver
+        from stratagem.world import Collectives, World
+
+        self.world, self.collectives = World(), Collectives()
+        self.saver = Saver(self.collectives)
+
+
+def name_of_format(path: Path) -> str | None:
+    """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
     from stratagem import registry
-    from stratagem.resolver import make
 
     for entry in registry.entries("checkpoint"):
         with contextlib.suppress(PluginError):  # one broken package must not hide the others
-            checkpoint_format = make(entry, {})
-            if checkpoint_format.recognises(path):
-                return checkpoint_format
+            if format_named(entry.qualified_name).recognises(path):
+                return entry.qualified_name
     return None
 
 
-class _HashingFile:
-    """Hashes what passes through to a file that is written from front to back."""
+def format_named(name: str) -> CheckpointFormat:
+    """Return the checkpoint format of that name, with its default options."""
+    from stratagem import registry
+    from stratagem.resolver import make
 
-    def __init__(self, file: BinaryIO, hasher: Hasher) -> None:
-        self.file, self.hasher = file, hasher
+    checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
+    return checkpoint_format
+
+
+def read_with(checkpoint_format: Any, path: Path, run: Any) -> dict[str, Any]:
+    """Have a format that is not the run's own read `path`."""
+    given = {"path": path, "into": None, "run": run}
+    accepted = inspect.signature(checkpoint_format.load_checkpoint).parameters
+    state: dict[str, Any] = checkpoint_format.load_checkpoint(
+        **{name: given[name] for name in given if name in accepted}
+    )
+    return state
+
+
+def check_version(state: Mapping[str, Any], path: Path) -> None:
+    """Refuse a state that only a newer stratagem understands."""
+    tag = state.get("format")
+    version = tag.get("version", 1) if isinstance(tag, Mapping) else 1
+    if not isinstance(version, int) or version > STATE_VERSION:
+        raise CheckpointError(
+            f"{path} has version {version} and was written by stratagem {tag['stratagem'] if tag else ''}",
+            expected=f"at most version {STATE_VERSION}", do="read it with a newer stratagem",
+        )  # fmt: skip
+
+
+class _HashingFile:
+    """Hashes and counts what passes through to a file that is written from front to back."""
+
+    def __init__(self, file: Any, hasher: Hasher) -> None:
+        self.file, self.hasher, self.size = file, hasher, 0
+        self.refusal: Exception | None = None
 
     def write(self, data: Any) -> int:
         self.hasher.update(data)
-        return self.file.write(data)
+        self.size += len(memoryview(data).cast("B"))
+        try:
+            return int(self.file.write(data))
+        except Exception as error:
+            self.refusal = error
+            raise
+
+    def fill(self, write: Callable[[BinaryIO], None]) -> None:
+        """Let `write` write here; what the file raises comes out as it was (torch.save hides it behind its own)."""
+        try:
+            write(self)  # type: ignore[arg-type]
+        except Exception as error:
+            if self.refusal is None or error is self.refusal:
+                raise
+            raise self.refusal from error
+
+    def line(self) -> str:
+        """Return the line of the sidecar for what was written."""
+        return f"{self.hasher.name} {self.hasher.hexdigest()} {self.size}"
 
     def flush(self) -> None:
         self.file.flush()
 
     def tell(self) -> int:
-        return self.file.tell()
+        return self.size
 
 
 def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[Path]:
@@ -173,9 +261,9 @@ def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[P
             yield path
 
 
-def _age(path: Path) -> float:
+def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:
     with contextlib.suppress(OSError):  # another process may be tidying up
-        return -path.stat().st_mtime_ns
+        return checkpoint_format.saved_at(path)
     return 0
 
 
@@ -198,6 +286,26 @@ def _write_durably(path: Path, lines: list[str]) -> None:
         _sync_folder(path.parent)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _write_lines(path: Path, lines: list[str]) -> None:
+    """Write an object of lines, at once."""
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode("ascii"))
+
+
+def _claimed(path: Path) -> Claim:
+    claimed = claim(path, wait=True)
+    assert claimed is not None, "only a claim that does not wait can fail"
+    return claimed
+
+
+def _clear_away_what_was_killed(path: Path) -> None:
+    """Delete the staged files for `path` that nobody is writing any more."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_STAGED}"):
+        with contextlib.suppress(OSError):
+            if (claimed := claim(left)) is not None:
+                left.unlink(missing_ok=True)
+                claimed.release()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -20,11 +20,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import attrs
 
 from stratagem.errors import ConfigError, nearest
+from stratagem.places import is_remote, place
 
 if TYPE_CHECKING:
     import cattrs
@@ -159,7 +160,7 @@ def _from_code() -> cattrs.Converter:
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook(type(None), _exactly(type(None)))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
-    converter.register_structure_hook(Path, lambda value, _: Path(_instance(value, (str, Path))))
+    converter.register_structure_hook(Path, lambda value, _: _place(value))
     return converter
 
 
@@ -172,8 +173,14 @@ def _from_text() -> cattrs.Converter:
     converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
     converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
-    converter.register_structure_hook(Path, lambda value, _: Path(_instance(value, (str, Path))))
+    converter.register_structure_hook(Path, lambda value, _: _place(value))
     return converter
+
+
+def _place(value: Any) -> Path:
+    if not isinstance(value, str) and is_remote(value) and hasattr(value, "fs"):
+        return cast("Path", value)
+    return place(_instance(value, (str, Path)))
 
 
 def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pluggy
 from attrs import define, field, frozen
 
+from stratagem.places import modified_at
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
 
 if TYPE_CHECKING:
@@ -231,6 +232,10 @@ class CheckpointFormat(Plugin):
     def is_whole(self, path: Path) -> bool:
         """Whether `path` was written to the end and is unchanged since."""
         return self.recognises(path)
+
+    def saved_at(self, path: Path) -> float:
+        """When `path` was saved, in seconds since 1970; decides which one is the newest."""
+        return modified_at(path)
 
     def remove(self, path: Path) -> None:
         """Delete what this format wrote at `path`, and nothing else."""

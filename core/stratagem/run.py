@@ -31,13 +31,15 @@ from attrs import define
 
 from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
-from stratagem.checkpoint import format_of
+from stratagem.checkpoint import STATE_VERSION, check_version, format_named, name_of_format, read_with
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
+from stratagem.places import place
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, Bucket, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
+from stratagem.saving import Saver
 from stratagem.settings import RunSettings, gather
 from stratagem.world import Collectives, Mesh, World
 
@@ -104,6 +106,8 @@ class Run:
         self.mesh: Mesh = Mesh(axes={})
         self.device = torch.device("cpu")
         self.collectives: Collectives = Collectives()
+        #: Runs the saves of checkpoint formats, in the background if they ask for it.
+        self.saver = Saver(self.collectives)
         self.connected = False
         #: The strategy has yet to ask for the comm hooks.
         self._reducer_is_due = False
@@ -205,6 +209,7 @@ class Run:
         accelerator.activate(self.device)
         _set_determinism(self.settings.deterministic)
         self._join(self.world)
+        self.saver = Saver(self.collectives)
         self.connected = True
         atexit.register(_close, weakref.ref(self))
 
@@ -231,9 +236,12 @@ class Run:
         if not self.connected:
             return
         self.connected = False
-        self.hook.teardown(run=self)
-        self.model, self.optimizers = None, []
-        self.collectives.close()
+        try:
+            self.saver.wait()
+        finally:
+            self.hook.teardown(run=self)
+            self.model, self.optimizers = None, []
+            self.collectives.close()
 
     def __enter__(self) -> Run:
         self.connect()
@@ -421,6 +429,8 @@ class Run:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
         """Step; return False if the precision skipped it because gradients overflowed."""
+        if self.saver.busy:
+            self.saver.check()
         if self._optimizer_step is None and closure is None:
             optimizer.step()
             return True
@@ -441,15 +451,15 @@ class Run:
             "optimizers": [self.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
             "plugins": {key: plugin.state_dict() for key, plugin in self.stack.stateful()},
             "values": values,
-            "format": format_tag(),
+            "format": format_tag(self.stack),
         }
-        self.ask("save_checkpoint", state=state, path=Path(path))
+        self.ask("save_checkpoint", state=state, path=place(path))
 
     def load(self, path: str | Path, *, model: Any, optimizer: Any = (), strict: bool = True) -> dict[str, Any]:
         """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
         module = model.module if isinstance(model, ModelHandle) else model
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        state = self.read_checkpoint(Path(path))
+        state = self.read_checkpoint(place(path))
         self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
         self.load_optimizers(state.get("optimizers", []), optimizers, module)
         self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
@@ -457,12 +467,25 @@ class Run:
         return values
 
     def read_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Return the logical state at `path`, whichever installed format it is in. Collective."""
-        other = None if self.checkpoint_format.recognises(path) else format_of(path)
+        """Return the logical state at `path`, whichever installed format it is in. Collective.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or a newer stratagem wrote it; on all ranks.
+        """
+        self.saver.wait()
+        other, error = None, None
+        if self.is_global_zero:  # one rank looks, for all to do the same
+            try:
+                other = None if self.checkpoint_format.recognises(path) else name_of_format(path)
+            except CheckpointError as caught:
+                error = caught
+        self.collectives.fail_together(error)
+        other = self.collectives.broadcast_object(other)
         if other is None:
             state: dict[str, Any] = self.ask("load_checkpoint", path=path, into=None)
         else:
-            state = other.load_checkpoint(path, None, self)
+            state = read_with(format_named(other), path, self)
+        check_version(state, path)
         return state
 
     def load_optimizers(self, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module) -> None:
@@ -550,7 +573,7 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", *(f"_{name}" for name in _STEP_HOOKS)}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", *(f"_{name}" for name in _STEP_HOOKS)}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -647,8 +670,15 @@ def _set_determinism(wanted: bool | str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=wanted == "warn")
 
 
-def format_tag() -> dict[str, Any]:
-    """Return what a checkpoint says about itself."""
+def format_tag(stack: Stack) -> dict[str, Any]:
+    """Return what a checkpoint says about itself: the version of its layout, and who wrote it."""
     from stratagem import __version__
 
-    return {"name": "stratagem", "version": 1, "stratagem": __version__}
+    entries = [choice.entry for choice in stack.choices() if choice.entry is not None]
+    return {
+        "name": "stratagem",
+        "version": STATE_VERSION,
+        "stratagem": __version__,
+        "torch": str(torch.__version__),
+        "plugins": {f"{e.kind}.{e.name}": f"{e.distribution} {e.version}" for e in entries},
+    }

@@ -111,6 +111,7 @@ class Session:
             restore_random_state(random_states)
         with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
             TrainLoop(trainer, self, loader).fit()
+        run.saver.wait()
         trainer.events.emit("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:

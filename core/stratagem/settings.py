@@ -13,6 +13,7 @@ from stratagem.config import build, convert_options, option_types
 from stratagem.errors import ConfigError, nearest
 from stratagem.layers import Layer, parse_choice
 from stratagem.options import at_least, at_least_or_unlimited, batch_limit, more_than
+from stratagem.places import is_remote
 
 S = TypeVar("S", bound="RunSettings")
 
@@ -166,6 +167,12 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) 
                 f"{name} is {code.get(name)!r}", expected=f"{nothing!r}: this version does not have it yet"
             )
     settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
+    for name in ("default_root_dir", "lock"):
+        if is_remote(folder := getattr(settings, name, None) or Path()):
+            raise ConfigError(
+                f"{name} is {str(folder)!r} ({origins[name]})", expected="a path on this machine",
+                do=f"give the URL where it is meant, such as ModelCheckpoint(dirpath={str(folder)!r})",
+            )  # fmt: skip
     settings.origins.update(origins)
     settings.options.update(options)
     return settings

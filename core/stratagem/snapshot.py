@@ -10,6 +10,7 @@ from attrs import define
 
 from stratagem.checkpoint import newest_whole
 from stratagem.errors import CheckpointError
+from stratagem.places import place
 from stratagem.run import format_tag
 from stratagem.seeding import random_state
 from stratagem.state import load_weights
@@ -23,7 +24,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     run = trainer.run
     state: dict[str, Any] = {
         "state_dict": run.ask("model_state", module=trainer.module),
-        "format": format_tag(),
+        "format": format_tag(run.stack),
         "hyper_parameters": dict(trainer.module.hparams),
     }
     if weights_only:
@@ -99,8 +100,9 @@ def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def find(trainer: Trainer, path: str | Path | None) -> Path | None:
     """Turn "last" and "best" into a path, the same on all ranks; None means a fresh start. Collective."""
+    trainer.run.saver.wait()  # what is being saved may be what is looked for
     if path is None or path not in ("last", "best"):
-        return None if path is None else Path(path)
+        return None if path is None else place(path)
     found, error = None, None
     if trainer.is_global_zero:
         try:
@@ -114,7 +116,7 @@ def find(trainer: Trainer, path: str | Path | None) -> Path | None:
 
 def _best(trainer: Trainer) -> Path:
     if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
-        return Path(best)
+        return place(best)
     raise CheckpointError(
         'ckpt_path is "best"', expected="a callback that has saved a best checkpoint", do="fit first, with a monitor"
     )
@@ -123,7 +125,7 @@ def _best(trainer: Trainer) -> Path:
 def _last(trainer: Trainer) -> Path | None:
     folders = [callback.folder(trainer) for callback in trainer.callbacks if hasattr(callback, "folder")]
     for folder in [*folders, trainer.default_root_dir]:
-        if (newest := newest_whole(Path(folder), trainer.checkpoint_format)) is not None:
+        if (newest := newest_whole(place(folder), trainer.checkpoint_format)) is not None:
             return newest
     if trainer.world.generation != "0":
         return None  # restarted before the first checkpoint: start afresh

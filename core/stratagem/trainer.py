@@ -23,6 +23,7 @@ from stratagem.loops import Position
 from stratagem.metrics import MetricBook
 from stratagem.module import Module, OptimizerHandle, overrides
 from stratagem.optimization import LRSchedulerConfig
+from stratagem.places import place
 from stratagem.plugin import CheckpointFormat
 from stratagem.run import Run
 from stratagem.session import Job, Session
@@ -239,13 +240,16 @@ class Trainer:
         return results[0] if len(results) == 1 else results
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
-        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it."""
+        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+
+        `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
+        """
         if self.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.meet("save_checkpoint", MEETING_S)
         state = snapshot.dump(self, weights_only)
         self.events.emit("on_save_checkpoint", checkpoint=state)
-        self.run.ask("save_checkpoint", state=state, path=Path(path))
+        self.run.ask("save_checkpoint", state=state, path=place(path))
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``.

@@ -153,16 +153,26 @@ class Collectives:
         """Return the note of a rank that ended, if it left one. Not collective."""
         return None
 
+    def apart(self) -> Collectives:
+        """Return a second conversation of the same ranks, on the CPU, for a thread that must not disturb this one."""
+        if self.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} cannot be had twice", expected="an apart(), for saving in the background",
+                do="save without async_save, or tell the strategy's author",
+            )  # fmt: skip
+        return Collectives()
+
     def close(self) -> None:
         """Leave the conversation; idempotent."""
 
 
 class TorchCollectives(Collectives):
-    """Collectives over torch.distributed's default process group."""
+    """Collectives over one of torch.distributed's process groups of all ranks, the default one unless given."""
 
-    def __init__(self, world: World, device: torch.device, *, owns_group: bool) -> None:
+    def __init__(self, world: World, device: torch.device, *, owns_group: bool, group: Any = None) -> None:
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
         self._rank, self._store, self._meetings = world.rank, _default_store(), 0
+        self._world, self._group = world, group
 
     @classmethod
     def connect(
@@ -198,14 +208,14 @@ class TorchCollectives(Collectives):
 
         reduced = tensor.to(self.device, copy=True)
         ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(reduced, ops[op])
+        dist.all_reduce(reduced, ops[op], group=self._group)
         return (reduced / self.world_size if op == "mean" else reduced).to(tensor.device)
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch.distributed as dist
 
         # Divide first: a sum of large fp16 gradients would overflow before the division.
-        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True)
+        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self._group)
         return work.get_future().then(lambda future: future.value()[0])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -214,28 +224,28 @@ class TorchCollectives(Collectives):
 
         local = tensor.to(self.device).contiguous()
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(parts, local)
+        dist.all_gather(parts, local, group=self._group)
         return [part.to(tensor.device) for part in parts]
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         import torch.distributed as dist
 
         moved = tensor.to(self.device)
-        dist.broadcast(moved, src)
+        dist.broadcast(moved, src, group=self._group)
         return tensor if moved is tensor else tensor.copy_(moved)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src, device=self.device)
+        dist.broadcast_object_list(box, src, device=self.device, group=self._group)
         return box[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def any(self, flag: bool) -> bool:
@@ -246,7 +256,7 @@ class TorchCollectives(Collectives):
     def barrier(self) -> None:
         import torch.distributed as dist
 
-        dist.barrier()
+        dist.barrier(group=self._group)
 
     def meet(self, what: str, limit_s: float) -> None:
         import torch.distributed as dist
@@ -272,6 +282,13 @@ class TorchCollectives(Collectives):
             self._store.wait(["stratagem/note"], timedelta(seconds=2))
             return str(self._store.get("stratagem/note").decode())
         return None
+
+    def apart(self) -> Collectives:
+        import torch
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="gloo")
+        return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group)
 
     def close(self) -> None:
         if self._owns_group:

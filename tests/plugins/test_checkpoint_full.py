@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stratagem as sg
+from stratagem.checkpoint import Alone
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches
-from stratagem.world import Collectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
-ALONE = SimpleNamespace(is_global_zero=True, collectives=Collectives())
+ALONE = Alone()
 
 
 def save(state, path):

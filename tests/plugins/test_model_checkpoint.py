@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data, joined_batches
+from stratagem.testing.reference import Net, Scheduled, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -161,3 +162,72 @@ def _two_ranks(rank, world_size, folder):
 
 def test_rank_0_decides_for_all(tmp_path):
     assert run_in_processes(_two_ranks, 2, str(tmp_path)) == ["epoch=2-step=6.ckpt"] * 2
+
+
+# --- Two runs in one folder --------------------------------------------------------------------------------------
+
+
+def _fit_for_long(folder, begun, go_on):
+    torch.set_num_threads(1)
+
+    class Waits(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self):
+            begun.set()
+            assert go_on.wait(60)
+
+    _quiet_fit(folder, callbacks=[Waits()])
+
+
+def _quiet_fit(folder, **options):
+    trainer = sg.Trainer(
+        max_epochs=1, default_root_dir=folder, logger=False, enable_progress_bar=False, accelerator="cpu", **options
+    )
+    trainer.fit(Scheduled(), joined_batches(2, 24))
+    return trainer
+
+
+def test_a_second_run_in_the_folder_is_told_before_it_trains(tmp_path):
+    context = multiprocessing.get_context("fork")
+    begun, go_on = context.Event(), context.Event()
+    first = context.Process(target=_fit_for_long, args=(tmp_path, begun, go_on))
+    first.start()
+    assert begun.wait(60)
+    with pytest.raises(
+        ConfigError, match=rf"is in use by another run \(process {first.pid} on .*\); expected a folder"
+    ):
+        _quiet_fit(tmp_path)
+    _quiet_fit(tmp_path, enable_checkpointing=False)  # reads and writes nothing there
+    go_on.set()
+    first.join(60)
+    assert first.exitcode == 0
+    _quiet_fit(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")) == [
+        "epoch=0-step=2-v1.ckpt", "epoch=0-step=2.ckpt",
+    ]  # fmt: skip
+    assert not (tmp_path / "checkpoints" / ".in_use").exists()
+
+
+def test_a_run_that_failed_or_was_killed_leaves_the_folder_free(tmp_path):
+    class Fails(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        _quiet_fit(tmp_path, callbacks=[Fails()])
+    _quiet_fit(tmp_path)
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    killed = context.Process(target=_fit_for_long, args=(tmp_path, begun, context.Event()))
+    killed.start()
+    assert begun.wait(60)
+    killed.kill()
+    killed.join(60)
+    _quiet_fit(tmp_path)
+
+
+def test_two_callbacks_of_one_run_may_share_a_folder(tmp_path):
+    _quiet_fit(tmp_path, callbacks=[ModelCheckpoint(filename="a"), ModelCheckpoint(filename="b")])
+    _quiet_fit(tmp_path, callbacks=[ModelCheckpoint(filename="a"), ModelCheckpoint(filename="b")])
+    assert not (tmp_path / "checkpoints" / ".in_use").exists()

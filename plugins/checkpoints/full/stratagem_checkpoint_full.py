@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from attrs import define
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.checkpoint import publish_file, remove_file, verify_file
 from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, refusals
 
 #: What torch's weights-only loader gives back without an allow-list.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -23,30 +25,47 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class FullCheckpoint(CheckpointFormat):
     """Rank 0 writes one file; every rank reads it."""
 
+    #: Write in the background: training waits only while the state is copied.
+    async_save: bool = False
+
     suffix: ClassVar[str] = ".ckpt"
 
     @hookimpl
     def save_checkpoint(self, state, path, run):
-        error = None
+        plain, error = None, None
         if run.is_global_zero:
             try:
-                publish_file(Path(path), lambda file: torch.save(_loadable(state), file), xxhash.xxh3_128)
+                plain = _loadable(state, copy=self.async_save)
             except CheckpointError as caught:
                 error = caught
         run.collectives.fail_together(error)
+
+        def write(collectives):
+            error = None
+            if plain is not None:
+                try:
+                    publish_file(path, lambda file: torch.save(plain, file), xxhash.xxh3_128)
+                except CheckpointError as caught:
+                    error = caught
+            collectives.fail_together(error)
+
+        run.saver.submit(write, self.async_save)
         return True
 
     @hookimpl
     def load_checkpoint(self, path, into, run):
         state, error = None, None
         try:
-            state = _read(Path(path))
+            state = _read(path)
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
         return state
 
     def recognises(self, path: Path) -> bool:
+        if is_remote(path):
+            with path.open("rb") if path.is_file() else io.BytesIO() as file:
+                return file.read(4) == b"PK\x03\x04"
         return path.is_file() and zipfile.is_zipfile(path)
 
     def is_whole(self, path: Path) -> bool:
@@ -62,8 +81,12 @@ class FullCheckpoint(CheckpointFormat):
 
 def _read(path: Path) -> dict[str, Any]:
     verify_file(path, xxhash.xxh3_128)
+    source: Any = path
+    if is_remote(path):
+        with refusals(path, "read"):
+            source = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint ({_first_line(error)})",
@@ -83,7 +106,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
 
 
-def _loadable(value: Any, path: str = "") -> Any:
+def _loadable(value: Any, copy: bool, path: str = "") -> Any:
     """Return `value` in types that the weights-only loader accepts, small views of large tensors cut out.
 
     Raises:
@@ -92,14 +115,14 @@ def _loadable(value: Any, path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
         detached = value.detach()
         is_view = detached.untyped_storage().nbytes() > detached.numel() * detached.element_size()
-        return detached.clone() if is_view else detached
+        return detached.to("cpu", copy=True) if copy or is_view else detached
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, _PLAIN):
                 raise _foreign(f"a key of {path or 'the checkpoint'}", key)
-        return {key: _loadable(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+        return {key: _loadable(item, copy, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_loadable(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = [_loadable(item, copy, f"{path}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) in _PLAIN:
         return value

@@ -11,6 +11,7 @@ from typing import Any
 from stratagem import Command, registry
 from stratagem.checkpoint import read_any
 from stratagem.errors import CheckpointError
+from stratagem.places import place
 from stratagem.resolver import make
 
 
@@ -40,7 +41,7 @@ class Checkpoint(Command):
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    path = Path(arguments.path)
+    path = place(arguments.path)
     state = read_any(path)
     tensors = dict(_tensors(state["state_dict"]))
     report = {
@@ -85,7 +86,7 @@ def _render(report: dict[str, Any]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    rows = [{"path": path, "problem": _problem(Path(path))} for path in arguments.paths]
+    rows = [{"path": path, "problem": _problem(place(path))} for path in arguments.paths]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -164,7 +165,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
+    files = path.iterdir() if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.is_file())
 
 

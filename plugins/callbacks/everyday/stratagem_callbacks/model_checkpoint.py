@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -11,8 +12,10 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import CheckpointError, ConfigError, nearest
 from stratagem.options import at_least, at_least_or_unlimited
+from stratagem.places import place
+from stratagem_callbacks.occupied import occupy, vacate
 
 
 @define(eq=False, kw_only=True)
@@ -23,7 +26,7 @@ class ModelCheckpoint(Callback):
     it to mean the whole data set. Without `monitor` the newest checkpoint is kept.
     """
 
-    #: Folder of the checkpoints; ``<default_root_dir>/checkpoints`` if not given.
+    #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
     #: Name with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
     filename: str = "{epoch}-{step}"
@@ -57,6 +60,7 @@ class ModelCheckpoint(Callback):
     #: Value by path, of those kept.
     best_k_models: dict[str, float] = field(init=False, factory=dict)
     _last_step: int = field(init=False, default=-1)
+    _occupied: Path | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if self.every_n_epochs is not None and self.every_n_train_steps is not None:
@@ -74,7 +78,33 @@ class ModelCheckpoint(Callback):
 
     def folder(self, trainer: Any) -> Path:
         """Return the folder of the checkpoints."""
-        return Path(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
+        return place(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
+
+    @hookimpl
+    def on_fit_start(self, trainer):
+        if trainer.fast_dev_run or (self.save_top_k == 0 and not self.save_last):
+            return
+        error = None
+        if trainer.is_global_zero:
+            try:
+                occupy(self.folder(trainer))
+                self._occupied = self.folder(trainer)
+            except ConfigError as caught:
+                error = caught
+        trainer.run.collectives.fail_together(error)
+
+    @hookimpl
+    def on_fit_end(self):
+        self._vacate()
+
+    @hookimpl
+    def on_exception(self):
+        self._vacate()
+
+    def _vacate(self) -> None:
+        if self._occupied is not None:
+            vacate(self._occupied)
+            self._occupied = None
 
     # --- When ----------------------------------------------------------------------------------------------------
 
@@ -122,9 +152,9 @@ class ModelCheckpoint(Callback):
         if self.save_last:
             self.last_model_path = str(self.folder(trainer) / f"last{trainer.checkpoint_format.suffix}")
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
-        if trainer.is_global_zero:  # only now is there something better on the disk
-            for old in doomed:
-                trainer.checkpoint_format.remove(Path(old))
+        if trainer.is_global_zero:
+            for old in doomed:  # not before there is something better on the disk
+                trainer.run.saver.afterwards(functools.partial(_remove, trainer.checkpoint_format, place(old)))
 
     def _plan(self, trainer: Any) -> tuple[str, float | None, list[str]] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, and what to delete afterwards."""
@@ -220,6 +250,13 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what an earlier run kept, as far as it is still there."""
-        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if Path(path).exists()}
+        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if place(path).exists()}
         self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
+
+
+def _remove(checkpoint_format: Any, path: Path) -> None:
+    try:
+        checkpoint_format.remove(path)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"{path} could not be deleted ({error})", stacklevel=2)

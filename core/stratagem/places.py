@@ -1,0 +1,156 @@
+"""Where files are: a `pathlib.Path`, or a URL such as ``s3://bucket/run`` as a path with the same methods.
+
+URLs go through fsspec (`universal_pathlib` gives them the methods of a path), which is imported when one is met.
+Credentials and endpoints are fsspec's own business: environment variables, its configuration files, or a `UPath` made
+with storage options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stratagem.errors import CheckpointError, ConfigError
+
+
+def place(path: Any) -> Path:
+    """Return `path` as a path: local ones as a `Path`, URLs as a `UPath`.
+
+    Raises:
+        ConfigError: a URL, and what reads it is not installed.
+    """
+    if isinstance(path, Path):
+        return path
+    if isinstance(path, str) and "://" not in path:
+        return Path(path)
+    if isinstance(path, str) and path.startswith(("file://", "local://")):
+        return Path(path.partition("://")[2])
+    if not isinstance(path, str):
+        if hasattr(path, "fs") and hasattr(path, "protocol"):  # a UPath
+            return path if path.protocol not in ("", "file", "local") else Path(path.path)
+        return Path(os.fspath(path))
+    try:
+        from upath import UPath
+
+        remote: Any = UPath(path)
+        _ = remote.fs
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{path!r} is a URL that cannot be opened ({error})", expected="a path, or a URL that fsspec understands",
+            do='install "stratagem[remote]" and the fsspec package for it (s3fs, gcsfs, adlfs ...)',
+        ) from error  # fmt: skip
+    return remote  # type: ignore[no-any-return]
+
+
+def is_remote(path: Any) -> bool:
+    """Whether `path` (of `place`) is in no file system of this machine."""
+    return not isinstance(path, Path)
+
+
+def is_private(path: Any) -> bool:
+    """Whether only this process sees what is at `path`."""
+    return getattr(path, "protocol", "") == "memory"
+
+
+# --- Folders and files that one process may claim ----------------------------------------------------------------
+
+
+class Claim:
+    """Says that a file or folder of this machine is this process's, until `release` or the end of the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # closing alone would leave it to a child that inherited it
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def claim(path: Path, wait: bool = False) -> Claim | None:
+    """Claim an existing file or folder; None if another claim on it stands (`wait`: until it does not).
+
+    File systems without locks grant every claim.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # no locks here
+        pass
+    return Claim(descriptor)
+
+
+# --- Objects: written whole or not at all ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refusals(path: Any, doing: str = "written") -> Iterator[None]:
+    """Turn whatever an object store raises into a `CheckpointError`; each has exceptions of its own."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        intact, other = "an older checkpoint there, if any, is intact", "check the address and the credentials"
+        raise CheckpointError(
+            f"{path} could not be {doing} ({type(error).__name__}: {text[0] if text else 'no reason given'})",
+            expected="a store that can be reached, with the right to do it",
+            do=intact if doing == "written" else other,
+        ) from error  # fmt: skip
+
+
+def publish_object(path: Any, write: Callable[[BinaryIO], None], before: Callable[[], None] | None = None) -> None:
+    """Let `write` fill an object that appears at `path` at once; nothing appears, or changes, if it raises.
+
+    `before` is called when all is written and nothing can be seen yet.
+    """
+    filesystem = _own_filesystem(path)
+    # Closing a file that failed half-way would publish the half: only a transaction discards it.
+    with filesystem.transaction:
+        with filesystem.open(path.path, "wb") as file:
+            write(file)
+        if before is not None:
+            before()
+
+
+def read_range(path: Any, begin: int, size: int) -> bytes:
+    """Return `size` bytes of the object at `path`."""
+    data: bytes = path.fs.cat_file(path.path, start=begin, end=begin + size)
+    return data
+
+
+def size_of(path: Any) -> int:
+    """Return how many bytes are at `path`, asking the store rather than a cache of it."""
+    path.fs.invalidate_cache()
+    return int(path.fs.info(path.path)["size"])
+
+
+def modified_at(path: Any) -> float:
+    """Return when `path` was written, in seconds since 1970; 0 if its store does not tell."""
+    if not is_remote(path):
+        return float(path.stat().st_mtime_ns) / 1e9
+    with contextlib.suppress(Exception):
+        return float(path.fs.modified(path.path).timestamp())
+    return 0.0
+
+
+def _own_filesystem(path: Any) -> Any:
+    """Return a file system object of our own: a transaction of the shared one would hold up others' files."""
+    return type(path.fs)(*path.fs.storage_args, **path.fs.storage_options, skip_instance_cache=True)

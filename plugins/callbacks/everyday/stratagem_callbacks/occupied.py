@@ -1,0 +1,64 @@
+"""One run for each folder of checkpoints: two would delete and overwrite each other's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from pathlib import Path
+
+from stratagem.errors import ConfigError
+from stratagem.places import Claim, claim, is_remote
+
+_FILE = ".in_use"
+#: Folders that this process keeps checkpoints in, with how many callbacks do.
+_mine: dict[Path, tuple[Claim, int]] = {}
+
+
+def occupy(folder: Path) -> None:
+    """Keep other processes from occupying `folder` until `vacate`, or until this one ends.
+
+    Raises:
+        ConfigError: another run has it.
+    """
+    if is_remote(folder):
+        return  # object stores have no locks
+    key = Path(os.path.abspath(folder))
+    if key in _mine:
+        _mine[key] = (_mine[key][0], _mine[key][1] + 1)
+        return
+    with contextlib.suppress(OSError):  # a folder that cannot be written is told of by the first save
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _FILE).touch()
+        claimed = claim(folder / _FILE)
+        if claimed is None:
+            raise ConfigError(
+                f"{folder} is in use by another run ({_said_by(folder)})",
+                expected="a folder of checkpoints for each run",
+                do="give this one its own default_root_dir, or ModelCheckpoint(dirpath=...)",
+            )
+        _mine[key] = (claimed, 1)
+        (folder / _FILE).write_text(json.dumps({"host": platform.node(), "pid": os.getpid()}))
+
+
+def vacate(folder: Path) -> None:
+    """Let others have `folder`; for a folder that this process does not occupy, nothing."""
+    key = None if is_remote(folder) else Path(os.path.abspath(folder))
+    if key is None or key not in _mine:
+        return
+    claimed, count = _mine.pop(key)
+    if count > 1:
+        _mine[key] = (claimed, count - 1)
+        return
+    with contextlib.suppress(OSError):
+        (folder / _FILE).unlink()
+    claimed.release()
+
+
+def _said_by(folder: Path) -> str:
+    try:
+        content = json.loads((folder / _FILE).read_text())
+        return f"process {content['pid']} on {content['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has only just begun"

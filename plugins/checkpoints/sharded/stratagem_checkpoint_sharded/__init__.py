@@ -1,0 +1,112 @@
+"""Every rank writes its part of the state into one folder; any number of ranks reads what it needs of it.
+
+[Note: one file for all]
+``tensors.bin`` holds each tensor whole, row after row, whoever wrote which rows: ranks write at their own places of one
+file, and the file does not tell how many they were. So a reader maps it into memory as whole tensors, and only the
+pages it touches cost anything: a strategy that keeps a shard reads a shard. ``manifest.json`` is written last and names
+every tensor, every piece with its checksum, and all that is no tensor. Nothing in either is ever executed.
+
+[Note: objects]
+An object store has no file that many can write to. There each rank writes one object, and the manifest says for each
+piece in which object it is. Objects have names of their own in every save, so that the manifest, replaced at once,
+switches from one complete set to the next. A reader brings the pieces to their places in a temporary local file and
+goes on as before; the processes of a node share that file and the work of filling it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+from attrs import define
+
+from stratagem import CheckpointFormat, hookimpl
+from stratagem.errors import CheckpointError
+from stratagem.places import is_private, is_remote, modified_at
+from stratagem_checkpoint_sharded import folder, objects
+from stratagem_checkpoint_sharded.layout import Plan
+from stratagem_checkpoint_sharded.manifest import MANIFEST, files_of, has_tag, read_manifest, verify
+from stratagem_checkpoint_sharded.reading import assembled, mapped
+
+
+@define(eq=False, kw_only=True)
+class ShardedCheckpoint(CheckpointFormat):
+    """A folder that all ranks write together; see [Note: one file for all] and [Note: objects]."""
+
+    #: Write in the background: training waits only while each rank copies its part of the state.
+    async_save: bool = False
+
+    suffix: ClassVar[str] = ".ckpt"
+    takes_shards: ClassVar[bool] = True
+
+    @hookimpl
+    def save_checkpoint(self, state, path, run):
+        plan, error = None, None
+        try:
+            plan = Plan(state, run.rank, run.world_size)
+            if is_private(path) and run.world_size > 1:
+                raise CheckpointError(
+                    f"{path} is in the memory of each process and the run has {run.world_size} of them",
+                    expected="a place that all ranks share",
+                )
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        if self.async_save:
+            plan.copy()
+        write = objects.write if is_remote(path) else folder.write
+        run.saver.submit(lambda collectives: write(plan, path, collectives), self.async_save)
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, path, into, run):
+        manifest, error = None, None
+        if run.is_global_zero:
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError as caught:
+                error = caught
+        run.collectives.fail_together(error)
+        manifest = run.collectives.broadcast_object(manifest)
+        if is_remote(path) or files_of(manifest) - {folder.TENSORS}:
+            return assembled(path, manifest, run)
+        state = None
+        try:
+            # Together the ranks read every byte once.
+            verify(path, manifest, run.rank, run.collectives.world_size)
+            state = mapped(path / folder.TENSORS, manifest)
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        return state
+
+    def recognises(self, path: Path) -> bool:
+        return has_tag(path)
+
+    def is_whole(self, path: Path) -> bool:
+        try:
+            verify(path, read_manifest(path))
+        except CheckpointError:
+            return False
+        return True
+
+    def saved_at(self, path: Path) -> float:
+        return modified_at(path / MANIFEST)
+
+    def remove(self, path: Path) -> None:
+        if not self.recognises(path):
+            raise CheckpointError(f"{path} is no sharded checkpoint", do="nothing was deleted")
+        files = {MANIFEST, folder.TENSORS}
+        with contextlib.suppress(CheckpointError):  # a damaged one may go, too
+            files |= files_of(read_manifest(path))
+        if is_remote(path):
+            objects.remove(path, files)
+            return
+        strangers = {each.name for each in path.iterdir()} - files
+        if strangers:
+            raise CheckpointError(
+                f"{path} holds {', '.join(sorted(strangers))}, which no checkpoint put there", do="nothing was deleted"
+            )
+        shutil.rmtree(folder.retire(path))

@@ -1,0 +1,148 @@
+"""Where each tensor of a state goes, the same on all ranks, and which bytes this rank writes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from stratagem.errors import CheckpointError
+
+#: Tensors begin at multiples of this, so that any dtype can be mapped.
+ALIGNMENT = 64
+#: Bytes that share a checksum, at most.
+PIECE = 64 << 20
+#: Bytes up to which tensors share a piece, and up to which they are read at once rather than mapped.
+SMALL = 1 << 20
+
+
+class Plan:
+    """The layout of a state, and this rank's part of it."""
+
+    def __init__(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        self.size, self.rank, self.world_size = 0, rank, world_size
+        self.tensors: list[dict[str, Any]] = []
+        self._sources: list[torch.Tensor] = []
+        self.tree = self._encode(state, "")
+        #: First byte and content of what this rank writes, in order.
+        self.parts: list[tuple[int, torch.Tensor]] = list(self._mine())
+        del self._sources
+
+    def copy(self) -> None:
+        """Take this rank's part out of reach of what training does next."""
+        self.parts = [(offset, part.to("cpu", copy=True)) for offset, part in self.parts]
+
+    def _encode(self, value: Any, path: str) -> Any:
+        """Return `value` as JSON has it, tensors replaced by their numbers."""
+        if isinstance(value, torch.Tensor):
+            return {"$": "tensor", "number": self._place(value)}
+        if isinstance(value, Mapping):
+            pairs = [(self._encode(k, path), self._encode(v, f"{path}.{k}".lstrip("."))) for k, v in value.items()]
+            plain = all(isinstance(key, str) for key in value) and "$" not in value
+            return dict(pairs) if plain else {"$": "mapping", "items": [list(pair) for pair in pairs]}
+        if isinstance(value, list | tuple):
+            items = [self._encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$": "tuple", "items": items}
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if isinstance(value, float):
+            finite = value == value and abs(value) != float("inf")
+            return float(value) if finite else {"$": "float", "text": repr(float(value))}
+        if isinstance(value, str | int):  # enumerations that are text or numbers
+            return str(value) if isinstance(value, str) else int(value)
+        if isinstance(value, Path):
+            return str(value)
+        raise CheckpointError(
+            f"{path or 'the checkpoint'} is a {type(value).__name__}",
+            expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
+            do="convert it in state_dict() or on_save_checkpoint()",
+        )
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.tensors.append({"dtype": dtype, "shape": list(tensor.shape), "offset": self.size})
+        self._sources.append(tensor.detach())
+        self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        return len(self.tensors) - 1
+
+    def _mine(self) -> Iterator[tuple[int, torch.Tensor]]:
+        whole = sum(t.numel() * t.element_size() for t in self._sources if not isinstance(t, DTensor))
+        share = -(-whole // self.world_size) or 1
+        seen = 0
+        for entry, tensor in zip(self.tensors, self._sources, strict=True):
+            if isinstance(tensor, DTensor):
+                if _writes(tensor):
+                    yield from ((entry["offset"] + begin, part) for begin, part in _shard_of(tensor))
+                continue
+            # The same on all ranks: each writes as many bytes of it all as the others.
+            size = tensor.numel() * tensor.element_size()
+            begin, end = max(share * self.rank - seen, 0), min(share * (self.rank + 1) - seen, size)
+            seen += size
+            if begin < end:
+                yield entry["offset"] + begin, _flat(tensor)[begin:end]
+
+
+def _writes(tensor: DTensor) -> bool:
+    """Whether this rank is the one of its replicas that writes."""
+    here = tensor.device_mesh.get_coordinate()
+    return all(
+        not placement.is_replicate() or position == 0
+        for placement, position in zip(tensor.placements, here, strict=True)
+    )
+
+
+def _shard_of(tensor: DTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the contiguous parts of this rank's shard, each with its first byte within the whole tensor."""
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    yield from _rows(tensor.to_local(), list(offsets), list(tensor.shape), 0)
+
+
+def _rows(part: torch.Tensor, offsets: list[int], shape: list[int], begin: int) -> Iterator[tuple[int, torch.Tensor]]:
+    if part.numel() == 0:
+        return
+    inner = part.element_size()
+    for size in shape[1:]:
+        inner *= size
+    first = begin + (offsets[0] * inner if offsets else 0)
+    if list(part.shape[1:]) == shape[1:]:
+        yield first, _flat(part)
+        return
+    for row in range(part.shape[0]):
+        yield from _rows(part[row], offsets[1:], shape[1:], first + row * inner)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of `tensor`, row after row; a copy only if they are not so in memory."""
+    contiguous = tensor.contiguous().view(-1)
+    return contiguous.view(torch.uint8) if contiguous.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def pieces(parts: list[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the content of `parts` in the pieces that are written and hashed, small neighbours together."""
+    begin, joined = 0, bytearray()
+    for offset, part in parts:
+        content = _content(part)
+        gap = offset - begin - len(joined)
+        if joined and not (0 <= gap < ALIGNMENT and len(joined) + len(content) <= SMALL):
+            yield begin, memoryview(joined)
+            joined = bytearray()
+        if len(content) > SMALL:
+            yield from ((offset + at, content[at : at + PIECE]) for at in range(0, len(content), PIECE))
+        elif joined:
+            joined += bytes(gap) + content
+        else:
+            begin, joined = offset, bytearray(content)
+    if joined:
+        yield begin, memoryview(joined)
+
+
+def _content(part: torch.Tensor) -> memoryview:
+    on_cpu = part.cpu()
+    array = (ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr())
+    array.keeps = on_cpu  # the memory must outlive the view of it
+    return memoryview(array).cast("B")

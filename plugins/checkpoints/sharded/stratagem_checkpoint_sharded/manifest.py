@@ -1,0 +1,184 @@
+"""``manifest.json``: what is in a checkpoint, where, and with which checksums. Read with suspicion."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, read_range, refusals, size_of
+from stratagem_checkpoint_sharded.layout import ALIGNMENT, Plan
+
+MANIFEST, TENSORS = "manifest.json", "tensors.bin"
+TAG, VERSION = "stratagem sharded checkpoint", 1
+#: Files are read and written by so many threads: checksums and copies go on while one waits for the disk.
+THREADS = min(4, os.cpu_count() or 1)
+_CHUNK = 4 << 20
+
+
+def encoded(plan: Plan, written: list[dict[str, Any]]) -> bytes:
+    """Return the manifest of a save, with its own checksum."""
+    content = {
+        "format": TAG, "version": VERSION, "bytes": plan.size, "tensors": plan.tensors,
+        "pieces": sorted(written, key=lambda piece: piece["offset"]), "state": plan.tree,
+    }  # fmt: skip
+    for begin, end in _gaps(content):
+        if end - begin >= ALIGNMENT:
+            raise CheckpointError(f"bytes {begin} to {end} were written by no rank", do="tell the strategy's author")
+    text = json.dumps(content, ensure_ascii=False).encode()
+    return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+def checksum(content: Any) -> str:
+    """Return the checksum of a piece."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def has_tag(path: Path) -> bool:
+    """Whether `path` holds a manifest of ours."""
+    if is_remote(path):
+        with refusals(path, "read"):
+            try:
+                return TAG.encode() in (path / MANIFEST).fs.cat_file((path / MANIFEST).path, start=0, end=200)
+            except FileNotFoundError:
+                return False
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            return TAG.encode() in file.read(200)
+    except OSError:
+        return False
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest at `path`, checked.
+
+    Raises:
+        CheckpointError: there is none, or it is not what was written, or it makes no sense.
+    """
+    try:
+        with refusals(path, "read"):
+            if not path.exists():
+                raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
+            content = (path / MANIFEST).read_bytes()
+        text, _, rest = content.partition(b"\n")
+        if checksum(text).encode() != rest.strip():
+            raise ValueError("its checksum differs")
+        manifest: dict[str, Any] = json.loads(text)
+        if manifest["format"] != TAG:
+            raise ValueError("it is of another kind")
+        if manifest["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} has version {manifest['version']}", expected=f"at most {VERSION}",
+                do="read it with a newer stratagem-checkpoint-sharded",
+            )  # fmt: skip
+        for name in files_of(manifest):
+            _check_file(path, name, manifest)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a sharded checkpoint ({getattr(error, 'strerror', None) or error})",
+            expected="what was written", do="nothing in it was executed; use another one",
+        ) from error  # fmt: skip
+    return manifest
+
+
+def _check_file(path: Path, name: str, manifest: dict[str, Any]) -> None:
+    if name in ("", ".", "..", MANIFEST) or "/" in name or os.sep in name:
+        raise ValueError(f"it names {name!r}, which is no file of this folder")
+    file = path / name
+    if not is_remote(path) and file.is_symlink():
+        raise ValueError(f"{name} is a link out of the folder")
+    with refusals(file, "read"):
+        size = size_of(file) if is_remote(file) else file.stat().st_size
+    ends = [_at(piece) + piece["bytes"] for piece in manifest["pieces"] if _file(piece) == name]
+    if (name == TENSORS and size != manifest["bytes"]) or size < max(ends, default=0):
+        raise ValueError(f"{name} has another size")
+
+
+def files_of(manifest: Mapping[str, Any]) -> set[str]:
+    """Return the names of the files that hold pieces."""
+    return {_file(piece) for piece in manifest["pieces"]} or {TENSORS}
+
+
+def _file(piece: Mapping[str, Any]) -> str:
+    return str(piece.get("file", TENSORS))
+
+
+def _at(piece: Mapping[str, Any]) -> int:
+    return int(piece.get("at", piece["offset"]))
+
+
+def _gaps(manifest: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes between the pieces, which only fill up to where the next tensor begins."""
+    end = 0
+    for piece in sorted(manifest["pieces"], key=lambda piece: piece["offset"]):
+        if piece["offset"] > end:
+            yield end, piece["offset"]
+        end = max(end, piece["offset"] + piece["bytes"])
+    if end < manifest["bytes"]:
+        yield end, manifest["bytes"]
+
+
+def verify(path: Path, manifest: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> None:
+    """Compare this rank's share of the pieces with their checksums.
+
+    Raises:
+        CheckpointError: the first that differs.
+    """
+    remote = is_remote(path)
+
+    def check(piece: Mapping[str, Any]) -> None:
+        if remote:
+            fetch(path, piece)
+            return
+        hasher = xxhash.xxh3_128()
+        for content in _chunks(path, piece):
+            hasher.update(content)
+        if hasher.hexdigest() != piece["xxh3_128"]:
+            raise _differs(path, piece)
+
+    with refusals(path, "read"), ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(check, manifest["pieces"][rank::world_size]):
+            pass
+        if rank == 0 and files_of(manifest) == {TENSORS} and not remote:
+            with (path / TENSORS).open("rb") as file:
+                for begin, end in _gaps(manifest):
+                    file.seek(begin)
+                    if any(file.read(end - begin)):
+                        raise _differs(path, {"offset": begin})
+
+
+def fetch(path: Path, piece: Mapping[str, Any]) -> bytes:
+    """Return the content of a piece, verified."""
+    if is_remote(path):
+        content = read_range(path / _file(piece), _at(piece), piece["bytes"])
+    else:
+        with (path / _file(piece)).open("rb") as file:
+            file.seek(_at(piece))
+            content = file.read(piece["bytes"])
+    if checksum(content) != piece["xxh3_128"]:
+        raise _differs(path, piece)
+    return content
+
+
+def _chunks(path: Path, piece: Mapping[str, Any]) -> Iterator[memoryview]:
+    """Yield the content of a piece of a local file, each chunk to be used before the next."""
+    left, buffer = piece["bytes"], memoryview(bytearray(min(_CHUNK, piece["bytes"])))
+    with (path / _file(piece)).open("rb", buffering=0) as file:
+        file.seek(_at(piece))
+        while left and (count := file.readinto(buffer[:left])):
+            yield buffer[:count]
+            left -= count
+
+
+def _differs(path: Path, piece: Mapping[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not what was written: bytes from {piece['offset']} of its tensors differ",
+        expected="the content that its manifest describes",
+        do="use an older checkpoint",
+    )

@@ -1,0 +1,117 @@
+"""Writing to an object store: an object for each rank, then the manifest, replaced at once."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stratagem.errors import CheckpointError
+from stratagem.places import publish_object, refusals, size_of
+from stratagem.world import Collectives
+from stratagem_checkpoint_sharded.layout import Plan, pieces
+from stratagem_checkpoint_sharded.manifest import MANIFEST, checksum, encoded, files_of, has_tag, read_manifest
+
+
+def write(plan: Plan, path: Path, collectives: Collectives) -> None:
+    """Write `plan` to the URL `path`, whole or not at all. Collective.
+
+    Raises:
+        CheckpointError: the store refuses, or ranks do not reach the same one; on all ranks.
+    """
+    save, before, error = "", set(), None
+    if plan.rank == 0:
+        try:
+            save, before = uuid.uuid4().hex[:12], _earlier(path)
+        except CheckpointError as caught:
+            error = caught
+    collectives.fail_together(error)
+    save = collectives.broadcast_object(save)
+    mine, written = path / f"{save}-{plan.rank:05d}.bin", []
+    try:
+        written = _write_parts(plan, mine)
+    except CheckpointError as caught:
+        error = caught
+    try:
+        collectives.fail_together(error)
+        everybody = collectives.all_gather_object((mine.name, written))
+        if plan.rank == 0:
+            try:
+                _finish(plan, path, everybody)
+            except CheckpointError as caught:
+                error = caught
+        collectives.fail_together(error)
+    except Exception:
+        _forget(path, {mine.name})
+        raise
+    if plan.rank == 0:
+        _forget(path, before)
+
+
+def remove(path: Path, files: set[str]) -> None:
+    """Delete the manifest, after which it is no checkpoint any more, and then `files`."""
+    with refusals(path, "deleted"):
+        (path / MANIFEST).unlink(missing_ok=True)
+    _forget(path, files)
+    with contextlib.suppress(Exception):  # most stores have no folders
+        path.rmdir()
+
+
+def _earlier(path: Path) -> set[str]:
+    """Return the files of the checkpoint at `path`, which go when the new one is there."""
+    if has_tag(path):
+        with contextlib.suppress(CheckpointError):  # a damaged one is overwritten all the same
+            return files_of(read_manifest(path))
+        return set()
+    with refusals(path):
+        path.fs.invalidate_cache()
+        if path.fs.exists(path.path) and (path.is_file() or any(path.iterdir())):
+            raise CheckpointError(
+                f"{path} exists and is no sharded checkpoint", do="choose another path; nothing was changed"
+            )
+        with contextlib.suppress(NotImplementedError):
+            path.mkdir(parents=True, exist_ok=True)
+    return set()
+
+
+def _write_parts(plan: Plan, target: Path) -> list[dict[str, Any]]:
+    """Write this rank's pieces one after the other; return where they are and their checksums."""
+    written: list[dict[str, Any]] = []
+
+    def put(file: BinaryIO) -> None:
+        at = 0
+        for offset, content in pieces(plan.parts):
+            file.write(bytes(content))
+            written.append({
+                "offset": offset, "bytes": len(content), "xxh3_128": checksum(content), "file": target.name, "at": at,
+            })  # fmt: skip
+            at += len(content)
+
+    if plan.parts:
+        with refusals(target):
+            publish_object(target, put)
+    return written
+
+
+def _finish(plan: Plan, path: Path, everybody: list[tuple[str, list[dict[str, Any]]]]) -> None:
+    """Publish the manifest, once every rank's object can be seen from here."""
+    for name, written in everybody:
+        size = sum(piece["bytes"] for piece in written)
+        if size:
+            with refusals(path / name):
+                found = size_of(path / name)
+            if found != size:
+                raise CheckpointError(f"{path / name} has {found} bytes", expected=f"the {size} that were written")
+    manifest = encoded(plan, [piece for _, written in everybody for piece in written])
+    with refusals(path):
+        publish_object(path / MANIFEST, lambda file: file.write(manifest))  # type: ignore[arg-type,return-value]
+
+
+def _forget(path: Path, files: set[str]) -> None:
+    for name in files:
+        try:
+            (path / name).unlink(missing_ok=True)
+        except Exception as error:  # noqa: BLE001 - a store's own; nothing depends on it
+            warnings.warn(f"{path / name} could not be deleted ({error})", stacklevel=2)

@@ -1,0 +1,119 @@
+"""From a manifest and its files to the state: tensors as they are in the file, or brought together from many."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.errors import CheckpointError
+from stratagem.places import refusals
+from stratagem_checkpoint_sharded.layout import SMALL
+from stratagem_checkpoint_sharded.manifest import THREADS, fetch
+
+
+def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the state, its tensors mapped: what is not touched costs nothing, and writing to them changes no file."""
+    size = manifest["bytes"]
+    data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    tensors = []
+    for entry in manifest["tensors"]:
+        dtype = getattr(torch, entry["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{file} has a tensor of dtype {entry['dtype']!r}", expected="one that torch knows")
+        count = dtype.itemsize
+        for length in entry["shape"]:
+            count *= length
+        if not 0 <= entry["offset"] <= size - count:
+            raise CheckpointError(f"{file} has a tensor outside {file.name}", do="use another checkpoint")
+        part = data[entry["offset"] : entry["offset"] + count]
+        tensor = part.view(dtype).view(entry["shape"]) if count else torch.empty(entry["shape"], dtype=dtype)
+        # Small ones are copied: they are no burden, and not all of torch expects a tensor in the middle of a file.
+        tensors.append(tensor.clone() if count <= SMALL else tensor)
+    state: dict[str, Any] = _decode(manifest["state"], tensors)
+    return state
+
+
+def assembled(path: Path, manifest: dict[str, Any], run: Any) -> dict[str, Any]:
+    """Return the state from pieces in several files: brought to their places in a temporary file, then mapped.
+
+    The processes of a node share that file, and each fetches a part of it. Collective.
+    """
+    world, collectives = run.world, run.collectives
+    name, state, error = None, None, None
+    try:
+        if world.local_rank == 0:
+            name = _blank(manifest["bytes"])
+    except OSError as caught:
+        error = CheckpointError(
+            f"{tempfile.gettempdir()} has no room for the {manifest['bytes']} bytes of {path} ({caught.strerror})",
+            do="set TMPDIR to a folder with more",
+        )
+    try:
+        collectives.fail_together(error)
+        names = dict(filter(lambda pair: pair[1], collectives.all_gather_object((world.node_rank, name))))
+        file = Path(names[world.node_rank])
+        try:
+            _fill(file, path, manifest, world.local_rank, world.local_world_size)
+        except CheckpointError as caught:
+            error = caught
+        collectives.fail_together(error)
+        try:
+            state = mapped(file, manifest)
+        except CheckpointError as caught:
+            error = caught
+        collectives.fail_together(error)
+    finally:
+        if name is not None:
+            os.unlink(name)
+    assert state is not None
+    return state
+
+
+def _blank(size: int) -> str:
+    descriptor, name = tempfile.mkstemp(prefix="stratagem-", suffix=".bin")
+    try:
+        os.truncate(descriptor, size)
+        return name
+    finally:
+        os.close(descriptor)
+
+
+def _fill(file: Path, path: Path, manifest: dict[str, Any], rank: int, world_size: int) -> None:
+    descriptor = os.open(file, os.O_WRONLY)
+
+    def bring(piece: dict[str, Any]) -> None:
+        content, done = fetch(path, piece), 0
+        while done < len(content):
+            done += os.pwrite(descriptor, memoryview(content)[done:], piece["offset"] + done)
+
+    try:
+        with refusals(path, "read"), ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(bring, manifest["pieces"][rank::world_size]):
+                pass
+    finally:
+        os.close(descriptor)
+
+
+def _decode(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        return tensors[value["number"]]
+    if kind == "float":
+        return float(value["text"])
+    items = [_decode(item, tensors) for item in value["items"]]
+    return tuple(items) if kind == "tuple" else {_hashable(key): item for key, item in items}
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(_hashable(item) for item in key) if isinstance(key, list) else key

@@ -1,0 +1,196 @@
+"""``async_save``: training waits for a copy, learns of failures at a step, and never loses the last good checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.checkpoint import read_any
+from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
+from stratagem.errors import CheckpointError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import outcome, share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
+
+
+def held_back(format_name):
+    """Make every write of this process wait for an event; return the event."""
+    go_on = threading.Event()
+    if format_name == "sharded":
+        from stratagem_checkpoint_sharded import folder as module
+
+        name = "_write_parts"
+    else:
+        import stratagem_checkpoint_full as module
+
+        name = "publish_file"
+    plain = getattr(module, name)
+
+    def waiting(*arguments):
+        assert go_on.wait(60)
+        return plain(*arguments)
+
+    setattr(module, name, waiting)
+    return go_on
+
+
+def _train_on_while_it_saves(rank, world_size, checkpoint, strategy, path, batches):
+    go_on = held_back(checkpoint)
+    seen = {}
+
+    class Saves(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self, trainer, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(path)
+                seen["weights"], seen["position"] = weights_of(trainer), trainer.global_step
+                seen["whole at once"] = trainer.checkpoint_format.recognises(path)
+            if batch_idx == 3:  # two steps on, and what is saved must not move along
+                seen["moved"] = not torch.equal(weights_of(trainer)["net.0.weight"], seen["weights"]["net.0.weight"])
+                go_on.set()
+
+    trainer = sg.Trainer(
+        max_epochs=1, strategy=strategy, devices=world_size, checkpoint={"name": checkpoint, "async_save": True},
+        callbacks=[Saves()], **QUIET,
+    )  # fmt: skip
+    trainer.fit(Scheduled(), share(trainer, batches))
+    return seen, weights_of(trainer)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("checkpoint", list(FORMATS))
+def test_what_is_saved_is_the_moment_of_the_call(checkpoint, strategy, tmp_path):
+    batches = joined_batches(6, 24)
+    path = tmp_path / "x.ckpt"
+    for seen, weights in run_in_processes(_train_on_while_it_saves, 2, checkpoint, strategy, path, batches):
+        assert not seen["whole at once"]
+        assert seen["moved"]
+        assert relative_difference(weights, train_module_plainly(Scheduled(), batches)[0]) < 1e-6
+        saved = read_any(path)
+        assert relative_difference(saved["state_dict"], seen["weights"]) == 0
+        assert saved["loop"]["global_step"] == seen["position"] == 2
+
+
+def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
+    """Rank 0's disk is full; return the step at which this rank was told, and how."""
+    if rank == 0:
+        if checkpoint == "sharded":
+            from stratagem_checkpoint_sharded import folder as module
+
+            module._write_parts = _no_room
+        else:
+            import stratagem.checkpoint as module
+
+            module.os.replace = _no_room
+
+    class Saves(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self, trainer, batch_idx):
+            if batch_idx == 0:
+                trainer.save_checkpoint(path)
+
+    trainer = sg.Trainer(
+        max_epochs=20, strategy="ddp", devices=world_size, checkpoint={"name": checkpoint, "async_save": True},
+        callbacks=[Saves()], **QUIET,
+    )  # fmt: skip
+    said = outcome(lambda: trainer.fit(Scheduled(), share(trainer, batches)))
+    return trainer.global_step, said
+
+
+def _no_room(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("checkpoint", list(FORMATS))
+def test_a_failure_is_told_at_the_same_step_on_all_ranks(checkpoint, tmp_path):
+    batches = joined_batches(40, 24)
+    (first, said), (second, also) = run_in_processes(
+        _fails_in_the_background, 2, checkpoint, tmp_path / "x.ckpt", batches
+    )
+    assert first == second < 800
+    assert said.startswith("refused: ")
+    assert "could not be written (No space left on device)" in said
+    assert "could not be written (No space left on device)" in also
+
+
+def test_the_next_save_waits_and_tells(tmp_path):
+    with sg.Run(accelerator="cpu", checkpoint={"name": "sharded", "async_save": True}) as run:
+        for value in range(5):
+            run.ask(
+                "save_checkpoint", state={"state_dict": {"w": torch.full((1000,), float(value))}}, path=tmp_path / "x"
+            )
+        run.saver.wait()
+        assert float(read_any(tmp_path / "x")["state_dict"]["w"][0]) == 4
+        (tmp_path / "file").write_text("")
+        run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "file" / "x")
+        with pytest.raises(CheckpointError, match="could not be written"):
+            run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "x")
+        run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "y")  # told once
+    assert ShardedCheckpoint().is_whole(tmp_path / "y")
+
+
+def test_loading_waits_for_what_is_being_saved(tmp_path):
+    with sg.Run(accelerator="cpu", checkpoint={"name": "full", "async_save": True}) as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(10_000_000)}}, path=tmp_path / "x")
+        assert run.read_checkpoint(tmp_path / "x")["state_dict"]["w"].sum() == 10_000_000
+
+
+@pytest.mark.parametrize("checkpoint", list(FORMATS))
+def test_what_is_no_tensor_is_refused_at_once(checkpoint, tmp_path):
+    with sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}) as run:
+        with pytest.raises(CheckpointError, match="values.deep"):
+            run.ask("save_checkpoint", state={"values": {"deep": object()}}, path=tmp_path / "x")
+        assert not run.saver.busy
+
+
+@pytest.mark.parametrize("checkpoint", list(FORMATS))
+def test_the_older_one_goes_only_when_the_new_one_is_whole(checkpoint, tmp_path, monkeypatch):
+    arguments = QUIET | {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer = sg.Trainer(max_epochs=2, checkpoint={"name": checkpoint, "async_save": True}, **arguments)
+    trainer.fit(Scheduled(), joined_batches(2, 24))
+    folder = tmp_path / "checkpoints"
+    kept = [path.name for path in folder.glob("epoch*.ckpt")]
+    assert kept == ["epoch=1-step=4.ckpt"]
+
+    if checkpoint == "sharded":
+        monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _no_room)
+    else:
+        monkeypatch.setattr("stratagem.checkpoint.os.replace", _no_room)
+    trainer.max_epochs = 3
+    with pytest.raises(CheckpointError, match="could not be written"):
+        trainer.fit(trainer.module, joined_batches(2, 24))
+    assert [path.name for path in folder.glob("epoch*.ckpt")] == kept, "the only good one was deleted"
+    assert FORMATS[checkpoint]().is_whole(folder / kept[0])
+
+
+SCRIPT = """
+import sys, torch, stratagem as sg
+run = sg.Run(accelerator="cpu", checkpoint={"name": "sharded", "async_save": True})
+run.connect()
+run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(5_000_000)}}, path=__import__("pathlib").Path(sys.argv[1]))
+"""
+
+
+def test_a_script_may_end_right_after_its_last_save(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ShardedCheckpoint().is_whole(tmp_path / "x")
+
+
+def test_a_failure_that_nobody_is_left_to_catch_is_printed(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "file" / "x")], capture_output=True, text=True, timeout=120
+    )
+    assert "stratagem: " in done.stderr
+    assert "could not be written" in done.stderr
