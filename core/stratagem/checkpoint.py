@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 from stratagem.errors import CheckpointError, PluginError
 from stratagem.places import Claim, claim, is_remote, place, publish_object, refusals
+from stratagem.staging import sync_folder
 
 if TYPE_CHECKING:
     from stratagem.plugin import CheckpointFormat
@@ -63,7 +64,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
             with _claimed(path.parent):  # two runs that write here at once must not mix up content and sidecar
                 _write_durably(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
                 os.replace(staged, path)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
                 _write_durably(sidecar(path), [hashing.line()])
     except OSError as error:
         raise CheckpointError(
@@ -283,7 +284,7 @@ def _write_durably(path: Path, lines: list[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         staged.unlink(missing_ok=True)
 
@@ -306,16 +307,6 @@ def _clear_away_what_was_killed(path: Path) -> None:
             if (claimed := claim(left)) is not None:
                 left.unlink(missing_ok=True)
                 claimed.release()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; not every system can open a folder."""
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _digest(path: Path, hasher: Hasher) -> str:

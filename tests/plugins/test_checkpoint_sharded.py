@@ -197,7 +197,7 @@ def test_a_file_or_a_strangers_folder_in_its_place_is_left_alone(tmp_path):
     (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
         for name in ("file.ckpt", "folder.ckpt"):
-            with pytest.raises(CheckpointError, match="exists and is no sharded checkpoint"):
+            with pytest.raises(CheckpointError, match="exists and is no checkpoint of this format"):
                 run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / name)
     with pytest.raises(CheckpointError, match="nothing was deleted"):
         ShardedCheckpoint().remove(tmp_path / "folder.ckpt")

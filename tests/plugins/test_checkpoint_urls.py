@@ -262,7 +262,7 @@ def test_a_stranger_at_the_url_is_left_alone():
     place("memory://stranger/x").mkdir(parents=True, exist_ok=True)
     place("memory://stranger/x/thesis.txt").write_bytes(b"mine")
     run = sg.Run(accelerator="cpu", checkpoint="sharded")
-    with run, pytest.raises(CheckpointError, match="exists and is no sharded checkpoint"):
+    with run, pytest.raises(CheckpointError, match="exists and is no checkpoint of this format"):
         run.ask("save_checkpoint", state={"state_dict": {}}, path=place("memory://stranger/x"))
     with pytest.raises(CheckpointError, match="nothing was deleted"):
         ShardedCheckpoint().remove(place("memory://stranger/x"))

@@ -16,7 +16,6 @@ goes on as before; the processes of a node share that file and the work of filli
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,9 +24,10 @@ from attrs import define
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.errors import CheckpointError
 from stratagem.places import is_private, is_remote, modified_at
+from stratagem.staging import remove_folder
 from stratagem_checkpoint_sharded import folder, objects
 from stratagem_checkpoint_sharded.layout import Plan
-from stratagem_checkpoint_sharded.manifest import MANIFEST, files_of, has_tag, read_manifest, verify
+from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, files_of, has_tag, read_manifest, verify
 from stratagem_checkpoint_sharded.reading import assembled, mapped
 
 
@@ -70,13 +70,13 @@ class ShardedCheckpoint(CheckpointFormat):
                 error = caught
         run.collectives.fail_together(error)
         manifest = run.collectives.broadcast_object(manifest)
-        if is_remote(path) or files_of(manifest) - {folder.TENSORS}:
+        if is_remote(path) or files_of(manifest) - {TENSORS}:
             return assembled(path, manifest, run)
         state = None
         try:
             # Together the ranks read every byte once.
             verify(path, manifest, run.rank, run.collectives.world_size)
-            state = mapped(path / folder.TENSORS, manifest)
+            state = mapped(path / TENSORS, manifest)
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
@@ -98,15 +98,10 @@ class ShardedCheckpoint(CheckpointFormat):
     def remove(self, path: Path) -> None:
         if not self.recognises(path):
             raise CheckpointError(f"{path} is no sharded checkpoint", do="nothing was deleted")
-        files = {MANIFEST, folder.TENSORS}
+        files = {MANIFEST, TENSORS}
         with contextlib.suppress(CheckpointError):  # a damaged one may go, too
             files |= files_of(read_manifest(path))
         if is_remote(path):
             objects.remove(path, files)
             return
-        strangers = {each.name for each in path.iterdir()} - files
-        if strangers:
-            raise CheckpointError(
-                f"{path} holds {', '.join(sorted(strangers))}, which no checkpoint put there", do="nothing was deleted"
-            )
-        shutil.rmtree(folder.retire(path))
+        remove_folder(path, files)

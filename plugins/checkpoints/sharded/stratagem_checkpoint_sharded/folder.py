@@ -1,23 +1,18 @@
-"""Writing into a folder that all ranks share: staged beside its target, then exchanged with it in one system call."""
+"""Writing into a folder that all ranks share."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from stratagem.errors import CheckpointError
-from stratagem.places import Claim, claim
+from stratagem.staging import StagedFolder, explained
 from stratagem.world import Collectives
 from stratagem_checkpoint_sharded.layout import Plan, pieces
 from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, THREADS, checksum, encoded, has_tag
-
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 def write(plan: Plan, path: Path, collectives: Collectives) -> None:
@@ -26,75 +21,32 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
     Raises:
         CheckpointError: the folder, the disk or another run refuses; on all ranks.
     """
-    staged, claimed, error = path.with_name(f".{path.name}.staged"), None, None
+    staged, error = StagedFolder(path), None
     try:
         try:
             if plan.rank == 0:
-                claimed = _begin(path, staged, plan.size)
+                staged.begin(has_tag)
+                with (staged.path / TENSORS).open("wb") as file:
+                    file.truncate(plan.size)
         except (CheckpointError, OSError) as caught:
-            error = _explained(caught, path)
+            error = explained(caught, path)
         collectives.fail_together(error)
         written: list[dict[str, Any]] = []
         try:
-            written = _write_parts(plan, staged / TENSORS)
+            written = _write_parts(plan, staged.path / TENSORS)
         except OSError as caught:
-            error = _explained(caught, path)
+            error = explained(caught, path)
         collectives.fail_together(error)
         everybody = collectives.all_gather_object(written)
         if plan.rank == 0:
             try:
-                _finish(path, staged, encoded(plan, [piece for each in everybody for piece in each]))
+                _write_manifest(staged.path, encoded(plan, [piece for each in everybody for piece in each]))
+                staged.publish()
             except (CheckpointError, OSError) as caught:
-                error = _explained(caught, path)
+                error = explained(caught, path)
         collectives.fail_together(error)
     finally:
-        if claimed is not None:  # ours, so it may go
-            shutil.rmtree(staged, ignore_errors=True)
-            claimed.release()
-
-
-def retire(path: Path) -> Path:
-    """Give the checkpoint at `path` a name that nobody takes for one, at once; return that name."""
-    retired = path.with_name(f".{path.name}.{os.getpid()}.staged")
-    os.rename(path, retired)
-    return retired
-
-
-def _begin(path: Path, staged: Path, size: int) -> Claim:
-    """Make the staged folder with a file of `size` zeros; the claim on it tells a live save from a dead one's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if (path.exists() or path.is_symlink()) and (path.is_symlink() or not has_tag(path)):
-        raise CheckpointError(
-            f"{path} exists and is no sharded checkpoint", do="choose another path; nothing was changed"
-        )
-    _clear_away_what_was_killed(path.parent, staged)
-    try:
-        staged.mkdir()
-        claimed = claim(staged)
-    except (FileExistsError, FileNotFoundError):  # another save was quicker
-        claimed = None
-    if claimed is None:
-        raise CheckpointError(
-            f"{path} is being written by another run", expected="one run for each folder",
-            do="give each run its own default_root_dir or dirpath",
-        )  # fmt: skip
-    try:
-        with (staged / TENSORS).open("wb") as file:
-            file.truncate(size)
-    except OSError:
-        shutil.rmtree(staged, ignore_errors=True)
-        claimed.release()
-        raise
-    return claimed
-
-
-def _clear_away_what_was_killed(parent: Path, wanted: Path) -> None:
-    """Delete the staged folders that no living process claims; for the one that is `wanted`, it has to succeed."""
-    for left in parent.glob(".*.staged"):
-        with contextlib.suppress(*() if left == wanted else (OSError,)):
-            if left.is_dir() and (claimed := claim(left)) is not None:
-                with claimed:
-                    shutil.rmtree(left)
+        staged.clear_away()
 
 
 def _write_parts(plan: Plan, path: Path) -> list[dict[str, Any]]:
@@ -122,46 +74,8 @@ def _write_parts(plan: Plan, path: Path) -> list[dict[str, Any]]:
     return written
 
 
-def _finish(path: Path, staged: Path, manifest: bytes) -> None:
-    with (staged / MANIFEST).open("wb") as file:
+def _write_manifest(folder: Path, manifest: bytes) -> None:
+    with (folder / MANIFEST).open("wb") as file:
         file.write(manifest)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(staged)
-    if path.exists():
-        _exchange(staged, path)
-    else:
-        os.rename(staged, path)
-    _sync_folder(path.parent)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders at once, so that there is a whole checkpoint at every moment."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = (str(one).encode(), str(other).encode())
-    if hasattr(libc, "renameat2") and not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
-        return
-    old = retire(other)  # a system that cannot: for a moment only the old one, under this name
-    os.rename(one, other)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _explained(error: Exception, path: Path) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    return CheckpointError(
-        f"{path} could not be written ({getattr(error, 'strerror', None) or error})",
-        expected="a writable folder with room, that all ranks share",
-        do="an older checkpoint there, if any, is intact",
-    )
-
-
-__all__ = ["TENSORS", "retire", "write"]

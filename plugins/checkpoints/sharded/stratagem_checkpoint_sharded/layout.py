@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stratagem.errors import CheckpointError
+from stratagem.encoding import encode
 
 #: Tensors begin at multiples of this, so that any dtype can be mapped.
 ALIGNMENT = 64
@@ -28,7 +27,7 @@ class Plan:
         self.size, self.rank, self.world_size = 0, rank, world_size
         self.tensors: list[dict[str, Any]] = []
         self._sources: list[torch.Tensor] = []
-        self.tree = self._encode(state, "")
+        self.tree = encode(state, self._place)
         #: First byte and content of what this rank writes, in order.
         self.parts: list[tuple[int, torch.Tensor]] = list(self._mine())
         del self._sources
@@ -37,36 +36,10 @@ class Plan:
         """Take this rank's part out of reach of what training does next."""
         self.parts = [(offset, part.to("cpu", copy=True)) for offset, part in self.parts]
 
-    def _encode(self, value: Any, path: str) -> Any:
-        """Return `value` as JSON has it, tensors replaced by their numbers."""
-        if isinstance(value, torch.Tensor):
-            return {"$": "tensor", "number": self._place(value)}
-        if isinstance(value, Mapping):
-            pairs = [(self._encode(k, path), self._encode(v, f"{path}.{k}".lstrip("."))) for k, v in value.items()]
-            plain = all(isinstance(key, str) for key in value) and "$" not in value
-            return dict(pairs) if plain else {"$": "mapping", "items": [list(pair) for pair in pairs]}
-        if isinstance(value, list | tuple):
-            items = [self._encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
-            return items if isinstance(value, list) else {"$": "tuple", "items": items}
-        if value is None or type(value) in (bool, int, str):
-            return value
-        if isinstance(value, float):
-            finite = value == value and abs(value) != float("inf")
-            return float(value) if finite else {"$": "float", "text": repr(float(value))}
-        if isinstance(value, str | int):  # enumerations that are text or numbers
-            return str(value) if isinstance(value, str) else int(value)
-        if isinstance(value, Path):
-            return str(value)
-        raise CheckpointError(
-            f"{path or 'the checkpoint'} is a {type(value).__name__}",
-            expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
-            do="convert it in state_dict() or on_save_checkpoint()",
-        )
-
-    def _place(self, tensor: torch.Tensor) -> int:
+    def _place(self, tensor: torch.Tensor, _: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.tensors.append({"dtype": dtype, "shape": list(tensor.shape), "offset": self.size})
-        self._sources.append(tensor.detach())
+        self._sources.append(tensor)
         self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         return len(self.tensors) - 1
 

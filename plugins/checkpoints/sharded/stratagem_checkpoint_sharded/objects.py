@@ -69,7 +69,7 @@ def _earlier(path: Path) -> set[str]:
         path.fs.invalidate_cache()
         if path.fs.exists(path.path) and (path.is_file() or any(path.iterdir())):
             raise CheckpointError(
-                f"{path} exists and is no sharded checkpoint", do="choose another path; nothing was changed"
+                f"{path} exists and is no checkpoint of this format", do="choose another path; nothing was changed"
             )
         with contextlib.suppress(NotImplementedError):
             path.mkdir(parents=True, exist_ok=True)

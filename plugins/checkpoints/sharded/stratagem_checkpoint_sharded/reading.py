@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stratagem.encoding import decode
 from stratagem.errors import CheckpointError
 from stratagem.places import refusals
 from stratagem_checkpoint_sharded.layout import SMALL
@@ -34,7 +35,10 @@ def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         tensor = part.view(dtype).view(entry["shape"]) if count else torch.empty(entry["shape"], dtype=dtype)
         # Small ones are copied: they are no burden, and not all of torch expects a tensor in the middle of a file.
         tensors.append(tensor.clone() if count <= SMALL else tensor)
-    state: dict[str, Any] = _decode(manifest["state"], tensors)
+    try:
+        state: dict[str, Any] = decode(manifest["state"], tensors)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.parent} has a manifest that makes no sense ({error!r})") from error
     return state
 
 
@@ -97,23 +101,3 @@ def _fill(file: Path, path: Path, manifest: dict[str, Any], rank: int, world_siz
                 pass
     finally:
         os.close(descriptor)
-
-
-def _decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("$")
-    if kind is None:
-        return {key: _decode(item, tensors) for key, item in value.items()}
-    if kind == "tensor":
-        return tensors[value["number"]]
-    if kind == "float":
-        return float(value["text"])
-    items = [_decode(item, tensors) for item in value["items"]]
-    return tuple(items) if kind == "tuple" else {_hashable(key): item for key, item in items}
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(_hashable(item) for item in key) if isinstance(key, list) else key

@@ -1,0 +1,76 @@
+"""A state as JSON has it, with its tensors apart: how checkpoint formats store it without a pickle.
+
+What JSON lacks is marked by a key ``"$"``: tensors (by number), tuples, mappings with other keys than text, and the
+floats that are no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.errors import CheckpointError
+
+
+def encode(value: Any, place: Callable[[torch.Tensor, str], int], path: str = "") -> Any:
+    """Return `value` as JSON has it; `place` takes each tensor with its path and returns the number it goes by.
+
+    Raises:
+        CheckpointError: names the place of a value that is no tensor, number, text or container.
+    """
+    if isinstance(value, torch.Tensor):
+        return {"$": "tensor", "number": place(value.detach(), path)}
+    if isinstance(value, Mapping):
+        inner = f"{path}." if path else ""
+        pairs = [(encode(key, place, path), encode(item, place, f"{inner}{key}")) for key, item in value.items()]
+        plain = all(isinstance(key, str) for key in value) and "$" not in value
+        return dict(pairs) if plain else {"$": "mapping", "items": [list(pair) for pair in pairs]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, place, f"{path}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        finite = value == value and abs(value) != float("inf")
+        return float(value) if finite else {"$": "float", "text": repr(float(value))}
+    if isinstance(value, str | int):  # enumerations that are text or numbers
+        return str(value) if isinstance(value, str) else int(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise CheckpointError(
+        f"{path or 'the checkpoint'} is a {type(value).__name__}",
+        expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
+        do="convert it in state_dict() or on_save_checkpoint()",
+    )
+
+
+def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return what `encode` was given, with `tensors` by their numbers.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: `value` does not come from `encode`.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        return tensors[value["number"]]
+    if kind == "float":
+        return float(value["text"])
+    items = [decode(item, tensors) for item in value["items"]]
+    if kind == "tuple":
+        return tuple(items)
+    if kind == "mapping":
+        return {_hashable(key): item for key, item in items}
+    raise ValueError(f"unknown mark {kind!r}")
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(_hashable(item) for item in key) if isinstance(key, list) else key
