@@ -199,14 +199,23 @@ def format_named(name: str) -> CheckpointFormat:
     return checkpoint_format
 
 
-def read_with(checkpoint_format: Any, path: Path, run: Any) -> dict[str, Any]:
+def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
     """Have a format that is not the run's own read `path`."""
-    given = {"path": path, "into": None, "run": run}
-    accepted = inspect.signature(checkpoint_format.load_checkpoint).parameters
-    state: dict[str, Any] = checkpoint_format.load_checkpoint(
-        **{name: given[name] for name in given if name in accepted}
-    )
+    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
     return state
+
+
+def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
+    """Have a format that is not the run's own write `state` to `path`."""
+    _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
+    run.saver.wait()
+
+
+def _call(plugin: Any, hook: str, **given: Any) -> Any:
+    """Call an implementation of `hook` as its caller would, with the arguments that it takes."""
+    function = getattr(plugin, hook)
+    accepted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in given.items() if name in accepted})
 
 
 def check_version(state: Mapping[str, Any], path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from stratagem import World
 from stratagem.testing import (
     AcceleratorConformance,
@@ -60,6 +62,22 @@ class TestFullCheckpoint(CheckpointConformance):
 
 class TestShardedCheckpoint(CheckpointConformance):
     plugin = "sharded"
+
+
+class TestShardedCheckpointInTheBackground(CheckpointConformance):
+    plugin: ClassVar = {"name": "sharded", "async_save": True}
+
+
+class TestFullCheckpointInTheBackground(CheckpointConformance):
+    plugin: ClassVar = {"name": "full", "async_save": True}
+
+
+class TestSafetensorsCheckpoint(CheckpointConformance):
+    plugin = "safetensors"
+
+
+class TestDCPCheckpoint(CheckpointConformance):
+    plugin = "dcp"
 
 
 class TestProgress(CallbackConformance):

@@ -256,6 +256,7 @@ def _save_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path:
     trainer = sg.Trainer(**choose)
     trainer.fit(Scheduled(), share(trainer, batches))
     trainer.save_checkpoint(path)
+    trainer.close()  # waits for a save in the background
 
 
 def _continue(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
@@ -267,4 +268,9 @@ def _continue(rank: int, size: int, choose: dict[str, Any], batches: Any, path: 
 def _save_to(rank: int, size: int, choose: dict[str, Any], path: Path) -> str:
     trainer = sg.Trainer(**choose)
     trainer.fit(Scheduled(), share(trainer, joined_batches(1, _BATCH)))
-    return outcome(lambda: trainer.save_checkpoint(path))
+
+    def save() -> None:
+        trainer.save_checkpoint(path)
+        trainer.close()
+
+    return outcome(save)

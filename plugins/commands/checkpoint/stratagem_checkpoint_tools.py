@@ -1,4 +1,4 @@
-"""``stratagem checkpoint``: look into checkpoints, verify them, and compare two; whatever format they are in."""
+"""``stratagem checkpoint``: look into checkpoints, verify, compare and convert them; whatever format they are in."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import Command, registry
-from stratagem.checkpoint import read_any
-from stratagem.errors import CheckpointError
+from stratagem.checkpoint import Alone, format_named, read_any, write_with
+from stratagem.errors import CheckpointError, ConfigError
 from stratagem.places import place
 from stratagem.resolver import make
 
+_ONE_FILE = "full"
+
 
 class Checkpoint(Command):
-    """Subcommands inspect, verify and diff."""
+    """Subcommands inspect, verify, diff, convert and consolidate."""
 
-    help = "look into checkpoints, verify them, compare two"
+    help = "look into checkpoints, verify, compare and convert them"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -30,11 +32,24 @@ class Checkpoint(Command):
         diff.add_argument("path")
         diff.add_argument("other")
         diff.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as equal")
+        convert = actions.add_parser("convert", help="write it in another format")
+        consolidate = actions.add_parser("consolidate", help="write it as one file for torch.load")
+        for action in (convert, consolidate):
+            action.add_argument("path")
+            action.add_argument("to", metavar="target", help="where to write; must not exist")
+            action.add_argument(
+                "--weights-only", action="store_true", help="the model alone, without what resuming needs"
+            )
+        convert.add_argument(
+            "--to", dest="format", help="name of a checkpoint format; by default target's ending tells"
+        )
+        consolidate.set_defaults(format=_ONE_FILE)
         for action in (inspect, verify, diff):
             action.add_argument("--json", action="store_true", help="for programs")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        return {"inspect": _inspect, "verify": _verify, "diff": _diff}[arguments.action](arguments)
+        actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert, "consolidate": _convert}
+        return actions[arguments.action](arguments)
 
 
 # --- inspect -----------------------------------------------------------------------------------------------------
@@ -155,6 +170,34 @@ def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
     distance, norm = float((one.double() - other.double()).norm()), float(one.double().norm())
     relative = distance / norm if norm else distance
     return "" if relative <= tolerance else f"values differ by {relative:.1e} of their norm"
+
+
+# --- convert -----------------------------------------------------------------------------------------------------
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    source, target = place(arguments.path), place(arguments.to)
+    checkpoint_format = format_named(arguments.format or _format_for(target))
+    if target.exists():
+        raise CheckpointError(f"{target} exists", expected="a path where nothing is", do="nothing was changed")
+    state = read_any(source)
+    if arguments.weights_only:
+        state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
+    write_with(checkpoint_format, state, target, Alone())
+    print(f"{target}: {_size(target) / 1e6:.1f} MB")
+    return 0
+
+
+def _format_for(target: Path) -> str:
+    """Return the name of the one format whose files end as `target` does."""
+    formats = {entry.name: format_named(entry.qualified_name) for entry in registry.entries("checkpoint")}
+    fitting = [name for name, each in formats.items() if each.suffix == target.suffix]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"{target.name} could be {' or '.join(fitting) or 'anything'}", expected="a format",
+            do=f"add --to with one of {', '.join(formats)}",
+        )  # fmt: skip
+    return fitting[0]
 
 
 # --- Small things ------------------------------------------------------------------------------------------------

@@ -1,0 +1,286 @@
+"""A folder in the layout of torch.distributed.checkpoint, which plain PyTorch and other trainers read and write.
+
+[Note: torch's files and ours]
+torch keeps an index in ``.metadata``, a pickle, and tensors in ``__<rank>_<n>.distcp``. The index is read through a
+list of the few classes it is made of, and paths in it stay inside the folder. Tensors are named by their path in the
+state (``state_dict.layer.weight``). All that is no tensor, and the checksum of every file, is in
+``stratagem.json``; a folder without it was written by others and is read as a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from attrs import define
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from stratagem import CheckpointFormat, hookimpl
+from stratagem.encoding import decode, encode
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, modified_at
+from stratagem.staging import StagedFolder, explained, remove_folder
+
+_INDEX, _REST = ".metadata", "stratagem.json"
+_TAG, _VERSION = "stratagem dcp checkpoint", 1
+_CHUNK = 4 << 20
+#: What an index is made of: data, and enumerations. Nothing here does anything when it is built.
+_ALLOWED = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+@define(eq=False, kw_only=True)
+class DCPCheckpoint(CheckpointFormat):
+    """All ranks write the folder together; a reader holds the whole state. See [Note: torch's files and ours]."""
+
+    suffix: ClassVar[str] = ".dcp"
+    takes_shards: ClassVar[bool] = True
+
+    @hookimpl
+    def save_checkpoint(self, state, path, run):
+        staged, error = StagedFolder(path), None
+        tensors: dict[str, torch.Tensor] = {}
+        names: list[str] = []
+        tree = None
+
+        def place(tensor, name):
+            names.append(name)
+            tensors[name] = tensor
+            return len(names) - 1
+
+        try:
+            if is_remote(path):
+                raise CheckpointError(f"{path} is a URL", expected="a local folder for torch's own layout")
+            tree = encode(dict(state), place)
+            if run.is_global_zero:
+                staged.begin(self.recognises)
+        except (CheckpointError, OSError) as caught:
+            error = explained(caught, path)
+        try:
+            run.collectives.fail_together(error)
+            try:
+                _save(tensors, staged.path, run)
+                mine = _checksums(staged.path, f"__{run.rank}_")
+            except (OSError, dcp.CheckpointException) as caught:
+                error = _of_all_ranks(caught, path)
+            run.collectives.fail_together(error)
+            everybody = run.collectives.all_gather_object(mine)
+            if run.is_global_zero:
+                try:
+                    files = {name: entry for each in everybody for name, entry in each.items()}
+                    _write_rest(staged.path, {"names": names, "state": tree, "files": files})
+                    staged.publish()
+                except OSError as caught:
+                    error = explained(caught, path)
+            run.collectives.fail_together(error)
+        finally:
+            staged.clear_away()
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, path, into, run):
+        state, error = None, None
+        try:
+            state = _load(path)
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        return state
+
+    def recognises(self, path: Path) -> bool:
+        return not is_remote(path) and (path / _INDEX).is_file()
+
+    def is_whole(self, path: Path) -> bool:
+        try:
+            rest = _read_rest(path)
+            _read_index(path)
+            if rest is not None:
+                _verify(path, rest["files"])
+        except CheckpointError:
+            return False
+        return True
+
+    def saved_at(self, path: Path) -> float:
+        return modified_at(path / _INDEX)
+
+    def remove(self, path: Path) -> None:
+        if not self.recognises(path) or not (path / _REST).is_file():
+            raise CheckpointError(f"{path} is no checkpoint of ours", do="nothing was deleted")
+        remove_folder(path, {_INDEX, _REST, *(each.name for each in path.glob("__*_*.distcp"))})
+
+
+# --- Writing -----------------------------------------------------------------------------------------------------
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path, run: Any) -> None:
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single process without process group
+        dcp.save(tensors, storage_writer=writer, no_dist=run.world_size == 1)
+
+
+def _checksums(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of this rank's files."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
+        for path in folder.glob(f"{prefix}*.distcp")
+    }
+
+
+def _checksum(path: Path) -> str:
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+    return hasher.hexdigest()
+
+
+def _write_rest(folder: Path, rest: dict[str, Any]) -> None:
+    rest["files"][_INDEX] = {"bytes": (folder / _INDEX).stat().st_size, "xxh3_128": _checksum(folder / _INDEX)}
+    text = json.dumps({"format": _TAG, "version": _VERSION} | rest, ensure_ascii=False).encode()
+    with (folder / _REST).open("wb") as file:
+        file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _of_all_ranks(error: Exception, path: Path) -> CheckpointError:
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()))[0] if failures else error
+    return explained(first if isinstance(first, OSError) else error, path)
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if is_remote(path) or not path.exists():
+        raise CheckpointError(f"{path} does not exist", expected="a local checkpoint folder", do="check the path")
+    rest, index = _read_rest(path), _read_index(path)
+    if rest is not None:
+        _verify(path, rest["files"])
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a single process without process group
+            dcp.load(tensors, storage_reader=_Reader(path), no_dist=True)
+        if rest is None:
+            return _of_others(tensors, index, path)
+        state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise _unreadable(path, f"{type(error).__name__}: {text[0][:120] if text else ''}") from error
+    return state
+
+
+def _of_others(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) -> dict[str, Any]:
+    """Return the model in a folder that stratagem did not write."""
+    skipped = sorted(set(index.state_dict_metadata) - set(tensors))
+    for prefix in ("state_dict.", "model.", "module."):
+        named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if named:
+            skipped += sorted(name for name in tensors if not name.startswith(prefix))
+            break
+    else:
+        named = tensors
+    if skipped:
+        shown = ", ".join(skipped[:3]) + (f" and {len(skipped) - 3} more" if len(skipped) > 3 else "")
+        warnings.warn(f"{path} was written by another program: its model is read, {shown} is not", stacklevel=2)
+    return {"state_dict": named}
+
+
+def _read_rest(path: Path) -> dict[str, Any] | None:
+    """Return what `stratagem.json` holds, checked; None if there is none."""
+    try:
+        text, _, digest = (path / _REST).read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    if xxhash.xxh3_128_hexdigest(text).encode() != digest.strip():
+        raise _unreadable(path, f"the checksum of {_REST} differs")
+    rest: dict[str, Any] = json.loads(text)
+    if rest.get("format") != _TAG or rest.get("version", 0) > _VERSION:
+        raise CheckpointError(
+            f"{path} has version {rest.get('version')}", expected=f"at most {_VERSION}",
+            do="read it with a newer stratagem-checkpoint-dcp",
+        )  # fmt: skip
+    return rest
+
+
+def _verify(path: Path, files: Mapping[str, Any]) -> None:
+    for name, entry in files.items():
+        file = path / name
+        if "/" in name or name in ("", ".", "..") or file.is_symlink():
+            raise _unreadable(path, f"it names {name!r}, which is no file of this folder")
+        try:
+            same = file.stat().st_size == entry["bytes"] and _checksum(file) == entry["xxh3_128"]
+        except OSError as error:
+            raise _unreadable(path, f"{name}: {error.strerror or error}") from error
+        if not same:
+            raise CheckpointError(
+                f"{path} is not what was written: {name} differs", expected="the content that its checksum describes",
+                do="use an older checkpoint",
+            )  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        with (path / _INDEX).open("rb") as file:
+            index = _Unpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError("it is no index")
+        for entry in (index.storage_data or {}).values():
+            name = entry.relative_path
+            if "/" in name or name in ("", ".", "..") or (path / name).is_symlink():
+                raise pickle.UnpicklingError(f"it names {name!r}, which is no file of this folder")
+    except Exception as error:
+        raise _unreadable(path, f"{_INDEX}: {error}") from error
+    return index
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        index = _read_index(Path(self.path))
+        if index.storage_meta is None:
+            index.storage_meta = self.storage_meta()
+        return index
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as a checkpoint of torch.distributed ({why})",
+        expected="what was written", do="nothing in it was executed; use another one",
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""One ``.safetensors`` file: the model's tensors by their names, as other libraries expect them, and the rest beside.
+
+Whatever is no model tensor (optimizers, position, hyper-parameters) stands in the file's metadata as JSON, its tensors
+under names that begin with ``stratagem.``; so a run resumes from such a file, and a file of weights from elsewhere is
+read as a model without the rest. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from attrs import define
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
+
+from stratagem import CheckpointFormat, hookimpl
+from stratagem.checkpoint import publish_file, remove_file, verify_file
+from stratagem.encoding import decode, encode
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, refusals
+
+_REST, _TENSOR = "stratagem", "stratagem."
+
+
+@define(eq=False, kw_only=True)
+class SafetensorsCheckpoint(CheckpointFormat):
+    """Rank 0 writes one file; every rank reads it. While it is written, its content is in memory twice."""
+
+    #: Write in the background: training waits only while the state is copied.
+    async_save: bool = False
+
+    suffix: ClassVar[str] = ".safetensors"
+
+    @hookimpl
+    def save_checkpoint(self, state, path, run):
+        content, error = None, None
+        if run.is_global_zero:
+            try:
+                content = _Content(state)
+                if self.async_save:
+                    content.copy()
+            except CheckpointError as caught:
+                error = caught
+        run.collectives.fail_together(error)
+
+        def write(collectives):
+            error = None
+            if content is not None:
+                try:
+                    publish_file(path, lambda file: file.write(content.serialized()), xxhash.xxh3_128)
+                except CheckpointError as caught:
+                    error = caught
+            collectives.fail_together(error)
+
+        run.saver.submit(write, self.async_save)
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, path, into, run):
+        state, error = None, None
+        try:
+            state = _read(path)
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        return state
+
+    def recognises(self, path: Path) -> bool:
+        if path.suffix != self.suffix or not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"
+
+    def is_whole(self, path: Path) -> bool:
+        try:
+            # A file from elsewhere carries no checksum; that it can be read must do.
+            return verify_file(path, xxhash.xxh3_128) or bool(_read(path))
+        except CheckpointError:
+            return False
+
+    def remove(self, path: Path) -> None:
+        remove_file(path)
+
+
+class _Content:
+    """What goes into a file: tensors by name, each with memory of its own, and the rest as text."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: list[str] = []
+        tree = encode(dict(state), self._place)
+        self.metadata = {"format": "pt", _REST: json.dumps({"names": self.names, "state": tree}, ensure_ascii=False)}
+
+    def _place(self, tensor: torch.Tensor, path: str) -> int:
+        number, name = len(self.names), path.removeprefix("state_dict.")
+        if name == path or name.startswith(_TENSOR) or name in self.tensors:
+            name = f"{_TENSOR}{number}"
+        self.names.append(name)
+        self.tensors[name] = tensor
+        return number
+
+    def copy(self) -> None:
+        """Take the tensors out of reach of what training does next."""
+        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    def serialized(self) -> bytes:
+        own: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.tensors.items():
+            whole = tensor.cpu().contiguous()
+            # The format refuses tensors that share memory.
+            own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
+            seen.add(own[name].untyped_storage().data_ptr())
+        return save(own, self.metadata)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    verify_file(path, xxhash.xxh3_128)
+    try:
+        if is_remote(path):
+            with refusals(path, "read"):
+                content = path.read_bytes()
+            tensors, head = load(content), content[:8]
+            header = content[8 : 8 + int.from_bytes(head, "little")]
+        else:
+            tensors = load_file(path)
+            with path.open("rb") as file:
+                header = file.read(int.from_bytes(file.read(8), "little"))
+        metadata = json.loads(header).get("__metadata__", {})
+        if _REST not in metadata:
+            return {"state_dict": tensors}
+        rest = json.loads(metadata[_REST])
+        state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
+    except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})",
+            expected="a file of tensors", do="nothing in it was executed; use another file",
+        ) from error  # fmt: skip
+    return state

@@ -1,0 +1,171 @@
+"""From any format to any other and back, by the command; and to and from what other programs write."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import stratagem as sg
+from stratagem.checkpoint import read_any
+from stratagem.cli import main
+from stratagem.errors import CheckpointError
+from stratagem.testing import run_in_processes
+from stratagem.testing.checkpoint import assert_same, example
+from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+FORMATS = {"full": ".ckpt", "sharded": ".ckpt", "safetensors": ".safetensors", "dcp": ".dcp"}
+
+
+def _save_half(rank, world_size, checkpoint, path, batches):
+    trainer = sg.Trainer(max_epochs=1, strategy="fsdp", devices=world_size, checkpoint=checkpoint, **QUIET)
+    trainer.fit(Scheduled(), share(trainer, batches[:4]))
+    trainer.save_checkpoint(path)
+
+
+def _continue(rank, world_size, path, batches):
+    trainer = sg.Trainer(max_epochs=2, strategy="fsdp", devices=world_size, **QUIET)
+    trainer.fit(Scheduled(seed=3), share(trainer, batches[4:]), ckpt_path=path)
+    return weights_of(trainer)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint in each format, of the same moment of the same training."""
+    folder, batches = tmp_path_factory.mktemp("written"), joined_batches(8, 24)
+    for name, suffix in FORMATS.items():
+        run_in_processes(_save_half, 2, name, folder / f"{name}{suffix}", batches)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(FORMATS, FORMATS)))
+def test_any_format_becomes_any_other_and_trains_on(source, target, written, tmp_path, capsys):
+    path, batches = tmp_path / f"x{FORMATS[target]}", joined_batches(8, 24)
+    original = read_any(written / f"{source}{FORMATS[source]}")
+    assert main(["checkpoint", "convert", str(written / f"{source}{FORMATS[source]}"), str(path), "--to", target]) == 0
+    assert capsys.readouterr().out.startswith(f"{path}: ")
+    assert_same(read_any(path), original)
+    assert main(["checkpoint", "diff", str(path), str(written / f"{source}{FORMATS[source]}")]) == 0
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    whole, _ = train_module_plainly(Scheduled(), batches)
+    for weights in run_in_processes(_continue, 2, path, batches):
+        assert relative_difference(weights, whole) < 1e-6
+
+
+def test_everything_that_a_state_may_hold_survives_the_round(tmp_path):
+    with sg.Run(accelerator="cpu") as run:
+        run.ask("save_checkpoint", state=example(), path=tmp_path / "0.ckpt")
+    steps = ["0.ckpt", "1.safetensors", "2.dcp", "3.ckpt", "4.safetensors", "5.ckpt"]
+    for (before, after), name in zip(
+        itertools.pairwise(steps), ["safetensors", "dcp", "sharded", "safetensors", "full"], strict=True
+    ):
+        assert main(["checkpoint", "convert", str(tmp_path / before), str(tmp_path / after), "--to", name]) == 0
+    assert_same(torch.load(tmp_path / "5.ckpt", weights_only=True), example())
+
+
+def test_consolidate_makes_one_file_for_torch_load(written, tmp_path):
+    path = tmp_path / "one.ckpt"
+    assert main(["checkpoint", "consolidate", str(written / "sharded.ckpt"), str(path)]) == 0
+    state = torch.load(path, weights_only=True)
+    assert_same(state, read_any(written / "sharded.ckpt"))
+    Scheduled().load_state_dict(state["state_dict"])
+
+
+# --- Other programs ----------------------------------------------------------------------------------------------
+
+
+def test_weights_alone_are_what_other_libraries_expect(written, tmp_path):
+    path = tmp_path / "model.safetensors"
+    assert main(["checkpoint", "convert", str(written / "sharded.ckpt"), str(path), "--weights-only"]) == 0
+    model = Scheduled()
+    model.load_state_dict(load_file(path))
+    assert set(load_file(path)) == set(model.state_dict())
+
+
+def test_weights_from_elsewhere_start_a_run(tmp_path):
+    torch.manual_seed(5)
+    other = Scheduled(seed=9)
+    save_file(other.state_dict(), tmp_path / "model.safetensors")
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Scheduled(), joined_batches(4, 24), ckpt_path=tmp_path / "model.safetensors")
+    expected, _ = train_module_plainly(Scheduled(seed=9), joined_batches(4, 24))
+    assert relative_difference(weights_of(trainer), expected) < 1e-6
+
+
+def test_plain_pytorch_reads_our_dcp_folder(written):
+    model = Scheduled(seed=9)
+    state = {"state_dict": model.state_dict()}
+    dcp.load(state, checkpoint_id=written / "dcp.dcp", no_dist=True)
+    assert_same(state["state_dict"], read_any(written / "dcp.dcp")["state_dict"])
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", ""])
+def test_we_read_a_dcp_folder_of_plain_pytorch(key, tmp_path):
+    model = Scheduled(seed=9)
+    state = {key: model.state_dict(), "step": 7} if key else model.state_dict()
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    if key:
+        with pytest.warns(UserWarning, match="was written by another program: its model is read, step is not"):
+            read = read_any(tmp_path / "x")
+    else:
+        read = read_any(tmp_path / "x")
+    assert_same(read, {"state_dict": dict(model.state_dict())})
+    assert main(["checkpoint", "verify", str(tmp_path / "x")]) == 0
+
+
+# --- Bad input ---------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return (open, (str(self.proof), "w"))
+
+
+def test_an_index_with_a_bomb_does_not_go_off(written, tmp_path):
+    """Also where our own file, which would notice, is missing."""
+    shutil.copytree(written / "dcp.dcp", tmp_path / "x")
+    (tmp_path / "x" / "stratagem.json").unlink()
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "proof")))
+    with pytest.raises(CheckpointError, match="it names (io|_io).open, which no index needs"):
+        read_any(tmp_path / "x")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_an_index_that_leaves_the_folder_is_refused(written, tmp_path):
+    shutil.copytree(written / "dcp.dcp", tmp_path / "x")
+    (tmp_path / "x" / "stratagem.json").unlink()
+    index = dcp.FileSystemReader(tmp_path / "x").read_metadata()
+    next(iter(index.storage_data.values())).relative_path = "../outside.distcp"
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"it names '\.\./outside\.distcp', which is no file of this folder"):
+        read_any(tmp_path / "x")
+
+
+def test_what_is_there_is_not_overwritten(written, tmp_path, capsys):
+    (tmp_path / "x.safetensors").write_text("mine")
+    assert main(["checkpoint", "convert", str(written / "full.ckpt"), str(tmp_path / "x.safetensors")]) == 1
+    assert "exists; expected a path where nothing is; nothing was changed" in capsys.readouterr().err
+    assert (tmp_path / "x.safetensors").read_text() == "mine"
+
+
+def test_a_name_that_does_not_tell_the_format_is_asked_about(written, tmp_path, capsys):
+    assert main(["checkpoint", "convert", str(written / "dcp.dcp"), str(tmp_path / "x.ckpt")]) == 1
+    said = capsys.readouterr().err
+    assert "x.ckpt could be full or sharded; expected a format; add --to with one of dcp, full, safetensors" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 8 + b"{", b'\x10\0\0\0\0\0\0\0{"a": [broken]}'])
+def test_a_broken_safetensors_file_is_one_sentence(content, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors (cannot be read|is in no format)"):
+        read_any(tmp_path / "x.safetensors")
