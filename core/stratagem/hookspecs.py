@@ -178,7 +178,9 @@ def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, r
 def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
     """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective.
 
-    Where ``run.whole_state`` is False the checkpoint format takes shards (DTensors), and nobody should make them whole.
+    Where ``run.needs_values`` is False (on other ranks than the one that writes) a tensor may be on the meta device.
+    Where ``run.whole_state`` is False the checkpoint format takes parts, and nobody should make them whole: shards are
+    DTensors, and a tensor that is whole on some ranks only is on the meta device of the others.
     """
 
 
@@ -191,7 +193,7 @@ def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, 
 def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[str, Any]:
     """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
 
-    ``run.whole_state`` as for `model_state`.
+    ``run.whole_state`` and ``run.needs_values`` as for `model_state`.
     """
 
 

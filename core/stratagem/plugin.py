@@ -129,6 +129,10 @@ class Strategy(Plugin):
         """The launcher to use when the user names none; None leaves it to the catalog."""
         return None
 
+    def default_checkpoint(self) -> str | None:
+        """Name of the checkpoint format this strategy insists on; None leaves it open."""
+        return None
+
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
         return False

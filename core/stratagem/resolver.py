@@ -139,8 +139,7 @@ def resolve(settings: Any) -> Stack:
         environment=environment,
         launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
-        checkpoint=chooser.one("checkpoint", settings.checkpoint)
-        or chooser.refine(_default("checkpoint", "checkpoint")),
+        checkpoint=_checkpoint(chooser, settings, strategies[-1]),
         callbacks=chooser.many("callback", getattr(settings, "callbacks", ())) + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
@@ -353,19 +352,26 @@ def in_notebook() -> bool:
 
 
 def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
-    wanted, asked = strategy.plugin.default_launcher(), chooser.one("launcher", settings.launcher)
+    return _for_strategy(chooser, "launcher", settings.launcher, strategy, strategy.plugin.default_launcher())
+
+
+def _checkpoint(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
+    return _for_strategy(chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint())
+
+
+def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
+    """Return what the user chose for `kind`, else what `strategy` wants, else the default."""
+    asked = chooser.one(kind, value)
     if asked is None and wanted is None:
-        return chooser.refine(_default("launcher", "launcher"))
+        return chooser.refine(_default(kind, kind))
     if asked is None:
-        entry = registry.find("launcher", wanted)
+        entry = registry.find(kind, wanted or "")
         reason = f"{strategy} asks for it"
-        return chooser.refine(
-            Choice(kind="launcher", name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry)
-        )
+        return chooser.refine(Choice(kind=kind, name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry))
     if wanted is not None and wanted != asked.name:
         raise ConfigError(
-            f"{asked} was chosen and {strategy} starts its processes with {wanted!r}",
-            do="drop the launcher, or choose a strategy that leaves it open",
+            f"{asked} was chosen and {strategy} asks for the {kind} {wanted!r}",
+            do=f"drop the {kind}, or choose a strategy or an option of it that leaves it open",
         )
     return asked
 

@@ -113,6 +113,7 @@ class Run:
         self._reducer_is_due = False
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
         self.whole_state = not self.checkpoint_format.takes_shards
+        self._whole_everywhere = False
         #: This process works on behalf of the one that launched it, and ends with the job.
         self.far_from_home = False
         self._hooks = _hook_manager(self.stack)
@@ -130,6 +131,11 @@ class Run:
     def shards_parameters(self) -> bool:
         """Whether every forward needs all ranks, as each holds a part of the parameters."""
         return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether whole tensors of the state are used on this rank; elsewhere they may be on the meta device."""
+        return self.is_global_zero or self._whole_everywhere
 
     @property
     def num_processes(self) -> int:
@@ -503,11 +509,12 @@ class Run:
     @contextlib.contextmanager
     def making_whole(self) -> Iterator[None]:
         """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
-        before, self.whole_state = self.whole_state, True
+        before = self.whole_state, self._whole_everywhere
+        self.whole_state = self._whole_everywhere = True
         try:
             yield
         finally:
-            self.whole_state = before
+            self.whole_state, self._whole_everywhere = before
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and insist on an answer."""

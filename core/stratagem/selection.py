@@ -49,6 +49,11 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
             expected="at least one",
             do="drop it, or let it choose smaller parts",
         )
+    return children_first(root, chosen)
+
+
+def children_first(root: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
+    """Return the parts of `root` that are `chosen`, each after those within it."""
     ordered: list[nn.Module] = []
     _append_after_children(root, chosen, ordered)
     return ordered

@@ -416,7 +416,8 @@ class Trainer:
             if model is not self.module:
                 self.position, self.carried = Position(), None
             elif ckpt_path is None:
-                job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
+                with self.run.making_whole():
+                    job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
         self.module = model
         home = self.run.launch(functools.partial(self._main, job))
         return home.unpack(self) if isinstance(home, snapshot.Homecoming) else home

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
 import random
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.checkpoint import read_any
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
@@ -29,76 +26,12 @@ from stratagem.testing.training import outcome, share, weights_of
 from stratagem_checkpoint_sharded import folder
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
-HYBRID = {"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "auto_wrap_policy": {nn.Linear}}
-LAYOUTS = {
-    "single_device-1": ("single_device", 1),
-    "ddp-2": ("ddp", 2),
-    "ddp_sharded-2": ("ddp_sharded", 2),
-    "ddp_sharded-3": ("ddp_sharded", 3),
-    "fsdp-1": ("fsdp", 1),
-    "fsdp-2": ({"name": "fsdp", "auto_wrap_policy": {nn.Linear}}, 2),
-    "fsdp-3": ("fsdp", 3),
-    "no_shard-2": ({"name": "fsdp", "sharding_strategy": "NO_SHARD"}, 2),
-    "grad_op-4": ({"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": {nn.Linear}}, 4),
-    "hybrid-4": (HYBRID, 4),
-}
-FEW = ["single_device-1", "ddp-2", "ddp_sharded-3", "fsdp-2", "hybrid-4"]
 
 
 def _write(rank, world_size, strategy, checkpoint, batches, path):
     trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
     trainer.fit(Scheduled(), share(trainer, batches))
     trainer.save_checkpoint(path)
-
-
-def _state_after_load(rank, world_size, strategy, checkpoint, batches, path):
-    """Load and do nothing: the whole state as it came out; then train on."""
-    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
-    trainer.fit(Scheduled(seed=3), share(trainer, batches[4:]), ckpt_path=path)  # its epoch is over
-    with trainer.run.making_whole():
-        optimizer = trainer.run.ask("optimizer_state", optimizer=trainer.run.optimizers[0], module=trainer.module)
-    loaded = copy.deepcopy({
-        "model": weights_of(trainer),
-        "optimizer": optimizer,
-        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict()["_last_lr"],
-        "position": (trainer.current_epoch, trainer.global_step),
-    })  # fmt: skip
-    trainer.max_epochs = 2
-    trainer.fit(trainer.module, share(trainer, batches[4:]))
-    return loaded, weights_of(trainer)
-
-
-def moves(writer, reader, checkpoint, folder):
-    batches = joined_batches(8, 24)
-    path = folder / "x.ckpt"
-    run_in_processes(_write, LAYOUTS[writer][1], LAYOUTS[writer][0], checkpoint, batches[:4], path)
-    written = read_any(path)
-    whole, _ = train_module_plainly(Scheduled(), batches)
-
-    for loaded, after in run_in_processes(
-        _state_after_load, LAYOUTS[reader][1], LAYOUTS[reader][0], checkpoint, batches, path
-    ):
-        for name, tensor in written["state_dict"].items():
-            assert torch.equal(loaded["model"][name], tensor), name
-        for name, entry in written["optimizers"][0]["state"].items():
-            momentum = loaded["optimizer"]["state"][name]["momentum_buffer"]
-            assert torch.equal(momentum, entry["momentum_buffer"]), name
-        assert loaded["scheduler"] == written["lr_schedulers"][0]["_last_lr"]
-        assert loaded["position"] == (1, 4)
-        assert relative_difference(after, whole) < 1e-6
-
-
-@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
-@pytest.mark.parametrize(("writer", "reader"), [pair for pair in itertools.product(FEW, FEW) if pair[0] != pair[1]])
-def test_it_moves_bit_for_bit(writer, reader, checkpoint, tmp_path):
-    moves(writer, reader, checkpoint, tmp_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
-@pytest.mark.parametrize(("writer", "reader"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_every_layout_to_every_other(writer, reader, checkpoint, tmp_path):
-    moves(writer, reader, checkpoint, tmp_path)
 
 
 def _sizes_written(rank, world_size, strategy, path):

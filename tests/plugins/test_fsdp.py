@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, wrap
 
 import stratagem as sg
 from stratagem.errors import ConfigError
@@ -76,6 +76,151 @@ def test_every_form_of_a_policy_chooses_units(policy, units):
 
 
 # --- Precision ---------------------------------------------------------------------------------------------------
+
+
+class WrapsByHand(Net):
+    """Names its units itself, in configure_model."""
+
+    def __init__(self, **overrides):
+        super().__init__()
+        self.net, self.overrides = None, overrides
+
+    def configure_model(self):
+        if self.net is None:
+            layers = [wrap(nn.Linear(16, 32), **self.overrides), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()]
+            self.net = nn.Sequential(*layers, wrap(nn.Linear(32, 1)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=5e-3, momentum=0.9)
+
+
+def _wrapped_by_hand(rank, world_size, strategy, batches, path):
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, **QUIET)
+    trainer.fit(WrapsByHand(), share(trainer, batches), ckpt_path=path)
+    units = [name for name, part in trainer.run.model.named_modules() if type(part).__name__.startswith("FSDP")]
+    return units, weights_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("policy", "units"),
+    [(None, ["", "module.net.0", "module.net.4"]), ({nn.Linear}, ["", *(f"module.net.{i}" for i in (0, 2, 4))])],
+)
+def test_units_may_be_wrapped_by_hand(policy, units, tmp_path):
+    """The same call does nothing under another strategy, and the training is the same."""
+    batches = joined_batches(4, 24)
+    plain = WrapsByHand()
+    plain.configure_model()
+    torch.save({"state_dict": plain.state_dict()}, tmp_path / "x.ckpt")
+    strategy = {"name": "fsdp", "auto_wrap_policy": policy}
+    results = run_in_processes(_wrapped_by_hand, 2, strategy, batches, tmp_path / "x.ckpt")
+    expected = run_in_processes(_wrapped_by_hand, 2, "ddp", batches, tmp_path / "x.ckpt")
+    for (found, weights), (none, reference) in zip(results, expected, strict=True):
+        assert (found, none) == (units, [])
+        assert relative_difference(weights, reference) < 1e-6
+
+
+def _overridden(rank, world_size):
+    return outcome(lambda: fit(world_size, "fsdp", WrapsByHand(cpu_offload=True), joined_batches(2, 24)))
+
+
+def test_options_of_one_unit_are_refused():
+    for said in run_in_processes(_overridden, 2):
+        assert said.startswith("refused: wrap got cpu_offload=True; expected the module alone; set options on"), said
+
+
+# --- Tied parameters ---------------------------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """Its first and its last layer share a weight, as embeddings and heads do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.net[4].weight = self.net[0].weight
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.last(self.net(x))
+
+
+def _tied_refused(rank, world_size, options):
+    return outcome(lambda: fit(world_size, {"name": "fsdp", **options}, Tied(), joined_batches(2, 24)))
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": {nn.Sequential}}])
+def test_tied_parameters_stay_one_within_a_unit(options):
+    torch.manual_seed(0)
+    batches = joined_batches(4, 24)
+    model = Tied()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    results = run_in_processes(_tied_from, 2, options, state, batches)
+    model.load_state_dict(state)
+    reference, _ = train_module_plainly(model, batches)
+    for weights in results:
+        assert torch.equal(weights["net.0.weight"], weights["net.4.weight"])
+        assert relative_difference(weights, reference) < 1e-6
+
+
+def _tied_from(rank, world_size, options, state, batches):
+    model = Tied()
+    model.load_state_dict(state)
+    return weights_of(fit(world_size, {"name": "fsdp", **options}, model, batches))
+
+
+def test_tied_parameters_in_two_units_are_refused_by_name():
+    for said in run_in_processes(_tied_refused, 2, {"auto_wrap_policy": {nn.Linear}}):
+        assert said.startswith(
+            "refused: 'net.0.weight' and 'net.4.weight' are one parameter in two units, 'net.0' and 'net.4'; "
+            "expected tied parameters within one unit"
+        ), said
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("full", False), ("sharded", True), (None, False)])
+def test_state_dict_type_chooses_the_form_of_checkpoints(tmp_path, kind, folder):
+    strategy = {"name": "fsdp", "state_dict_type": kind}
+    run_in_processes(_write, 2, strategy, joined_batches(2, 24), tmp_path / "x.ckpt")
+    assert (tmp_path / "x.ckpt").is_dir() is folder
+
+
+def test_state_dict_type_and_another_format_contradict_each_other():
+    with pytest.raises(
+        ConfigError, match="checkpoint 'full' was chosen and strategy 'fsdp' asks for the checkpoint 'sharded'"
+    ):
+        sg.Trainer(strategy={"name": "fsdp", "state_dict_type": "sharded"}, checkpoint="full", **QUIET)
+
+
+def _who_holds_the_whole(rank, world_size, strategy, checkpoint):
+    """Return for each tensor handed to the checkpoint format whether it has values on this rank."""
+    given = {}
+
+    class Looks(sg.Callback):
+        @sg.hookimpl
+        def on_save_checkpoint(self, checkpoint):
+            given["model"] = [value.is_meta for value in checkpoint["state_dict"].values()]
+            entries = checkpoint["optimizers"][0]["state"].values()
+            given["optimizer"] = [v.is_meta for entry in entries for v in entry.values() if v.numel() > 64]
+
+    trainer = fit(world_size, strategy, Net(), joined_batches(2, 24), callbacks=[Looks()], checkpoint=checkpoint)
+    trainer.save_checkpoint(f"{checkpoint}.ckpt")
+    return given
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded"])
+def test_only_the_rank_that_writes_holds_the_whole_state(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = run_in_processes(_who_holds_the_whole, 2, strategy, "full")
+    assert not any(first["model"] + first["optimizer"])
+    assert all(second["optimizer"])
+    first, second = run_in_processes(_who_holds_the_whole, 2, strategy, "sharded")
+    owned = [one != other for one, other in zip(first["optimizer"], second["optimizer"], strict=True)]
+    assert all(owned) if strategy == "ddp_sharded" else not any(first["optimizer"] + second["optimizer"])
+
+
+# --- What it computes in -----------------------------------------------------------------------------------------
 
 
 class Looks(Net):

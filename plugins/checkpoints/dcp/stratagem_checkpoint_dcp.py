@@ -62,7 +62,8 @@ class DCPCheckpoint(CheckpointFormat):
 
         def place(tensor, name):
             names.append(name)
-            tensors[name] = tensor
+            if not tensor.is_meta:  # another rank has it
+                tensors[name] = tensor
             return len(names) - 1
 
         try:

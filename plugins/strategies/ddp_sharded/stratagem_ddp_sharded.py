@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,6 +25,8 @@ from stratagem.world import DEFAULT_TIMEOUT, Collectives, TorchCollectives
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
+#: Numbers up to which a tensor of the optimizer's is sent along with the outline of its state.
+_SMALL = 64
 
 
 @define(eq=False, kw_only=True)
@@ -147,12 +149,28 @@ class ShardedDDPStrategy(Strategy):
 
     @hookimpl
     def optimizer_state(self, optimizer, module, run):
-        mine = logical_optimizer_state(optimizer, module)
-        state = {}
-        for theirs in run.collectives.all_gather_object(mine["state"]):
-            state |= theirs
-        order = [name for group in mine["param_groups"] for name in group["params"] if name in state]
-        return mine | {"state": {name: state[name] for name in order}}
+        logical = logical_optimizer_state(optimizer, module)
+        mine, state = logical["state"], {}
+        # One tensor after the other: no rank ever holds more of the others' state than it is asked for.
+        for owner, theirs in enumerate(run.collectives.all_gather_object(_outline(mine))):
+            for name, entry in theirs.items():
+                state[name] = {
+                    key: self._fetch(mine.get(name, {}).get(key), value, owner, run)
+                    if isinstance(value, _Shape)
+                    else value
+                    for key, value in entry.items()
+                }
+        order = [name for group in logical["param_groups"] for name in group["params"] if name in state]
+        return logical | {"state": {name: state[name] for name in order}}
+
+    def _fetch(self, mine, shape, owner, run):
+        """Return the owner's tensor where it is needed; on the meta device elsewhere. Collective."""
+        absent = torch.empty(shape.size, dtype=shape.dtype, device="meta")
+        if not run.whole_state:
+            return absent if mine is None else mine
+        tensor = torch.empty(shape.size, dtype=shape.dtype, device=run.device) if mine is None else mine
+        tensor = run.collectives.broadcast(tensor.contiguous(), owner)
+        return tensor if run.needs_values else absent
 
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):
@@ -160,6 +178,27 @@ class ShardedDDPStrategy(Strategy):
         mine = {name: entry for name, entry in state["state"].items() if name in owned}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
+
+
+@frozen
+class _Shape:
+    """Stands for a tensor that only its owner has."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _outline(state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` with large tensors replaced by their shapes."""
+    return {
+        name: {
+            key: _Shape(tuple(value.shape), value.dtype)
+            if isinstance(value, torch.Tensor) and value.numel() > _SMALL
+            else value
+            for key, value in entry.items()
+        }
+        for name, entry in state.items()
+    }
 
 
 def _reached(parameters, run) -> list[bool]:

@@ -13,6 +13,7 @@ from attrs import define, field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stratagem import Capabilities, Strategy, hookimpl
@@ -28,13 +29,15 @@ from stratagem.plugin import (
     SHARDED_PARAMETERS,
 )
 from stratagem.recomputation import recompute
-from stratagem.selection import check_policy, select
+from stratagem.selection import check_policy, children_first, select
 from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, TorchCollectives
 
 _M_MMAP_THRESHOLD = -3
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.
 _WRAPPED = "_stratagem_fsdp"
+#: On a module that was made a unit by hand.
+_MARK = "_stratagem_unit"
 
 
 @define(eq=False, kw_only=True)
@@ -55,6 +58,9 @@ class FSDPStrategy(Strategy):
     device_mesh: tuple[int, int] | None = None
     #: Keep shards, gradients and optimizer on the CPU, and step there: very little device memory, very slow.
     cpu_offload: bool = False
+    #: "sharded" saves with the checkpoint format of that name, each rank its part; "full" makes one file. By default
+    #: what ``Trainer(checkpoint=)`` says.
+    state_dict_type: Literal["full", "sharded"] | None = None
     #: Dtypes to compute and to reduce in: a torch MixedPrecisionPolicy (or MixedPrecision); else the precision decides.
     mixed_precision: Any = None
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
@@ -106,6 +112,9 @@ class FSDPStrategy(Strategy):
     def join_timeout(self) -> timedelta:
         return self.timeout
 
+    def default_checkpoint(self) -> str | None:
+        return self.state_dict_type
+
     def absorbs(self, policy) -> bool:
         """Mixed precision without loss scaling is FSDP's own business: it gathers in fewer bits, too."""
         return self.mixed_precision is not None or (policy.compute_dtype is not None and policy.param_dtype is None
@@ -149,6 +158,11 @@ class FSDPStrategy(Strategy):
         return collectives
 
     @hookimpl
+    def init_context(self):
+        """Let ``torch.distributed.fsdp.wrap.wrap`` name units by hand; they are sharded when the model is complete."""
+        return enable_wrap(wrapper_cls=_mark)
+
+    @hookimpl
     def wrap_model(self, module, run):
         user, self._syncs = module.module, None
         if self.activation_checkpointing_policy is not None and run.settings.activation_checkpointing is not None:
@@ -165,12 +179,12 @@ class FSDPStrategy(Strategy):
         if self.activation_checkpointing_policy is not None:
             option = "strategy.fsdp.activation_checkpointing_policy"
             recompute(user, self.activation_checkpointing_policy, option=option)
-        policy = self.auto_wrap_policy
-        units = [] if policy is None else select(user, policy, "strategy.fsdp.auto_wrap_policy")
+        units = self._units(user)
         if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
             units += [
                 child for child in user.children() if child not in units and any(True for _ in child.parameters())
             ]
+        _check_tied(user, units)
         options = self._options(run)
         for unit in units:
             fill(unit)
@@ -179,6 +193,14 @@ class FSDPStrategy(Strategy):
         root = fully_shard(module, **options, ignored_params=_scalars(user))
         user.__dict__[_WRAPPED] = (root, self._device_mesh)
         return root
+
+    def _units(self, user: nn.Module) -> list[nn.Module]:
+        """Return what the policy chooses and what was wrapped by hand, children before parents."""
+        chosen: set[nn.Module] = set()
+        if self.auto_wrap_policy is not None:
+            chosen.update(select(user, self.auto_wrap_policy, "strategy.fsdp.auto_wrap_policy"))
+        chosen.update(part for part in user.modules() if _MARK in part.__dict__ and part is not user)
+        return children_first(user, chosen)
 
     def _options(self, run) -> dict[str, Any]:
         policy = self.mixed_precision
@@ -274,7 +296,7 @@ class FSDPStrategy(Strategy):
     def model_state(self, module, run):
         _reshard(run.model)
         state = module.state_dict()
-        return {name: _whole(tensor) for name, tensor in state.items()} if run.whole_state else state
+        return {name: _whole(tensor, run) for name, tensor in state.items()} if run.whole_state else state
 
     @hookimpl
     def load_model_state(self, state, module, strict, run):
@@ -289,7 +311,7 @@ class FSDPStrategy(Strategy):
         state = logical_optimizer_state(optimizer, module)
         if not run.whole_state:
             return state
-        whole = {name: {key: _whole(v) for key, v in entry.items()} for name, entry in state["state"].items()}
+        whole = {name: {key: _whole(v, run) for key, v in entry.items()} for name, entry in state["state"].items()}
         return state | {"state": whole}
 
     @hookimpl
@@ -307,6 +329,39 @@ class FSDPStrategy(Strategy):
 def cpu_offload() -> FSDPStrategy:
     """``fsdp_cpu_offload``"""
     return FSDPStrategy(cpu_offload=True)
+
+
+def _mark(module: nn.Module, **overrides: Any) -> nn.Module:
+    if overrides:
+        raise ConfigError(
+            f"wrap got {', '.join(f'{name}={value!r}' for name, value in overrides.items())}",
+            expected="the module alone", do="set options on the strategy: they hold for all units",
+        )  # fmt: skip
+    module.__dict__[_MARK] = True
+    return module
+
+
+def _check_tied(root: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse a parameter that belongs to two units: sharded with one, it would be another parameter in the other."""
+    names = {id(part): name for name, part in root.named_modules()}
+    chosen = {id(unit) for unit in units}
+    homes: dict[int, tuple[str, int]] = {}
+
+    def visit(part: nn.Module, prefix: str, home: int) -> None:
+        home = id(part) if id(part) in chosen else home
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            first, where = homes.setdefault(id(parameter), (name, home))
+            if where != home:
+                both = " and ".join(repr(names[unit]) if unit in chosen else "the rest" for unit in (where, home))
+                raise ConfigError(
+                    f"{first!r} and {name!r} are one parameter in two units, {both}",
+                    expected="tied parameters within one unit",
+                    do="make a module that holds both a unit, or leave theirs out of auto_wrap_policy",
+                )
+        for name, child in part.named_children():
+            visit(child, f"{prefix}.{name}" if prefix else name, home)
+
+    visit(root, "", id(root))
 
 
 def _scalars(module: nn.Module) -> set[nn.Parameter]:
@@ -349,9 +404,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(value: Any) -> Any:
-    """Return a sharded tensor whole, on the CPU; anything else as it is. Collective."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+def _whole(value: Any, run: Any) -> Any:
+    """Return a sharded tensor whole, on the CPU, where it is needed; anything else as it is. Collective."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if run.needs_values else whole.to("meta")
 
 
 def _like(value: Any, model: Any) -> Any:

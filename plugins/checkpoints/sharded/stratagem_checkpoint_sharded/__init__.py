@@ -54,6 +54,7 @@ class ShardedCheckpoint(CheckpointFormat):
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
+        plan.divide(run.collectives.all_gather_object(plan.absent))
         if self.async_save:
             plan.copy()
         write = objects.write if is_remote(path) else folder.write

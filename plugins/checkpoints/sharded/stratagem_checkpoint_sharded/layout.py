@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem.encoding import encode
+from stratagem.errors import CheckpointError
 
 #: Tensors begin at multiples of this, so that any dtype can be mapped.
 ALIGNMENT = 64
@@ -29,8 +30,30 @@ class Plan:
         self._sources: list[torch.Tensor] = []
         self.tree = encode(state, self._place)
         #: First byte and content of what this rank writes, in order.
-        self.parts: list[tuple[int, torch.Tensor]] = list(self._mine())
-        del self._sources
+        self.parts: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def absent(self) -> set[int]:
+        """Which tensors only other ranks have."""
+        return {number for number, tensor in enumerate(self._sources) if tensor.is_meta}
+
+    def divide(self, absent: list[set[int]]) -> None:
+        """Find this rank's `parts`, given which tensors each rank lacks.
+
+        Raises:
+            CheckpointError: a tensor that no rank has.
+        """
+        nowhere = set.intersection(*absent)
+        if nowhere:
+            raise CheckpointError(
+                f"{len(nowhere)} tensors of the checkpoint have values on no rank", do="tell the strategy's author"
+            )
+        writers = {
+            number: next(rank for rank, lacks in enumerate(absent) if number not in lacks)
+            for number in set.union(*absent)
+        }
+        self.parts = list(self._mine(writers))
+        self._sources = []
 
     def copy(self) -> None:
         """Take this rank's part out of reach of what training does next."""
@@ -43,14 +66,18 @@ class Plan:
         self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         return len(self.tensors) - 1
 
-    def _mine(self) -> Iterator[tuple[int, torch.Tensor]]:
-        whole = sum(t.numel() * t.element_size() for t in self._sources if not isinstance(t, DTensor))
-        share = -(-whole // self.world_size) or 1
+    def _mine(self, writers: Mapping[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
+        same = [t for n, t in enumerate(self._sources) if not isinstance(t, DTensor) and n not in writers]
+        share = -(-sum(t.numel() * t.element_size() for t in same) // self.world_size) or 1
         seen = 0
-        for entry, tensor in zip(self.tensors, self._sources, strict=True):
+        for number, (entry, tensor) in enumerate(zip(self.tensors, self._sources, strict=True)):
             if isinstance(tensor, DTensor):
                 if _writes(tensor):
                     yield from ((entry["offset"] + begin, part) for begin, part in _shard_of(tensor))
+                continue
+            if number in writers:
+                if writers[number] == self.rank and tensor.numel():
+                    yield entry["offset"], _flat(tensor)
                 continue
             # The same on all ranks: each writes as many bytes of it all as the others.
             size = tensor.numel() * tensor.element_size()

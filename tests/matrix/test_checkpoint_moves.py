@@ -1,0 +1,175 @@
+"""Every strategy at every world size reads what every other wrote: bit for bit, and trains on as if nothing had been.
+
+A layout is a strategy at a number of processes. Each layout writes once, in each format; each reads what the others
+wrote, all in one start of its processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.checkpoint import read_any
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
+from stratagem.testing.training import share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+FORMATS = ("sharded", "full")
+SIZES = (1, 2, 3, 4)
+UNITS = {"auto_wrap_policy": {nn.Linear}}
+STRATEGIES = {
+    "single_device": lambda size: "single_device",
+    "ddp": lambda size: "ddp",
+    "ddp_sharded": lambda size: "ddp_sharded",
+    "FULL_SHARD": lambda size: {"name": "fsdp", **UNITS},
+    "SHARD_GRAD_OP": lambda size: {"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", **UNITS},
+    "HYBRID_SHARD": lambda size: {
+        "name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, size // 2) if size % 2 == 0 else (size, 1),
+        **UNITS,
+    },
+    "NO_SHARD": lambda size: {"name": "fsdp", "sharding_strategy": "NO_SHARD"},
+}  # fmt: skip
+LAYOUTS = [(name, size) for name in STRATEGIES for size in SIZES if name != "single_device" or size == 1]
+
+
+def pairs():
+    """Return layouts to write and to read, so that all pairs of strategies and all pairs of sizes occur."""
+    names = list(STRATEGIES)
+    for (i, writer), (j, reader) in itertools.product(enumerate(names), enumerate(names)):
+        sizes = SIZES[(i + j) % 4], SIZES[(i + 2 * j + i // 4) % 4]
+        write, read = (1 if name == names[0] else size for name, size in zip((writer, reader), sizes, strict=True))
+        yield (writer, write), (reader, read)
+
+
+class Adam(Scheduled):
+    """Its optimizer keeps three tensors for each parameter, one of them without dimensions; a group of its own."""
+
+    def configure_optimizers(self):
+        biases = [p for name, p in self.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in self.named_parameters() if not name.endswith("bias")]
+        optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": 2e-3}], lr=1e-3, eps=1e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _write(rank, world_size, strategy, batches, folder):
+    for checkpoint in FORMATS:
+        trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint=checkpoint, **QUIET)
+        trainer.fit(Adam(), share(trainer, batches))
+        trainer.save_checkpoint(folder / f"{checkpoint}.ckpt")
+
+
+class FirstLoss(sg.Callback):
+    @sg.hookimpl
+    def on_train_batch_end(self, outputs, batch_idx, run):
+        if batch_idx == 0:
+            self.loss = float(run.collectives.all_reduce(outputs.detach().clone(), "mean"))
+
+
+def _read(rank, world_size, strategy, batches, paths, expected, expected_loss):
+    """Read each of `paths` and train on; return what differs, and how much was compared."""
+    wrong, compared = [], 0
+    for path, checkpoint in itertools.product(paths, FORMATS):
+        file = path / f"{checkpoint}.ckpt"
+        look = FirstLoss()
+        trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, callbacks=[look], **QUIET)
+        trainer.fit(Adam(seed=3), share(trainer, batches), ckpt_path=file)  # its epoch is over: it only loads
+        differences = list(_differences(trainer, read_any(file)))
+        trainer.max_epochs = 2
+        trainer.fit(trainer.module, share(trainer, batches))
+        distance = relative_difference(weights_of(trainer), expected)
+        if not distance < 1e-6:
+            differences.append(f"weights after training on differ by {distance:.1e}")
+        if not abs(look.loss - expected_loss) <= 1e-6 * abs(expected_loss):
+            differences.append(f"the next loss is {look.loss} and not {expected_loss}")
+        wrong += [f"{path.name} {checkpoint}: {each}" for each in differences]
+        compared += 1
+    return wrong, compared
+
+
+def _differences(trainer, written):
+    for name, tensor in weights_of(trainer).items():
+        if not torch.equal(tensor, written["state_dict"][name]):
+            yield f"{name} differs"
+    with trainer.run.making_whole():
+        state = trainer.run.ask("optimizer_state", optimizer=trainer.run.optimizers[0], module=trainer.module)
+    saved = written["optimizers"][0]
+    if list(state["state"]) != list(saved["state"]):
+        yield f"the optimizer has a state for {list(state['state'])}"
+    for name, entry in saved["state"].items():
+        for key, value in entry.items():
+            if not torch.equal(state["state"][name][key].cpu(), value):
+                yield f"{key} of {name} differs"
+    if state["param_groups"] != saved["param_groups"]:
+        yield "the optimizer's groups differ"
+    schedule = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+    if schedule["_last_lr"] != written["lr_schedulers"][0]["_last_lr"]:
+        yield "the schedule differs"
+    if (trainer.current_epoch, trainer.global_step) != (1, 4):
+        yield f"the position is {(trainer.current_epoch, trainer.global_step)}"
+
+
+@functools.cache
+def reference():
+    batches = joined_batches(8, 24)
+    model = Adam()
+    weights, norms = train_module_plainly(model, batches)
+    assert max(norms) > 1
+    before = Adam()
+    train_module_plainly(before, batches[:4])
+    return weights, float(loss_of(before(batches[4][0]), batches[4][1]))
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """Return what a layout wrote: a folder with a checkpoint in each format."""
+    folder, known = tmp_path_factory.mktemp("layouts"), {}
+
+    def write(layout):
+        if layout not in known:
+            name, size = layout
+            known[layout] = folder / f"{name}-{size}"
+            known[layout].mkdir()
+            run_in_processes(_write, size, STRATEGIES[name](size), joined_batches(8, 24)[:4], known[layout])
+        return known[layout]
+
+    return write
+
+
+def read_all(layout, writers, written):
+    name, size = layout
+    paths = [written(writer) for writer in writers]
+    weights, loss = reference()
+    for wrong, compared in run_in_processes(
+        _read, size, STRATEGIES[name](size), joined_batches(8, 24)[4:], paths, weights, loss, limit_s=300
+    ):
+        assert wrong == []
+        assert compared == len(writers) * len(FORMATS)
+
+
+def test_the_selection_has_all_pairs():
+    cells = list(pairs())
+    assert {(w[0], r[0]) for w, r in cells} == set(itertools.product(STRATEGIES, STRATEGIES))
+    assert {(w[1], r[1]) for w, r in cells} == set(itertools.product(SIZES, SIZES))
+
+
+READERS = {reader: [w for w, r in pairs() if r == reader] for _, reader in pairs()}
+
+
+@pytest.mark.xdist_group("moves")
+@pytest.mark.parametrize("layout", list(READERS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
+def test_it_moves_bit_for_bit(layout, written):
+    read_all(layout, READERS[layout], written)
+
+
+@pytest.mark.sweep
+@pytest.mark.xdist_group("moves")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
+def test_every_layout_reads_every_other(layout, written):
+    read_all(layout, LAYOUTS, written)
