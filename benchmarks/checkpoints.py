@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py [--ranks 2] [--rounds 9] [--dir FOLDER]
 
 A disk may swing by a multiple from one second to the next, so the ways take turns within a round, what counts is the
-median of each round's ratio to raw DCP, and CPU seconds (of rank 0) stand beside the clock's. `--dir /dev/shm` takes the
-disk out of it.
+median of each round's ratio to raw DCP, and CPU seconds (of rank 0) stand beside the clock's. `--dir /dev/shm` takes
+the disk out of it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def runs(ranks, rounds, folder):
     run.connect()
     model, optimizer = build(run)
     background = Ours(run, model, optimizer)
-    tensors = [t for t in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values()))]
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     stalls = {
         "a bare copy": lambda path: [tensor.detach().clone() for tensor in tensors],

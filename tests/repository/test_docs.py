@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.testing import run_in_processes
@@ -184,3 +185,38 @@ def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeyp
 def test_the_snippets_about_testing_run():
     for source in snippets("docs/testing-a-plugin.md"):
         exec(source, {"__name__": "snippet"})
+
+
+def test_the_snippets_about_checkpoints_run(tmp_path):
+    from stratagem.callbacks import ModelCheckpoint
+
+    names = {
+        "sg": sg, "folder": tmp_path, "model": Net(), "batches": joined_batches(2, 8), "ModelCheckpoint": ModelCheckpoint,
+    }  # fmt: skip
+    for source in snippets("docs/checkpoints.md"):
+        exec(source, names)
+    assert names["trainer"].global_step == 4
+
+
+def test_the_snippets_about_sharding_run(tmp_path):
+    for result in run_in_processes(_sharding_snippets, 2, tmp_path):
+        assert result == [2, 2]
+
+
+def _sharding_snippets(rank, world_size, folder):
+    from stratagem.strategies import FSDPStrategy
+
+    class Block(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(32, 32)
+
+    names = {"sg": sg, "torch": torch, "nn": torch.nn, "FSDPStrategy": FSDPStrategy, "Block": Block, "folder": folder}
+    steps = []
+    first, second = snippets("docs/sharded-training.md")
+    exec(first, names)
+    exec(second, names)
+    for cls in ("GPT", "ByHand"):
+        trainer = names["trainer"]
+        trainer.fit(names[cls](), [(torch.randn(4, 32), torch.randn(4, 1)) for _ in range(2)])
+        steps.append(trainer.global_step)
+    return steps
