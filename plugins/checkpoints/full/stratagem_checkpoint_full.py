@@ -33,6 +33,7 @@ class FullCheckpoint(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state, path, run):
         plain, error = None, None
+        run.saver.wait()  # one copy at a time
         if run.is_global_zero:
             try:
                 plain = _loadable(state, copy=self.async_save)

@@ -39,6 +39,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state, path, run):
         content, error = None, None
+        run.saver.wait()  # one copy at a time
         if run.is_global_zero:
             try:
                 content = _Content(state)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
@@ -319,7 +320,7 @@ class FSDPStrategy(Strategy):
         _reshard(run.model)
         own = dict(module.named_parameters())
         cut = {
-            name: {key: _like(value, own.get(name)) for key, value in entry.items()}
+            name: {key: _copied(_like(value, own.get(name))) for key, value in entry.items()}
             for name, entry in state["state"].items()
         }
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
@@ -413,12 +414,23 @@ def _whole(value: Any, run: Any) -> Any:
 
 
 def _like(value: Any, model: Any) -> Any:
-    """Return this rank's shard of `value` where `model` is sharded and has its shape; else `value`."""
+    """Return this rank's shard of `value`, in its memory, where `model` is sharded and has its shape; else `value`."""
     if not (isinstance(value, torch.Tensor) and isinstance(model, DTensor) and value.shape == model.shape):
         return value
-    with torch.no_grad():
-        value = value.to(model.device_mesh.device_type)
-        return distribute_tensor(value, model.device_mesh, model.placements, src_data_rank=None)
+    sizes, offsets = compute_local_shape_and_global_offset(model.shape, model.device_mesh, model.placements)
+    part = value
+    for dimension, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        if size != value.shape[dimension]:
+            part = part.narrow(dimension, min(offset, value.shape[dimension] - size), size)
+    part = part.to(model.to_local().device)
+    return DTensor.from_local(
+        part, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Return a tensor with memory of its own: an optimizer keeps what it is given."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _reshard(root: nn.Module) -> None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from attrs import define
+from attrs import define, field
 
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.errors import CheckpointError
@@ -35,8 +35,10 @@ from stratagem_checkpoint_sharded.reading import assembled, mapped
 class ShardedCheckpoint(CheckpointFormat):
     """A folder that all ranks write together; see [Note: one file for all] and [Note: objects]."""
 
-    #: Write in the background: training waits only while each rank copies its part of the state.
+    #: Write in the background: training waits only while each rank copies its part of the state, into memory that is
+    #: kept for the next time.
     async_save: bool = False
+    _memory: Any = field(init=False, default=None)
 
     suffix: ClassVar[str] = ".ckpt"
     takes_shards: ClassVar[bool] = True
@@ -56,7 +58,8 @@ class ShardedCheckpoint(CheckpointFormat):
         run.collectives.fail_together(error)
         plan.divide(run.collectives.all_gather_object(plan.absent))
         if self.async_save:
-            plan.copy()
+            run.saver.wait()  # the save before this one may still read the memory
+            self._memory = plan.copy(self._memory)
         write = objects.write if is_remote(path) else folder.write
         run.saver.submit(lambda collectives: write(plan, path, collectives), self.async_save)
         return True
@@ -82,6 +85,10 @@ class ShardedCheckpoint(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         return state
+
+    @hookimpl
+    def teardown(self):
+        self._memory = None
 
     def recognises(self, path: Path) -> bool:
         return has_tag(path)

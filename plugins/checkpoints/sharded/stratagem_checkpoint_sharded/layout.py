@@ -55,9 +55,21 @@ class Plan:
         self.parts = list(self._mine(writers))
         self._sources = []
 
-    def copy(self) -> None:
-        """Take this rank's part out of reach of what training does next."""
-        self.parts = [(offset, part.to("cpu", copy=True)) for offset, part in self.parts]
+    def copy(self, memory: torch.Tensor | None) -> torch.Tensor:
+        """Take this rank's part out of reach of what training does next: into `memory`, if it is large enough.
+
+        Returns:
+            The memory that was used, for the next time: filling memory that is there takes a fifth of the time.
+        """
+        size = sum(part.numel() for _, part in self.parts)
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        begin, copies = 0, []
+        for offset, part in self.parts:
+            copies.append((offset, memory[begin : begin + part.numel()].copy_(part)))
+            begin += part.numel()
+        self.parts = copies
+        return memory
 
     def _place(self, tensor: torch.Tensor, _: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""FSDP in all its modes trains as one process does, and as DDP does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from torch import nn
+
+import stratagem as sg
+from stratagem.testing import run_in_processes
+from stratagem.testing.precision import tolerance_of
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem.testing.training import share, weights_of
+
+QUIET = {
+    "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
+}  # fmt: skip
+SHARDING = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "HYBRID_SHARD": {2: {"device_mesh": (2, 1)}, 4: {"device_mesh": (2, 2)}},
+    "NO_SHARD": {},
+}
+MODES = {
+    "fp32": ({}, {}),
+    "offload": ({}, {"cpu_offload": True}),
+    "activation checkpointing": ({}, {"activation_checkpointing_policy": {nn.Tanh, nn.Linear}}),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, {}),
+    # At its usual scale the first steps overflow and are skipped, as they should be: nothing to compare.
+    "16-mixed": ({"precision": {"name": "16-mixed", "init_scale": 64.0}}, {}),
+}
+ACCUMULATE = (1, 3)
+MAX_NORM = (None, 0.5)
+BATCHES = joined_batches(12, 24)
+
+
+def _train(world_size, strategy, accumulate, max_norm, **arguments):
+    trainer = sg.Trainer(
+        strategy=strategy, devices=world_size, accumulate_grad_batches=accumulate, gradient_clip_val=max_norm,
+        **QUIET | arguments,
+    )  # fmt: skip
+    trainer.fit(Net(), share(trainer, BATCHES))
+    return weights_of(trainer), trainer.run.policy
+
+
+def _all_modes(rank, world_size, sharding):
+    """Return what missed its limits, and by how much; and how much was compared."""
+    options = {"name": "fsdp", "sharding_strategy": sharding, "auto_wrap_policy": {nn.Linear}}
+    options |= SHARDING[sharding].get(world_size, {})
+    missed, compared = [], 0
+    for accumulate, max_norm in itertools.product(ACCUMULATE, MAX_NORM):
+        plain, norms = train_module_plainly(Net(), BATCHES, accumulate, max_norm)
+        assert max(norms) > 1
+        ddp = {}
+        for mode, (arguments, own) in MODES.items():
+            weights, policy = _train(world_size, options | own, accumulate, max_norm, **arguments)
+            key = str(arguments)
+            if key not in ddp:
+                ddp[key], _ = _train(world_size, "ddp", accumulate, max_norm, **arguments)
+            coarse = tolerance_of(policy) if arguments else 1e-6
+            for other, reference, limit in (("one process", plain, coarse), ("ddp", ddp[key], 1e-6)):
+                distance = relative_difference(weights, reference)
+                compared += 1
+                if not distance < limit:
+                    missed.append(f"{mode}, {accumulate=}, {max_norm=}: {distance:.1e} from {other}")
+    return missed, compared
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("sharding", list(SHARDING))
+def test_every_mode_trains_as_one_process_and_as_ddp(sharding, world_size):
+    for missed, compared in run_in_processes(_all_modes, world_size, sharding, limit_s=300):
+        assert missed == []
+        assert compared == 2 * len(MODES) * len(ACCUMULATE) * len(MAX_NORM)
