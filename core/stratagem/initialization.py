@@ -1,40 +1,67 @@
 """Build a model without its values, and give it values later, part by part, the same at every number of processes.
 
-A model that does not fit one process must not exist whole for a moment either. Under `without_values` parameters are
-made on torch's meta device (buffers stay real: they are small and often computed). `give_values` then lets each module
-fill its own parameters with ``reset_parameters``, with random numbers that depend on the seed and on the module's name
-alone, so that it does not matter who fills which part, or when.
+A model that does not fit one process must not exist whole for a moment either. Under `without_values` a parameter that
+is made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
+
+[Note: what is done to a parameter without values]
+Everything that is done in place to such a parameter while the model is built (by a constructor, by
+``self.apply(init_weights)``, by ``load_state_dict``) is written down with it, and done when it gets memory, with random
+numbers that depend on the seed and on the parameter's name alone: so it does not matter who fills which part, or when.
+What cannot be done again (a write to a part of it, or one computed from another parameter) is left to the module's own
+``reset_parameters`` if it happens there, and is an error elsewhere. Parameters that get their values before they are
+parameters (``nn.Parameter(torch.ones(8))``) keep them; buffers too: they are small, and often computed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import define
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
+
+#: On a parameter without values: what was done to it, a list of `_Done`.
+_INITIAL = "_stratagem_initial"
+_RESETS = ("reset_parameters", "_reset_parameters")
+_WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided"}
+_IS_META = torch.Tensor.is_meta.__get__
+_NO_WRITE = {"requires_grad_", "share_memory_", "rename_", "detach_"}
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
     """Within: parameters of modules that are built have shapes and dtypes, and no memory."""
-    original = nn.Module.register_parameter
+    original, deepcopy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
+    watch = _Watch()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            empty = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            module._parameters[name] = empty
+        if parameter is not None:
+            module._parameters[name] = watch.registered(parameter)
+
+    def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        return watch.copied(parameter, deepcopy(parameter, memo))
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
     try:
-        yield
+        with watch, warnings.catch_warnings():
+            # It is written down, so it is no "no-op".
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint", UserWarning)
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
 
 
 def has_no_values(module: nn.Module) -> bool:
@@ -42,11 +69,147 @@ def has_no_values(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
+@define
+class _Done:
+    """An operation in place on a parameter: what, with which other arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    #: The option that the parameter was passed as; None if it was the first argument.
+    passed_as: str | None
+    #: Whether it can be done again, to another tensor of that shape.
+    repeatable: bool
+    #: Whether the module's own ``reset_parameters`` did it.
+    in_reset: bool
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if self.passed_as is None:
+            self.function(tensor, *self.arguments, **self.options)
+        else:
+            self.function(*self.arguments, **self.options | {self.passed_as: tensor})
+
+
+class _Watch(TorchFunctionMode):
+    """Sees what is done to tensors; see [Note: what is done to a parameter without values]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Memory of ``torch.empty`` that nobody has written to, by the address of its storage.
+        self._untouched: dict[int, Any] = {}
+        #: Parameters without values by the address of the storage that stands for theirs.
+        self._parameters: dict[int, nn.Parameter] = {}
+        #: What was passed to register_parameter, and what stands for it there.
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], int, nn.Parameter]] = {}
+
+    def registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what to register for `parameter`: one without memory if it has no values yet."""
+        known = self._replaced.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[2]
+        address = _address(parameter)
+        if parameter.is_meta:
+            empty = parameter
+        elif self._untouched.pop(address, None) is None:
+            return parameter
+        else:
+            empty = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            self._replaced[id(parameter)] = (weakref.ref(parameter), address, empty)
+        if not hasattr(empty, _INITIAL):
+            setattr(empty, _INITIAL, [])
+        self._parameters[_address(empty)] = empty
+        return empty
+
+    def copied(self, parameter: nn.Parameter, copy: nn.Parameter) -> nn.Parameter:
+        """Return `copy`, to which has been done what has been done to `parameter`."""
+        if copy is not parameter and copy.is_meta and not hasattr(copy, _INITIAL):
+            setattr(copy, _INITIAL, list(getattr(parameter, _INITIAL, ())))
+            self._parameters[_address(copy)] = copy
+        return copy
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options, name = kwargs or {}, getattr(func, "__name__", "")
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITE)
+        if writes or "out" in options or name == "numpy":
+            self._written(func, args, options)
+        if func == _IS_META:
+            self._asked(args[0])
+        result = func(*args, **options)
+        if name in _WITHOUT_VALUES and isinstance(result, torch.Tensor) and not result.is_meta:
+            self._untouched[_address(result)] = result.untyped_storage()
+        return result
+
+    def _written(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = next((name for name in ("out", "tensor", "input") if name in options), None)
+        target = options[named] if named is not None else next(iter(arguments), None)
+        if not isinstance(target, torch.Tensor):
+            return
+        address = _address(target)
+        self._untouched.pop(address, None)
+        parameter = self._parameters.get(address)
+        if parameter is None:
+            parameter = self._replacement_at(address)
+        if parameter is None:
+            return
+        rest = arguments if named is not None else arguments[1:]
+        others = {name: value for name, value in options.items() if name != named}
+        whole = (target.shape, target.stride(), target.storage_offset()) == (parameter.shape, parameter.stride(), 0)
+        known = not any(isinstance(value, torch.Tensor) and value.is_meta for value in (*rest, *others.values()))
+        done = _Done(function, rest, others, named, whole and known, _in_reset_of(parameter))
+        if not (done.repeatable or done.in_reset):
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is written to in a way that cannot be put off "
+                f"({getattr(function, '__name__', function)}), and the model is built without values",
+                expected="whole parameters filled from numbers or tensors that have values",
+                do="do it in reset_parameters of the module that has the parameter",
+            )
+        getattr(parameter, _INITIAL).append(done)
+
+    def _asked(self, target: torch.Tensor) -> None:
+        """An initializer of torch's that does nothing without memory: note that it was called."""
+        frame = sys._getframe(2)
+        function = getattr(nn.init, frame.f_code.co_name, None)
+        parameter = self._parameters.get(_address(target))
+        if frame.f_globals.get("__name__") != nn.init.__name__ or function is None or parameter is None:
+            return
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        options = {name: frame.f_locals[name] for name in names if frame.f_locals[name] is not target}
+        passed_as = next(name for name in names if frame.f_locals[name] is target)
+        whole = target.shape == parameter.shape
+        getattr(parameter, _INITIAL).append(_Done(function, (), options, passed_as, whole, _in_reset_of(parameter)))
+
+    def _replacement_at(self, address: int) -> nn.Parameter | None:
+        """Return what stands for a parameter that its maker still writes to by the name it had before."""
+        for original, where, empty in self._replaced.values():
+            if where == address and original() is not None:
+                return empty
+        return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor that has no memory of the common kind
+        return 0
+
+
+def _in_reset_of(parameter: nn.Parameter) -> bool:
+    """Whether the module that has `parameter` is just resetting its parameters."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name in _RESETS else None
+        if isinstance(owner, nn.Module) and any(own is parameter for own in owner._parameters.values()):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class Filler:
     """Gives values to the parts of one model; keeps tied parameters tied.
 
     Args:
-        root: the model; its modules' names decide the random numbers.
+        root: the model; its parameters' names decide the random numbers.
         seed: the same on all ranks.
         device: where the values are to be.
     """
@@ -60,22 +223,14 @@ class Filler:
         """Give values to all parameters of `part` that have none.
 
         Raises:
-            ConfigError: a module has parameters of its own and no ``reset_parameters`` to fill them.
+            ConfigError: nobody gave them any, and their module has no ``reset_parameters`` to do it.
         """
         for module in part.modules():
             if any(parameter is not None and parameter.is_meta for parameter in module._parameters.values()):
                 self._fill_one(module)
 
     def _fill_one(self, module: nn.Module) -> None:
-        reset: Any = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            empty = next(name for name, parameter in module._parameters.items() if parameter is not None)
-            raise ConfigError(
-                f"{type(module).__name__} has a parameter {empty!r} and no reset_parameters",
-                expected="a method that fills its own parameters: the model was built without values",
-                do="define it, and call it at the end of __init__",
-            )
-        tied = []
+        tied, fresh = [], []
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
@@ -86,13 +241,36 @@ class Filler:
                 values = torch.empty_like(parameter, device=self.device)
                 filled = type(parameter)(values, requires_grad=parameter.requires_grad)
                 self._made[id(parameter)] = (parameter, filled)  # the empty one stays alive, or its id could come again
-            module._parameters[name] = filled
+                fresh.append((name, filled, getattr(parameter, _INITIAL, None)))
+            attributes = {key: value for key, value in parameter.__dict__.items() if key != _INITIAL}
+            filled.__dict__.update(attributes)
+            setattr(module, name, filled)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(self._seed_of(module))
-            reset()
-            for filled, values in tied:
-                filled.copy_(values)  # the module that came first decides
+            if all(initial and all(done.repeatable for done in initial) for _, _, initial in fresh):
+                for name, filled, initial in fresh:
+                    self._repeat(module, name, filled, initial or ())
+                return
+            self._reset(module, fresh[0][0])
+            for name, filled, initial in fresh:
+                self._repeat(module, name, filled, [done for done in initial or () if not done.in_reset])
+            for filled, before in tied:
+                filled.copy_(before)  # the module that came first decides
 
-    def _seed_of(self, module: nn.Module) -> int:
-        text = f"{self.seed}/{self._names.get(module, '')}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    def _repeat(self, module: nn.Module, name: str, filled: nn.Parameter, initial: Any) -> None:
+        torch.manual_seed(self._seed_of(f"{self._names.get(module, '')}.{name}"))
+        for done in initial:
+            done(filled)
+
+    def _reset(self, module: nn.Module, empty: str) -> None:
+        reset: Any = next((getattr(module, name) for name in _RESETS if callable(getattr(module, name, None))), None)
+        if reset is None:
+            raise ConfigError(
+                f"{type(module).__name__} has a parameter {empty!r} without values and no reset_parameters",
+                expected="values given while the model is built, or a method that fills its parameters",
+                do="initialize it in the module's constructor",
+            )
+        torch.manual_seed(self._seed_of(self._names.get(module, "")))
+        reset()
+
+    def _seed_of(self, name: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "big")

@@ -254,8 +254,9 @@ class Trainer:
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``.
 
-        With `empty_init` its parameters get no memory yet, and their values when they are first needed: each module
-        fills its own by ``reset_parameters``, with the same values at every number of processes.
+        With `empty_init` its parameters get no memory yet. What the model does to them meanwhile (a constructor, an
+        initialization of its own, loaded weights) is done when they get some, with the same random numbers at every
+        number of processes.
         """
         return self.run.init_context(bool(empty_init))
 

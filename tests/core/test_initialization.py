@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 from pathlib import Path
 
@@ -133,18 +134,209 @@ def test_the_streams_of_random_numbers_are_left_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-class Gain(nn.Module):
+def test_what_is_computed_from_parameters_is_named():
+    with without_values():
+        module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="has a parameter 'original0' without values"):
+        Filler(module, 1, torch.device("cpu")).fill(module)
+
+
+class Bare(nn.Module):
+    """Leaves its parameter as it comes."""
+
     def __init__(self):
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.empty(3))
 
 
 def test_parameters_that_nobody_can_fill_are_named():
     with without_values():
-        module = nn.Sequential(nn.Linear(3, 3), Gain())
+        module = nn.Sequential(nn.Linear(3, 3), Bare())
 
-    with pytest.raises(ConfigError, match="Gain has a parameter 'gain' and no reset_parameters"):
+    with pytest.raises(ConfigError, match="Bare has a parameter 'gain' without values and no reset_parameters"):
         Filler(module, 1, torch.device("cpu")).fill(module)
+
+
+# --- What is done while a model is built -------------------------------------------------------------------------
+
+
+def filled(make, seed=1):
+    with without_values():
+        module = make()
+    Filler(module, seed, torch.device("cpu")).fill(module)
+    assert not has_no_values(module)
+    return module
+
+
+def test_values_that_a_parameter_is_made_of_stay():
+    class Gain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+            self.places = nn.Parameter(torch.arange(6.0).view(2, 3) * 0.5)
+            orthogonal = torch.empty(4, 4)
+            nn.init.orthogonal_(orthogonal)
+            self.orthogonal = nn.Parameter(orthogonal)
+
+    module = filled(Gain)
+    assert module.gain.tolist() == [1, 1, 1]
+    assert module.places.tolist() == [[0, 0.5, 1], [1.5, 2, 2.5]]
+    assert torch.allclose(module.orthogonal @ module.orthogonal.T, torch.eye(4), atol=1e-5)
+
+
+def by_function(part):
+    if isinstance(part, nn.Linear):
+        nn.init.constant_(part.weight, 2.0)
+        part.bias.data.fill_(3.0)
+    elif isinstance(part, nn.Embedding):
+        part.weight.data.normal_(mean=100.0, std=0.02)
+
+
+class Initialized(nn.Module):
+    """As large language models do it: a function for all parts, then a loop over some parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(5, 3), nn.Linear(3, 6), nn.Linear(6, 3)
+        self.apply(by_function)
+        for name, parameter in self.named_parameters():
+            if name == "down.weight":
+                nn.init.normal_(parameter, mean=-100.0, std=0.1)
+        with torch.no_grad():
+            self.down.bias.mul_(2).add_(1)
+            self.up.bias += 1
+
+
+def test_a_models_own_initialization_is_kept():
+    module = filled(Initialized)
+    assert module.up.weight.unique().tolist() == [2.0]
+    assert module.up.bias.unique().tolist() == [4.0]
+    assert module.down.bias.unique().tolist() == [7.0]
+    assert 99.9 < module.embedding.weight.min() < module.embedding.weight.max() < 100.1
+    assert -101 < module.down.weight.min() < module.down.weight.max() < -99
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.LSTM(4, 3),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2),
+        lambda: nn.Embedding(5, 3, padding_idx=1),
+        lambda: nn.Conv2d(3, 4, 3),
+        lambda: nn.Bilinear(3, 4, 5),
+        lambda: nn.PReLU(),
+    ],
+)
+def test_torchs_own_modules_get_values_of_the_right_size(make):
+    torch.manual_seed(0)
+    module, plain = filled(make), make()
+    for (name, mine), (other, theirs) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        assert mine.isfinite().all(), name
+        constant = theirs.std(unbiased=False) == 0
+        if constant:
+            assert torch.equal(mine, theirs), name
+        else:
+            assert 0.5 < mine.std() / theirs.std() < 2, name
+    if isinstance(module, nn.LSTM):
+        assert torch.equal(module(torch.ones(1, 4))[0], module(torch.ones(1, 4))[0])
+    if isinstance(module, nn.Embedding):
+        assert module.weight[1].tolist() == [0, 0, 0]
+
+
+def test_orthogonal_weights_are_orthogonal():
+    def make():
+        module = nn.Linear(4, 4)
+        nn.init.orthogonal_(module.weight, gain=2.0)
+        return module
+
+    weight = filled(make).weight
+    assert torch.allclose(weight @ weight.T, 4 * torch.eye(4), atol=1e-4)
+
+
+def test_loaded_weights_are_kept():
+    state = nn.Linear(3, 3).state_dict()
+
+    def make():
+        module = nn.Linear(3, 3)
+        module.load_state_dict(state)
+        return module
+
+    assert torch.equal(filled(make).weight, state["weight"])
+
+
+def test_a_parameter_known_by_two_names_stays_one():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = nn.Parameter(torch.empty(3))
+            self.a, self.b = weight, weight
+            nn.init.constant_(weight, 5.0)
+
+    module = filled(Twice)
+    assert module.a is module.b
+    assert module.a.tolist() == [5, 5, 5]
+
+
+def test_attributes_and_requires_grad_stay():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3), requires_grad=False)
+            self.weight.expert = 7
+            self.weight.zero_()
+
+    module = filled(Frozen)
+    assert (module.weight.requires_grad, module.weight.expert) == (False, 7)
+
+
+def test_memory_that_was_used_before_is_not_taken_for_empty():
+    class Reuses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for _ in range(50):
+                torch.empty(3)  # freed at once: its place may come again
+                self.gain = nn.Parameter(torch.full((3,), 4.0))
+
+    assert filled(Reuses).gain.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda part: part.weight.data[0].fill_(1),
+        lambda part: part.weight.data.copy_(part.weight * 2),
+    ],
+)
+def test_what_cannot_be_put_off_is_refused(write):
+    with without_values():
+        part = nn.Linear(3, 3)
+        with pytest.raises(ConfigError, match="of shape \\(3, 3\\) is written to in a way that cannot be put off"):
+            write(part)
+
+
+def test_in_reset_parameters_everything_may_be_done():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+            self.reset_parameters()
+            self.weight.data.mul_(3)
+
+        def reset_parameters(self):
+            nn.init.orthogonal_(self.weight)
+
+    weight = filled(Own).weight
+    assert torch.allclose(weight @ weight.T, 9 * torch.eye(4), atol=1e-4)
+
+
+def test_an_empty_model_travels():
+    with without_values():
+        module = Initialized()
+    module = pickle.loads(pickle.dumps(module))
+    Filler(module, 1, torch.device("cpu")).fill(module)
+    assert module.up.weight.unique().tolist() == [2.0]
 
 
 def test_an_error_while_building_leaves_modules_as_they_were():

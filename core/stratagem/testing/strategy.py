@@ -536,7 +536,8 @@ def _own_loop(rank: int, size: int, choose: dict[str, Any], batches: Any, clip: 
                 norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))
             run.optimizer_step(optimizer)
             optimizer.zero_grad()
-        state = run.ask("model_state", module=module)
+        with run.making_whole():
+            state = run.ask("model_state", module=module)
         return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
 
 
