@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.checkpoint import read_any
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
@@ -24,6 +25,8 @@ from stratagem.testing.reference import (
 )
 from stratagem.testing.training import outcome, share, weights_of
 from stratagem_checkpoint_sharded import folder
+from stratagem_checkpoint_sharded.layout import Plan, pieces
+from stratagem_checkpoint_sharded.manifest import encoded
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -37,8 +40,8 @@ def _write(rank, world_size, strategy, checkpoint, batches, path):
 def _sizes_written(rank, world_size, strategy, path):
     sizes, plain = [], folder.pieces
 
-    def counting(parts):
-        for offset, content in plain(parts):
+    def counting(plan):
+        for offset, content in plain(plan):
             sizes.append(len(content))
             yield offset, content
 
@@ -54,6 +57,70 @@ def test_each_rank_writes_its_part_and_all_of_it_once(strategy, tmp_path):
 
     assert first + second == sum(piece["bytes"] for piece in pieces)
     assert 0.4 < first / (first + second) < 0.6
+
+
+def _divided(sizes, ranks, generator):
+    """Return plans of `ranks` ranks that each have some of the bytes of tensors of these sizes, and the whole."""
+    state = {
+        str(n): torch.randint(1, 256, (size,), generator=generator, dtype=torch.uint8) for n, size in enumerate(sizes)
+    }
+    plans = [Plan(state, rank, ranks) for rank in range(ranks)]
+    for entry, tensor in zip(plans[0].tensors, state.values(), strict=True):
+        cuts = sorted(torch.randint(0, len(tensor) + 1, (ranks - 1,), generator=generator).tolist())
+        order = torch.randperm(ranks, generator=generator).tolist()
+        for rank, begin, end in zip(order, [0, *cuts], [*cuts, len(tensor)], strict=True):
+            if begin < end:
+                plans[rank].parts.append((entry["offset"] + begin, tensor[begin:end]))
+    whole = bytearray(plans[0].size)
+    for entry, tensor in zip(plans[0].tensors, state.values(), strict=True):
+        whole[entry["offset"] : entry["offset"] + len(tensor)] = bytes(tensor.tolist())
+    return plans, bytes(whole)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_rank_writes_where_another_does(seed):
+    """However small the shards: whoever writes last, the file is the same."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 150, (12,), generator=generator).tolist()
+    plans, whole = _divided(sizes, 1 + seed % 4, generator)
+    written = [(offset, bytes(content)) for plan in plans for offset, content in pieces(plan)]
+    for order in (written, written[::-1]):
+        file = bytearray(len(whole))
+        for offset, content in order:
+            file[offset : offset + len(content)] = content
+        assert bytes(file) == whole
+    entries = [{"offset": offset, "bytes": len(content)} for offset, content in written]
+    encoded(plans[0], entries)
+    if entries and max(entry["bytes"] for entry in entries) > 1:
+        large = max(entries, key=lambda entry: entry["bytes"])
+        with pytest.raises(CheckpointError, match="were written by two ranks"):
+            encoded(plans[0], [*entries, {"offset": large["offset"] + 1, "bytes": 1}])
+
+
+class Small(Net):
+    """Shards of a few bytes, which lie closer together than tensors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 5), nn.LayerNorm(5), nn.Linear(5, 3), nn.Linear(3, 1))
+
+
+def _write_small(rank, world_size, precision, path):
+    trainer = sg.Trainer(
+        max_epochs=1, strategy="fsdp", devices=world_size, precision=precision, checkpoint="sharded", **QUIET
+    )
+    trainer.fit(Small(), share(trainer, joined_batches(2, 24)))
+    for _ in range(5):
+        trainer.save_checkpoint(path)
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_shards_of_a_few_bytes(precision, world_size, tmp_path):
+    weights = run_in_processes(_write_small, world_size, precision, tmp_path / "x.ckpt")[0]
+    saved = read_any(tmp_path / "x.ckpt")["state_dict"]
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
 def test_a_form_that_was_not_chosen_is_recognised(tmp_path):

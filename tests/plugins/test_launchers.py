@@ -507,7 +507,7 @@ def test_a_program_without_a_file_cannot_be_run_again():
 
 def test_a_launcher_that_contradicts_the_strategy_is_refused():
     with pytest.raises(
-        ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' starts its processes with"
+        ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' asks for the launcher 'spawn'"
     ):
         sg.Trainer(strategy="ddp_spawn", launcher="fork", accelerator="cpu")
 

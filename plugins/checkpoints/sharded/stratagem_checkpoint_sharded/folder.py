@@ -63,7 +63,7 @@ def _write_parts(plan: Plan, path: Path) -> list[dict[str, Any]]:
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             under_way: deque[Future[dict[str, Any]]] = deque()
-            for offset, content in pieces(plan.parts):
+            for offset, content in pieces(plan):
                 if len(under_way) >= 2 * THREADS:  # pieces of device memory are copied when their turn comes
                     written.append(under_way.popleft().result())
                 under_way.append(pool.submit(put, offset, content))

@@ -73,9 +73,10 @@ class Plan:
 
     def _place(self, tensor: torch.Tensor, _: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.tensors.append({"dtype": dtype, "shape": list(tensor.shape), "offset": self.size})
+        size = tensor.numel() * tensor.element_size()
+        self.tensors.append({"dtype": dtype, "shape": list(tensor.shape), "offset": self.size, "bytes": size})
         self._sources.append(tensor)
-        self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return len(self.tensors) - 1
 
     def _mine(self, writers: Mapping[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -134,19 +135,25 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return contiguous.view(torch.uint8) if contiguous.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def pieces(parts: list[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the content of `parts` in the pieces that are written and hashed, small neighbours together."""
+def pieces(plan: Plan) -> Iterator[tuple[int, memoryview]]:
+    """Yield what this rank writes in the pieces that are written and hashed, small neighbours together.
+
+    The bytes between two tensors go with a piece that ends the one and begins the other. Nothing else between two parts
+    may be written: it is another rank's.
+    """
+    starts = {entry["offset"] for entry in plan.tensors}
+    ends = {entry["offset"] + entry["bytes"] for entry in plan.tensors}
     begin, joined = 0, bytearray()
-    for offset, part in parts:
-        content = _content(part)
-        gap = offset - begin - len(joined)
-        if joined and not (0 <= gap < ALIGNMENT and len(joined) + len(content) <= SMALL):
+    for offset, part in plan.parts:
+        content, end = _content(part), begin + len(joined)
+        is_padding = end in ends and offset in starts and 0 <= offset - end < ALIGNMENT
+        if joined and not ((offset == end or is_padding) and len(joined) + len(content) <= SMALL):
             yield begin, memoryview(joined)
             joined = bytearray()
         if len(content) > SMALL:
             yield from ((offset + at, content[at : at + PIECE]) for at in range(0, len(content), PIECE))
         elif joined:
-            joined += bytes(gap) + content
+            joined += bytes(offset - end) + content
         else:
             begin, joined = offset, bytearray(content)
     if joined:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,11 @@ def encoded(plan: Plan, written: list[dict[str, Any]]) -> bytes:
     for begin, end in _gaps(content):
         if end - begin >= ALIGNMENT:
             raise CheckpointError(f"bytes {begin} to {end} were written by no rank", do="tell the strategy's author")
+    for piece, following in itertools.pairwise(content["pieces"]):
+        if piece["offset"] + piece["bytes"] > following["offset"]:
+            raise CheckpointError(
+                f"bytes from {following['offset']} were written by two ranks", do="tell the strategy's author"
+            )
     text = json.dumps(content, ensure_ascii=False).encode()
     return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
 

@@ -82,7 +82,7 @@ def _write_parts(plan: Plan, target: Path) -> list[dict[str, Any]]:
 
     def put(file: BinaryIO) -> None:
         at = 0
-        for offset, content in pieces(plan.parts):
+        for offset, content in pieces(plan):
             file.write(bytes(content))
             written.append({
                 "offset": offset, "bytes": len(content), "xxh3_128": checksum(content), "file": target.name, "at": at,
