@@ -66,7 +66,7 @@ class TrainLoop:
         self.trainer, self.session, self.run, self.loader = trainer, session, trainer.run, loader
         self.settings, self.position = trainer.settings, trainer.position
         module = trainer.module
-        self.accumulate = self.settings.accumulate_grad_batches
+        self.accumulate = trainer.accumulate_grad_batches
         self.with_index = takes(module.training_step, 2)
         self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
         self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
@@ -90,13 +90,14 @@ class TrainLoop:
                 expected="one",
                 do="set automatic_optimization = False and step them in training_step",
             )
-        if self.closes_over and self.accumulate > 1:
+        accumulates = self.settings.accumulate_grad_batches != 1
+        if self.closes_over and accumulates:
             raise ConfigError(
-                f"accumulate_grad_batches is {self.accumulate} with {type(self.optimizer).__name__}, which evaluates "
-                "the model itself",
+                f"accumulate_grad_batches is {self.settings.accumulate_grad_batches} with "
+                f"{type(self.optimizer).__name__}, which evaluates the model itself",
                 expected="1",
             )
-        refused = {"accumulate_grad_batches": self.accumulate > 1, "gradient_clip_val": self.settings.gradient_clip_val}
+        refused = {"accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val}
         for option, is_set in refused.items():
             if manual and is_set:
                 raise ConfigError(
@@ -140,6 +141,7 @@ class TrainLoop:
     def _epoch(self) -> None:
         trainer, position = self.trainer, self.position
         set_epoch(self.loader, position.epoch)
+        self.accumulate = trainer.accumulate_grad_batches
         iterator = self._open_epoch()
         if position.batches_done == 0:
             trainer.events.emit("on_train_epoch_start")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratagem.errors import ConfigError
@@ -52,3 +52,36 @@ def _is_limit(value: Any) -> bool:
 
 #: Accept a count of batches (int) or a share of them (float from 0.0 to 1.0).
 batch_limit = _rule(_is_limit, "a whole number of batches, or a share of them from 0.0 to 1.0")
+
+
+def read_accumulation(value: Any, option: str = "accumulate_grad_batches") -> dict[int, int]:
+    """Return how many batches make a step, by the epoch from which it holds, from a number or such a mapping.
+
+    Raises:
+        ConfigError: no number for epoch 0, or numbers that make no sense.
+    """
+    schedule = dict(value) if isinstance(value, Mapping) else {0: value}
+    wrong = [
+        (epoch, factor)
+        for epoch, factor in schedule.items()
+        if type(epoch) is not int or epoch < 0 or type(factor) is not int or factor < 1
+    ]
+    if wrong:
+        epoch, factor = wrong[0]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{option} is {factor!r}", expected="at least 1")
+        raise ConfigError(
+            f"{option} is {factor!r} from epoch {epoch!r}", expected="at least 1, from an epoch counted from 0"
+        )
+    if 0 not in schedule:
+        raise ConfigError(
+            f"{option} begins at epoch {min(schedule, default='(none)')}", expected="a number for epoch 0 too",
+            do=f"write {{0: 1, {', '.join(f'{e}: {f}' for e, f in schedule.items())}}}",
+        )  # fmt: skip
+    return dict(sorted(schedule.items()))
+
+
+def accumulation(_: Any, __: Any, value: Any) -> None:
+    """Accept what `read_accumulation` reads."""
+    if isinstance(value, int | Mapping):
+        read_accumulation(value)

@@ -520,7 +520,7 @@ def _needs(settings: Any, stack: Stack) -> dict[str, str]:
     if getattr(settings, "gradient_clip_val", None) is not None:
         word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
         needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"
-    if getattr(settings, "accumulate_grad_batches", 1) > 1:
+    if getattr(settings, "accumulate_grad_batches", 1) != 1:
         needs[NO_SYNC] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
     return needs
 

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from stratagem.config import build, convert_options, option_types
 from stratagem.errors import ConfigError, nearest
 from stratagem.layers import Layer, parse_choice
-from stratagem.options import at_least, at_least_or_unlimited, batch_limit, more_than
+from stratagem.options import accumulation, at_least, at_least_or_unlimited, batch_limit, more_than
 from stratagem.places import is_remote
 
 S = TypeVar("S", bound="RunSettings")
@@ -91,8 +91,8 @@ class TrainerSettings(RunSettings):
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
     #: Seconds, a timedelta, or "DD:HH:MM:SS".
     max_time: timedelta | str | None = None
-    #: Batches whose gradients are added up before one optimizer step.
-    accumulate_grad_batches: int = field(default=1, validator=at_least(1))
+    #: Batches whose gradients are added up before one optimizer step; ``{0: 8, 5: 4}`` is 8 until epoch 5 and then 4.
+    accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
     gradient_clip_val: float | None = field(default=None, validator=more_than(0))
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"

@@ -23,8 +23,9 @@ from stratagem.loops import Position
 from stratagem.metrics import MetricBook
 from stratagem.module import Module, OptimizerHandle, overrides
 from stratagem.optimization import LRSchedulerConfig
+from stratagem.options import read_accumulation
 from stratagem.places import place
-from stratagem.plugin import CheckpointFormat
+from stratagem.plugin import NO_SYNC, CheckpointFormat
 from stratagem.run import Run
 from stratagem.session import Job, Session
 from stratagem.settings import TrainerSettings, gather
@@ -84,7 +85,7 @@ class Trainer:
         min_epochs: int | None = None,
         max_steps: int = -1,
         max_time: timedelta | str | float | None = None,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | dict[int, int] = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
         limit_train_batches: float | None = None,
@@ -120,6 +121,7 @@ class Trainer:
         if self.settings.max_epochs is None:
             unlimited = self.settings.max_steps != -1 or self.max_time is not None
             self.settings.max_epochs = -1 if unlimited else 1000
+        self._accumulation = read_accumulation(self.settings.accumulate_grad_batches)
         self.position = Position()
         self.should_stop = False
         self.sanity_checking = False
@@ -376,7 +378,26 @@ class Trainer:
     def effective_batch_size(self) -> int | None:
         """Samples behind one optimizer step, over all processes; None if the loader does not tell its batch size."""
         shards = self.run.mesh.num_data_shards
-        return self.batch_size and self.batch_size * shards * self.settings.accumulate_grad_batches
+        return self.batch_size and self.batch_size * shards * self.accumulate_grad_batches
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Over how many batches gradients accumulate in the current epoch."""
+        return next(factor for epoch, factor in reversed(self._accumulation.items()) if epoch <= self.current_epoch)
+
+    def schedule_accumulation(self, schedule: dict[int, int]) -> None:
+        """Accumulate gradients over so many batches from each of these epochs on; from the next epoch that begins.
+
+        Raises:
+            ConfigError: no number for epoch 0, or the strategy cannot accumulate.
+        """
+        self._accumulation = read_accumulation(schedule, "the schedule")
+        strategy = self.run.stack.strategies[-1]
+        if any(factor > 1 for factor in schedule.values()) and NO_SYNC not in strategy.plugin.capabilities.provides:
+            raise ConfigError(
+                f"gradients are to accumulate by {schedule}, which {strategy} cannot",
+                do="choose a strategy that provides 'no-sync' (`stratagem plugins show NAME`)",
+            )
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -88,6 +88,14 @@ class TestModelCheckpoint(CallbackConformance):
     plugin = "model_checkpoint"
 
 
+class TestEarlyStopping(CallbackConformance):
+    plugin = {"name": "early_stopping", "monitor": "val_loss", "strict": False}  # noqa: RUF012
+
+
+class TestGradientAccumulationScheduler(CallbackConformance):
+    plugin = {"name": "gradient_accumulation_scheduler", "scheduling": {0: 1}}  # noqa: RUF012
+
+
 class TestLambda(CallbackConformance):
     plugin = {"name": "lambda", "on": {}}  # noqa: RUF012
 

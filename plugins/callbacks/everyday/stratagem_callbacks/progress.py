@@ -152,7 +152,7 @@ def _end_of(trainer: Any, done: int, total: float) -> float:
     """Return the batch at which this epoch will end: earlier than its size if the steps run out before."""
     if trainer.max_steps < 0:
         return total
-    left = (trainer.max_steps - trainer.global_step) * trainer.settings.accumulate_grad_batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     return min(total, done + left)
 
 

@@ -1,0 +1,30 @@
+"""Change over how many batches gradients accumulate as training goes on."""
+
+from __future__ import annotations
+
+from attrs import define
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import read_accumulation
+
+
+@define(eq=False, kw_only=True)
+class GradientAccumulationScheduler(Callback):
+    """As ``Trainer(accumulate_grad_batches={0: 8, 5: 4})``: eight batches a step from epoch 0, four from epoch 5."""
+
+    #: How many batches make a step, by the epoch (from 0) from which it holds; before the first one it is 1.
+    scheduling: dict[int, int]
+
+    def __attrs_post_init__(self) -> None:
+        read_accumulation({0: 1} | self.scheduling, "gradient_accumulation_scheduler.scheduling")
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if trainer.settings.accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"accumulate_grad_batches is {trainer.settings.accumulate_grad_batches!r} and "
+                "gradient_accumulation_scheduler sets it too",
+                expected="one of the two",
+            )
+        trainer.schedule_accumulation({0: 1} | self.scheduling)

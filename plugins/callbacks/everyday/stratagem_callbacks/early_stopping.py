@@ -1,0 +1,108 @@
+"""Stop training when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.options import at_least
+from stratagem_callbacks.monitoring import monitored
+
+
+@define(eq=False, kw_only=True)
+class EarlyStopping(Callback):
+    """Ends training, on all ranks after the same step, when `monitor` has not improved for `patience` checks.
+
+    The metric must be the same on all ranks: log it with ``sync_dist=True``.
+    """
+
+    #: Metric to watch.
+    monitor: str
+    #: What counts as an improvement at all, in units of the metric.
+    min_delta: float = field(default=0.0, converter=abs)
+    #: Checks without improvement before training ends.
+    patience: int = field(default=3, validator=at_least(0))
+    #: Whether small or large values of `monitor` are good.
+    mode: Literal["min", "max"] = "min"
+    #: Whether a metric that nobody logged is an error; otherwise nothing is checked.
+    strict: bool = True
+    #: End training when the metric is NaN or infinite.
+    check_finite: bool = True
+    #: End training when the metric is at least this good.
+    stopping_threshold: float | None = None
+    #: End training when the metric is worse than this.
+    divergence_threshold: float | None = None
+    #: Check at the end of the training epoch rather than after validation; by default after validation if there is any.
+    check_on_train_epoch_end: bool | None = None
+    #: Say why training ends, on rank 0.
+    verbose: bool = False
+
+    #: Checks since the last improvement.
+    wait_count: int = field(init=False, default=0)
+    #: Epoch in which training ended; 0 if it has not.
+    stopped_epoch: int = field(init=False, default=0)
+    #: Best value so far.
+    best_score: float | None = field(init=False, default=None)
+    #: Why training ended; "" if it has not.
+    stopping_reason: str = field(init=False, default="")
+
+    @hookimpl
+    def on_validation_end(self, trainer):
+        if not (trainer.sanity_checking or self._after_training(trainer)) and trainer.run.optimizers:
+            self._check(trainer)
+
+    @hookimpl
+    def on_train_epoch_end(self, trainer):
+        if self._after_training(trainer):
+            self._check(trainer)
+
+    def _after_training(self, trainer: Any) -> bool:
+        if self.check_on_train_epoch_end is None:
+            return not trainer.num_val_batches
+        return self.check_on_train_epoch_end
+
+    def _check(self, trainer: Any) -> None:
+        if trainer.fast_dev_run:
+            return
+        value = monitored(trainer, "early_stopping", self.monitor, self.strict)
+        if value is None:
+            return
+        reason = self._reason(value)
+        if reason:
+            self.stopping_reason, self.stopped_epoch = reason, trainer.current_epoch
+            trainer.should_stop = True
+            if self.verbose:
+                trainer.print(f"early stopping: {reason}")
+
+    def _reason(self, value: float) -> str:
+        """Take note of `value`; return why to stop, or an empty string."""
+        name = self.monitor
+        if self.check_finite and not math.isfinite(value):
+            return f"{name} is {value}"
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return f"{name} is {value:.6g}, past the threshold of {self.stopping_threshold:g}"
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+            return f"{name} is {value:.6g}, worse than {self.divergence_threshold:g}"
+        margin = self.min_delta if self.mode == "max" else -self.min_delta
+        if self.best_score is None or self._better(value, self.best_score + margin):
+            self.best_score, self.wait_count = value, 0
+            return ""
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            return f"{name} has not improved on {self.best_score:.6g} in {self.wait_count} checks"
+        return ""
+
+    def _better(self, value: float, other: float) -> bool:
+        return value > other if self.mode == "max" else value < other
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and how long ago it was."""
+        return {name: getattr(self, name) for name in ("wait_count", "stopped_epoch", "best_score", "stopping_reason")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on waiting where an earlier run did."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,82 @@
+"""Log the learning rates."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+
+
+@define(eq=False, kw_only=True)
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second).
+
+    A scheduler's own ``name`` replaces ``lr-<optimizer>``.
+    """
+
+    #: After every step or every epoch; by default as often as the scheduler steps.
+    logging_interval: Literal["step", "epoch"] | None = None
+    #: Log momentum (or the first beta) too, under ``<name>-momentum``.
+    log_momentum: bool = False
+    #: Log weight decay too, under ``<name>-weight_decay``.
+    log_weight_decay: bool = False
+
+    #: The last values, by name.
+    lrs: dict[str, float] = field(init=False, factory=dict)
+    _last_step: int = field(init=False, default=-1)
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if not trainer.loggers:
+            raise ConfigError(
+                "learning_rate_monitor has no logger to log to", expected="a logger", do="drop logger=False, or it"
+            )
+
+    @hookimpl
+    def on_train_batch_end(self, trainer):
+        step = trainer.global_step
+        due = step % trainer.settings.log_every_n_steps == 0 and step != self._last_step
+        if due and self._interval(trainer) == "step":
+            self._last_step = step
+            self._log(trainer)
+
+    @hookimpl
+    def on_train_epoch_end(self, trainer):
+        if self._interval(trainer) == "epoch":
+            self._log(trainer)
+
+    def _interval(self, trainer: Any) -> str:
+        if self.logging_interval is not None:
+            return self.logging_interval
+        return "step" if any(c.interval == "step" for c in trainer.lr_scheduler_configs) else "epoch"
+
+    def _log(self, trainer: Any) -> None:
+        self.lrs = dict(self._values(trainer))
+        trainer.callback_metrics.update(self.lrs)
+        if trainer.is_global_zero:
+            trainer.run.hook.log_metrics(metrics=dict(self.lrs), step=trainer.global_step, run=trainer.run)
+
+    def _values(self, trainer: Any) -> Any:
+        seen: dict[str, int] = {}
+        for optimizer in trainer.run.optimizers:
+            base = self._name(trainer, optimizer)
+            seen[base] = seen.get(base, 0) + 1
+            if seen[base] > 1:
+                base += f"-{seen[base] - 1}"
+            for number, group in enumerate(optimizer.param_groups, 1):
+                name = base if len(optimizer.param_groups) == 1 else f"{base}/pg{number}"
+                yield name, float(group["lr"])
+                if self.log_momentum:
+                    momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    yield f"{name}-momentum", float(momentum)
+                if self.log_weight_decay:
+                    yield f"{name}-weight_decay", float(group.get("weight_decay", 0.0))
+
+    def _name(self, trainer: Any, optimizer: Any) -> str:
+        for config in trainer.lr_scheduler_configs:
+            if config.name and getattr(config.scheduler, "optimizer", None) is optimizer:
+                return str(config.name)
+        return f"lr-{type(optimizer).__name__}"
