@@ -159,11 +159,25 @@ def read_any(path: str | Path) -> dict[str, Any]:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
     name = name_of_format(path)
+    if name is None and path.is_dir():
+        check_is_no_folder(path)
     if name is None:
         raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
     state = read_with(format_named(name), path, Alone())
     check_version(state, path)
     return state
+
+
+def check_is_no_folder(path: Path) -> None:
+    """Refuse a folder, which no format recognises, and name the checkpoints in it."""
+    with refusals(path, "read"):
+        if not path.is_dir():
+            return
+        inside = sorted(each.name for each in path.iterdir() if name_of_format(each) is not None)
+    raise CheckpointError(
+        f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
+        do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
+    )  # fmt: skip
 
 
 class Alone:

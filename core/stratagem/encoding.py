@@ -1,7 +1,7 @@
 """A state as JSON has it, with its tensors apart: how checkpoint formats store it without a pickle.
 
-What JSON lacks is marked by a key ``"$"``: tensors (by number), tuples, mappings with other keys than text, and the
-floats that are no numbers.
+What JSON lacks is marked by a key ``"$"``: tensors (by number), tuples, mappings with other keys than text, floats that
+are no numbers, bytes, complex numbers, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -13,6 +13,20 @@ from typing import Any
 import torch
 
 from stratagem.errors import CheckpointError
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text} is no dtype")
+    return dtype
+
+
+#: What is stored as text under a mark of its own: its type, and how it is read.
+_NAMED: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
+    "float": (float, float), "bytes": (bytes, bytes.fromhex), "complex": (complex, complex),
+    "dtype": (torch.dtype, _dtype), "device": (torch.device, torch.device),
+}  # fmt: skip
 
 
 def encode(value: Any, place: Callable[[torch.Tensor, str], int], path: str = "") -> Any:
@@ -40,6 +54,11 @@ def encode(value: Any, place: Callable[[torch.Tensor, str], int], path: str = ""
         return str(value) if isinstance(value, str) else int(value)
     if isinstance(value, Path):
         return str(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return encode(value.item(), place, path)
+    for name, (kind, _) in _NAMED.items():
+        if isinstance(value, kind):
+            return {"$": name, "text": value.hex() if isinstance(value, bytes) else str(value)}
     raise CheckpointError(
         f"{path or 'the checkpoint'} is a {type(value).__name__}",
         expected="tensors, numbers, strings and containers of them: all that can be loaded safely",
@@ -62,8 +81,8 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in value.items()}
     if kind == "tensor":
         return tensors[value["number"]]
-    if kind == "float":
-        return float(value["text"])
+    if kind in _NAMED:
+        return _NAMED[kind][1](value["text"])
     items = [decode(item, tensors) for item in value["items"]]
     if kind == "tuple":
         return tuple(items)

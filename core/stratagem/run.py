@@ -31,7 +31,14 @@ from attrs import define
 
 from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
-from stratagem.checkpoint import STATE_VERSION, check_version, format_named, name_of_format, read_with
+from stratagem.checkpoint import (
+    STATE_VERSION,
+    check_is_no_folder,
+    check_version,
+    format_named,
+    name_of_format,
+    read_with,
+)
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
@@ -482,7 +489,10 @@ class Run:
         other, error = None, None
         if self.is_global_zero:  # one rank looks, for all to do the same
             try:
-                other = None if self.checkpoint_format.recognises(path) else name_of_format(path)
+                if not self.checkpoint_format.recognises(path):
+                    other = name_of_format(path)
+                    if other is None:
+                        check_is_no_folder(path)
             except CheckpointError as caught:
                 error = caught
         self.collectives.fail_together(error)

@@ -37,6 +37,14 @@ def _write(rank, world_size, strategy, checkpoint, batches, path):
     trainer.save_checkpoint(path)
 
 
+class Wide(Net):
+    """Its weights are larger than what one rank writes alone."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 30_000), nn.Tanh(), nn.Linear(30_000, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
 def _sizes_written(rank, world_size, strategy, path):
     sizes, plain = [], folder.pieces
 
@@ -46,8 +54,33 @@ def _sizes_written(rank, world_size, strategy, path):
             yield offset, content
 
     folder.pieces = counting
-    _write(rank, world_size, strategy, "sharded", joined_batches(2, 24), path)
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, checkpoint="sharded", **QUIET)
+    trainer.fit(Wide(), share(trainer, joined_batches(2, 24)))
+    trainer.save_checkpoint(path)
     return sum(sizes)
+
+
+class Normalized(Net):
+    """Each rank has statistics of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
+
+
+def _statistics(rank, world_size, checkpoint, path):
+    trainer = sg.Trainer(max_epochs=1, strategy="fsdp", devices=world_size, checkpoint=checkpoint, **QUIET)
+    trainer.fit(Normalized(), share(trainer, joined_batches(2, 24)))
+    trainer.save_checkpoint(path)
+    return {name: value.clone() for name, value in trainer.module.named_buffers()}
+
+
+@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
+def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
+    first, second = run_in_processes(_statistics, 2, checkpoint, tmp_path / "x.ckpt")
+    saved = read_any(tmp_path / "x.ckpt")["state_dict"]
+    assert not torch.equal(first["net.1.running_mean"], second["net.1.running_mean"])
+    assert all(torch.equal(saved[name], value) for name, value in first.items())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
@@ -189,6 +222,16 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change, message):
         rewritten(path, change)
         with pytest.raises(CheckpointError, match=message):
             run.ask("load_checkpoint", path=path, into=None)
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path):
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(3)}}, path=tmp_path / "x.ckpt")
+        (tmp_path / "notes.txt").write_text("")
+        with pytest.raises(CheckpointError, match="is a folder and no checkpoint; .* give one of those in it: x.ckpt"):
+            run.read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="give one of those in it: x.ckpt"):
+        read_any(tmp_path)
 
 
 def test_a_file_or_a_strangers_folder_in_its_place_is_left_alone(tmp_path):

@@ -189,7 +189,8 @@ def example() -> dict[str, Any]:
             **{str(dtype): big[:3].to(dtype) for dtype in dtypes},
         },
         "optimizers": [optimizer],
-        "values": {"text": "a", "none": None, "yes": True, "number": 1.5, "whole": 2**40, "list": [1, [2, {"x": 3}]]},
+        "values": {"text": "a", "none": None, "yes": True, "number": 1.5, "whole": 2**40, "list": [1, [2, {"x": 3}]],
+                   "bytes": b"\x00\xff", "dtype": torch.bfloat16, "nan": float("nan"), "keys": {1: "a"}},
     }  # fmt: skip
 
 

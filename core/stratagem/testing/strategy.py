@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -359,7 +360,9 @@ class StrategyConformance(Conformance):
         """Set up and torn down three times in a process: no process group, thread, descriptor, port or file stays."""
         for first, second, third in self._run(world_size, _three_lives):
             assert not third["process group"], "the process group is still there"
-            assert third == second, f"after the first run {first}, the second {second}, the third {third}"
+            # A connection may close later than another time; what leaks is there once more after each run.
+            more = {name for name, value in third.items() if not _no_more_than(value, second[name])}
+            assert not more, f"after the first run {first}, the second {second}, the third {third}"
 
     def test_a_second_run_is_like_the_first(self, world_size: int) -> None:
         """The same instance trains twice in one process, and nothing of the first run is in the second."""
@@ -614,8 +617,23 @@ def _three_lives(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str,
             trainer.run.close()
             trainer.run.close()  # safe to call twice
             del trainer
-            lives.append(belongings())
+            lives.append(_settled())
     return lives
+
+
+def _no_more_than(value: Any, other: Any) -> bool:
+    return bool(value <= other) if type(value) is int and type(other) is int else bool(value == other)
+
+
+def _settled() -> dict[str, Any]:
+    """Return what this process holds, once it no longer changes: the peer's end of a connection may close later."""
+    held, since, deadline = belongings(), time.monotonic(), time.monotonic() + 5
+    while time.monotonic() < min(since + 0.5, deadline):
+        time.sleep(0.1)
+        now = belongings()
+        if now != held:
+            held, since = now, time.monotonic()
+    return held
 
 
 def _twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:

@@ -48,9 +48,11 @@ class Plan:
             raise CheckpointError(
                 f"{len(nowhere)} tensors of the checkpoint have values on no rank", do="tell the strategy's author"
             )
+        # Small tensors may differ (each rank's statistics of a BatchNorm): they are written by one rank, too.
+        small = {n for n, each in enumerate(self._sources) if _is_small(each)}
         writers = {
             number: next(rank for rank, lacks in enumerate(absent) if number not in lacks)
-            for number in set.union(*absent)
+            for number in set.union(small, *absent)
         }
         self.parts = list(self._mine(writers))
         self._sources = []
@@ -92,12 +94,16 @@ class Plan:
                 if writers[number] == self.rank and tensor.numel():
                     yield entry["offset"], _flat(tensor)
                 continue
-            # The same on all ranks: each writes as many bytes of it all as the others.
+            # Large and the same on all ranks: each writes as many bytes of it all as the others.
             size = tensor.numel() * tensor.element_size()
             begin, end = max(share * self.rank - seen, 0), min(share * (self.rank + 1) - seen, size)
             seen += size
             if begin < end:
                 yield entry["offset"] + begin, _flat(tensor)[begin:end]
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL
 
 
 def _writes(tensor: DTensor) -> bool:
