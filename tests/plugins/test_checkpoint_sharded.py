@@ -75,7 +75,7 @@ def _statistics(rank, world_size, checkpoint, path):
     return {name: value.clone() for name, value in trainer.module.named_buffers()}
 
 
-@pytest.mark.parametrize("checkpoint", ["sharded", "full"])
+@pytest.mark.parametrize("checkpoint", ["sharded", "full", "dcp"])
 def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
     first, second = run_in_processes(_statistics, 2, checkpoint, tmp_path / "x.ckpt")
     saved = read_any(tmp_path / "x.ckpt")["state_dict"]

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from attrs import define
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.encoding import decode, encode
@@ -32,6 +33,7 @@ from stratagem.staging import StagedFolder, explained, remove_folder
 _INDEX, _REST = ".metadata", "stratagem.json"
 _TAG, _VERSION = "stratagem dcp checkpoint", 1
 _CHUNK = 4 << 20
+_SMALL = 1 << 20
 #: What an index is made of: data, and enumerations. Nothing here does anything when it is built.
 _ALLOWED = {
     "collections": {"OrderedDict"},
@@ -62,8 +64,7 @@ class DCPCheckpoint(CheckpointFormat):
 
         def place(tensor, name):
             names.append(name)
-            if not tensor.is_meta:  # another rank has it
-                tensors[name] = tensor
+            tensors[name] = tensor
             return len(names) - 1
 
         try:
@@ -76,13 +77,15 @@ class DCPCheckpoint(CheckpointFormat):
             error = explained(caught, path)
         try:
             run.collectives.fail_together(error)
+            absent = run.collectives.all_gather_object({name for name in tensors if tensors[name].is_meta})
+            mine = {name: tensor for name, tensor in tensors.items() if _writes(name, tensor, absent, run.rank)}
             try:
-                _save(tensors, staged.path, run)
-                mine = _checksums(staged.path, f"__{run.rank}_")
+                _save(mine, staged.path, run)
+                sums = _checksums(staged.path, f"__{run.rank}_")
             except (OSError, dcp.CheckpointException) as caught:
                 error = _of_all_ranks(caught, path)
             run.collectives.fail_together(error)
-            everybody = run.collectives.all_gather_object(mine)
+            everybody = run.collectives.all_gather_object(sums)
             if run.is_global_zero:
                 try:
                     files = {name: entry for each in everybody for name, entry in each.items()}
@@ -128,6 +131,14 @@ class DCPCheckpoint(CheckpointFormat):
 
 
 # --- Writing -----------------------------------------------------------------------------------------------------
+
+
+def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) -> bool:
+    """Whether this rank offers `tensor`. Small ones may differ between ranks, so that one of them writes them all."""
+    if name in absent[rank]:
+        return False
+    small = not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= _SMALL
+    return not small or rank == next(first for first, lacks in enumerate(absent) if name not in lacks)
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, run: Any) -> None:

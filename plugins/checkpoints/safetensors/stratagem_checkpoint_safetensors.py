@@ -25,6 +25,8 @@ from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, refusals
 
 _REST, _TENSOR = "stratagem", "stratagem."
+#: What the format allows.
+_LARGEST_HEADER = 100_000_000
 
 
 @define(eq=False, kw_only=True)
@@ -72,10 +74,11 @@ class SafetensorsCheckpoint(CheckpointFormat):
         return state
 
     def recognises(self, path: Path) -> bool:
-        if path.suffix != self.suffix or not path.is_file():
+        if not path.is_file():
             return False
         with path.open("rb") as file:
-            return file.read(9)[8:] == b"{"
+            start = file.read(9)
+        return start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _LARGEST_HEADER
 
     def is_whole(self, path: Path) -> bool:
         try:
