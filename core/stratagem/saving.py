@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from stratagem.errors import StratagemError
 from stratagem.world import Collectives
 
 
@@ -114,5 +115,8 @@ def _finish(saver: weakref.ref[Saver]) -> None:
     try:
         if (at_work := saver()) is not None:
             at_work.wait()
-    except Exception as error:  # noqa: BLE001
+    except StratagemError as error:
         print(f"stratagem: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001
+        text = str(error).splitlines()[0] if str(error) else "no reason given"
+        print(f"stratagem: the save under way was not finished ({type(error).__name__}: {text})", file=sys.stderr)
