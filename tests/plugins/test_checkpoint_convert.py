@@ -141,6 +141,21 @@ def test_an_index_with_a_bomb_does_not_go_off(written, tmp_path):
     assert not (tmp_path / "proof").exists()
 
 
+class ByName:
+    """Asks for an attribute, as enumerations do under later Pythons, but of a module."""
+
+    def __reduce__(self):
+        return (getattr, (torch.distributed.checkpoint.metadata.MetadataIndex, "__init__"))
+
+
+def test_an_index_may_ask_for_members_of_enumerations_alone(written, tmp_path):
+    shutil.copytree(written / "dcp.dcp", tmp_path / "x")
+    (tmp_path / "x" / "stratagem.json").unlink()
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(ByName()))
+    with pytest.raises(CheckpointError, match="it asks for '__init__' of .*, which no index needs"):
+        read_any(tmp_path / "x")
+
+
 def test_an_index_that_leaves_the_folder_is_refused(written, tmp_path):
     shutil.copytree(written / "dcp.dcp", tmp_path / "x")
     (tmp_path / "x" / "stratagem.json").unlink()

@@ -126,7 +126,7 @@ def _damage(url, name_end):
 @pytest.mark.parametrize("name_end", ["-00001.bin", "manifest.json"])
 def test_a_flipped_bit_in_an_object_is_found(name_end, bucket):
     url = f"{bucket}/x.ckpt"
-    run_in_processes(_save_half, 2, "ddp", "sharded", url, joined_batches(4, 24))
+    run_in_processes(_save_half, 2, "fsdp", "sharded", url, joined_batches(4, 24))
     whole, said = in_another_process(_damage, url, name_end)
     assert whole is False
     assert said.startswith("refused: "), said
