@@ -110,11 +110,13 @@ def shard_dataloader(loader: Any, stage: str, mesh: Mesh) -> Any:
         return loader
     if loader.batch_size is None and loader.batch_sampler is None:
         return _replace(loader, sampler=_share(loader, loader.sampler, stage, mesh), batch_sampler=None)
-    if type(loader.batch_sampler) is not BatchSampler:
+    batches = type(loader.batch_sampler)
+    # torchdata's loaders have samplers of their own under the same names.
+    if not (issubclass(batches, BatchSampler) and batches.__name__ == BatchSampler.__name__):
         return _replace(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
     sampler = _share(loader, loader.sampler, stage, mesh)
     assert loader.batch_size is not None
-    return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))
+    return _replace(loader, sampler=sampler, batch_sampler=batches(sampler, loader.batch_size, loader.drop_last))
 
 
 def _place(mesh: Mesh) -> tuple[int, int]:
@@ -123,7 +125,8 @@ def _place(mesh: Mesh) -> tuple[int, int]:
 
 def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sampler[Any]:
     shards, shard = _place(mesh)
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    is_random = type(sampler).__name__ == RandomSampler.__name__ and hasattr(sampler, "data_source")
+    shuffles = is_random and not sampler.replacement and sampler._num_samples is None
     if not shuffles and type(sampler) is not SequentialSampler:
         return ShardedSampler(sampler, shards, shard)
     if stage == "predict" and not shuffles:
@@ -161,6 +164,14 @@ def set_epoch(loader: Any, epoch: int) -> None:
         tell = getattr(part, "set_epoch", None)
         if callable(tell):
             tell(epoch)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of its own that `loader` draws from, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    return list(found.values())
 
 
 def seed_loader_workers(loader: Any, rank: int) -> None:

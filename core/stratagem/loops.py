@@ -2,8 +2,8 @@
 
 [Note: position]
 ``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
-the batches of the current epoch that are finished. A checkpoint holds both, and the random state at the epoch's start,
-so that a resumed epoch can draw the same order and skip what is done.
+the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.feed` needs to go on
+with the same batches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import nn
 
 from stratagem.data import set_epoch
 from stratagem.errors import ConfigError
+from stratagem.feed import Feed
 from stratagem.metrics import MetricBook
 from stratagem.module import takes
 from stratagem.optimization import needs_closure
-from stratagem.seeding import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from stratagem.session import Session
@@ -62,8 +62,8 @@ class Position:
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
-    def __init__(self, trainer: Trainer, session: Session, loader: Any) -> None:
-        self.trainer, self.session, self.run, self.loader = trainer, session, trainer.run, loader
+    def __init__(self, trainer: Trainer, session: Session, feed: Feed) -> None:
+        self.trainer, self.session, self.run, self.feed = trainer, session, trainer.run, feed
         self.settings, self.position = trainer.settings, trainer.position
         module = trainer.module
         self.accumulate = trainer.accumulate_grad_batches
@@ -113,6 +113,9 @@ class TrainLoop:
             self._begin(position.epoch + 1)
         trainer.events.emit("on_train_start")
         trainer.module.train()
+        for optimizer in self.run.optimizers:
+            optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
+        self.feed.set_out(position)
         while not self._finished():
             self._epoch()
             if not position.epoch_done:
@@ -140,15 +143,15 @@ class TrainLoop:
 
     def _epoch(self) -> None:
         trainer, position = self.trainer, self.position
-        set_epoch(self.loader, position.epoch)
         self.accumulate = trainer.accumulate_grad_batches
-        iterator = self._open_epoch()
         if position.batches_done == 0:
             trainer.events.emit("on_train_epoch_start")
-        num_batches = trainer.num_training_batches
         validate_every = trainer.batches_between_validations
         start = position.batches_done
-        for batch_idx, batch, is_last in _marking_last(iterator, start, num_batches):
+        for batch_idx, batch, is_last in self.feed.epoch(position, self.accumulate):
+            if batch_idx < self.feed.replay_until:
+                self._again(batch, batch_idx)
+                continue
             self._batch(batch, batch_idx, is_last)
             if (batch_idx + 1) % validate_every == 0 or (is_last and math.isinf(validate_every)):
                 self.session.validate()
@@ -165,20 +168,15 @@ class TrainLoop:
         enough = self.position.epoch >= (self.settings.min_epochs or 0)
         return enough and (self.trainer.should_stop or self._out_of_time())
 
-    def _open_epoch(self) -> Iterator[Any]:
-        """Start the epoch's iterator; when resuming within an epoch, with its old order and past what is done."""
-        position = self.position
-        now = random_state()
-        if position.epoch_random_state is None:
-            position.epoch_random_state = now
-        else:
-            restore_random_state(position.epoch_random_state)
-        iterator: Iterator[Any] = iter(self.loader)
-        if position.batches_done:
-            for _ in range(position.batches_done):
-                next(iterator, None)
-            restore_random_state(now)
-        return iterator
+    def _again(self, batch: Any, batch_idx: int) -> None:
+        """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
+        trainer, run = self.trainer, self.run
+        book, trainer.book = trainer.book, MetricBook(default_on_step=True, collectives=run.collectives)
+        try:
+            trainer.book.batch = batch = run._transfer_batch(batch=batch, run=run)
+            run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
+        finally:
+            trainer.book = book
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         trainer, run = self.trainer, self.run
@@ -210,6 +208,7 @@ class TrainLoop:
             run.clip_gradients(optimizer, self.max_norm, self.max_value)
         stepped = run.optimizer_step(optimizer)
         optimizer.zero_grad()
+        self.feed.close_window()
         self._count(stepped)
 
     def _count(self, stepped: bool) -> None:
@@ -241,25 +240,6 @@ class TrainLoop:
             self.before_step(optimizer=optimizer)
         self._count(run.optimizer_step(optimizer, closure))
         return kept[0]
-
-
-def _marking_last(iterator: Iterator[Any], start: int, limit: float) -> Iterator[tuple[int, Any, bool]]:
-    """Yield ``(batch_idx, batch, is_last)``; looks one batch ahead only where the number of batches is unknown."""
-    if not math.isinf(limit):
-        for batch_idx in range(start, int(limit)):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                message = f"the training loader promised {int(limit)} batches and yielded {batch_idx}"
-                raise ConfigError(message, expected="as many as its length says") from None
-            yield batch_idx, batch, batch_idx + 1 == limit
-        return
-    nothing = object()
-    batch_idx, batch = start, next(iterator, nothing)
-    while batch is not nothing:
-        following = next(iterator, nothing)
-        yield batch_idx, batch, following is nothing
-        batch_idx, batch = batch_idx + 1, following
 
 
 # --- Evaluation --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from attrs import define
+from attrs import asdict, define
 
 from stratagem.errors import ConfigError
 from stratagem.world import Collectives
@@ -153,6 +153,15 @@ class MetricBook:
                     expected="the same names in the same order on all ranks",
                     do="log them on every rank, or without sync_dist",
                 )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the epoch has seen so far; metrics with a reduction of the user's own are left out."""
+        kept = {name: m for name, m in self.metrics.items() if m.total is not None and not callable(m.reduce_fx)}
+        return {name: asdict(metric) for name, metric in kept.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with an epoch that another process began."""
+        self.metrics = {name: Metric(**fields) for name, fields in state.items()}
 
     def reset(self) -> None:
         """Begin a new epoch; what was declared by `log` stays."""

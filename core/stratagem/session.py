@@ -13,6 +13,7 @@ from stratagem import snapshot
 from stratagem.agreement import agree
 from stratagem.data import in_order, seed_loader_workers, several
 from stratagem.errors import ConfigError
+from stratagem.feed import Feed, agreed_size, length
 from stratagem.loops import TrainLoop, evaluate
 from stratagem.module import Module, overrides
 from stratagem.optimization import needs_closure, read
@@ -95,9 +96,12 @@ class Session:
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
         self._size_epochs(loader)
-        random_states = None
+        earlier, feed = trainer.feed, Feed(loader, trainer.num_training_batches, run, self.module)
+        if earlier is not None and resumed is None:
+            feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
+        trainer.feed = feed
         if resumed is not None:
-            random_states = snapshot.restore(trainer, resumed)
+            snapshot.restore(trainer, resumed)
         elif job.carried is not None:
             snapshot.restore_optimizers(trainer, job.carried)
         trainer.should_stop = False
@@ -107,10 +111,8 @@ class Session:
         trainer.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
-        if random_states is not None:
-            restore_random_state(random_states)
         with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-            TrainLoop(trainer, self, loader).fit()
+            TrainLoop(trainer, self, feed).fit()
         run.saver.wait()
         trainer.events.emit("on_fit_end")
 
@@ -136,6 +138,7 @@ class Session:
         """Find how many batches an epoch has, and how many lie between two validations."""
         trainer, settings = self.trainer, self.settings
         size = self._limit("train", loader, settings.overfit_batches or settings.limit_train_batches)
+        size = agreed_size(size, self.run, "training")
         if size == 0:
             raise ConfigError(
                 "the training loader has no batches",
@@ -228,10 +231,7 @@ class Session:
         """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
         if self.settings.fast_dev_run:
             limit = int(self.settings.fast_dev_run)
-        try:
-            size: float = len(loader)
-        except (TypeError, NotImplementedError):
-            size = math.inf
+        size = length(loader)
         if limit is None or (limit == 1.0 and isinstance(limit, float)):
             return size
         if isinstance(limit, int):

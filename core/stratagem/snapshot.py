@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from stratagem.trainer import Trainer
 
 
+#: Elements up to which a buffer is taken for statistics that may differ between ranks.
+_SMALL = 1 << 16
+
+
 def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
     run = trainer.run
@@ -35,14 +39,25 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         | dump_optimizers(trainer)
         | {
             "loop": trainer.position.state_dict(),
-            "rng": {
-                "now": run.collectives.all_gather_object(random_state()),
-                "epoch_start": run.collectives.all_gather_object(trainer.position.epoch_random_state),
-            },
+            "ranks": run.collectives.all_gather_object(_of_this_rank(trainer)),
             "callbacks": {key: value for key, value in plugins.items() if key.startswith("callback.")},
             "plugins": {key: value for key, value in plugins.items() if not key.startswith("callback.")},
         }
     )
+
+
+def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
+    """Return what is different on every rank: random states, the loader's place, what the epoch's metrics saw."""
+    position, feed = trainer.position, trainer.feed
+    # Where a strategy leaves buffers to each rank (running statistics), the model's state is rank 0's.
+    others = trainer.module.named_buffers() if trainer.global_rank else ()
+    return {
+        "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
+        "random": random_state() if feed is None else feed.random_state(),
+        "epoch_start": position.epoch_random_state,
+        "metrics": trainer.book.state_dict() if position.batches_done and not position.epoch_done else {},
+        "feed": {} if feed is None else feed.state_dict(position),
+    }
 
 
 def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
@@ -54,26 +69,35 @@ def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Apply `state`; return the random state to set right before training. Weights alone make a fresh start."""
-    run = trainer.run
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Apply `state`. Weights alone make a fresh start."""
+    run, position = trainer.run, trainer.position
     run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=True)
     if "loop" not in state:
-        return None
+        return
     restore_optimizers(trainer, state)
-    trainer.position.load_state_dict(state["loop"])
+    position.load_state_dict(state["loop"])
     restore_plugins(trainer, state)
-    ranks = state["rng"]["now"]
+    ranks = state["ranks"]
     if len(ranks) != trainer.world_size:
         warnings.warn(
             f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
             "training continues with new ones",
             stacklevel=2,
         )
-        return None
-    trainer.position.epoch_random_state = state["rng"]["epoch_start"][trainer.global_rank]
-    now: dict[str, Any] = ranks[trainer.global_rank]
-    return now
+        window = ranks[0]["feed"].get("window")
+        if window is not None:
+            position.batches_done = window["start"]  # its gradients were other ranks'
+        return
+    mine = ranks[trainer.global_rank]
+    position.epoch_random_state = mine["epoch_start"]
+    trainer.book.load_state_dict(mine["metrics"])
+    own = dict(trainer.module.named_buffers())
+    for name, saved in mine["buffers"].items():
+        if name in own and own[name].shape == saved.shape:
+            own[name].copy_(saved)
+    if trainer.feed is not None:
+        trainer.feed.resume(mine["feed"], mine["random"])
 
 
 def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from stratagem import snapshot
 from stratagem.data import DataModule
 from stratagem.errors import ConfigError, PeerError, StratagemError, nearest
 from stratagem.events import Events
+from stratagem.feed import Feed
 from stratagem.launch import is_echo
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
@@ -129,6 +130,8 @@ class Trainer:
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         #: What `training_step` returned last.
         self.last_outputs: Any = None
+        #: What hands the loop its batches, while training.
+        self.feed: Feed | None = None
         #: Appended to metric names while one of several loaders is evaluated.
         self.loader_suffix = ""
         #: Of the training loader, for one process; None if it does not tell.
@@ -436,7 +439,7 @@ class Trainer:
         job = Job(stage, loaders, val_loaders, datamodule, ckpt_path)
         if stage == "fit":
             if model is not self.module:
-                self.position, self.carried = Position(), None
+                self.position, self.carried, self.feed = Position(), None, None
             elif ckpt_path is None:
                 with self.run.making_whole():
                     job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
@@ -525,13 +528,13 @@ class Trainer:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        at_work = {"book", "events", "_handles", "lr_scheduler_configs", "last_outputs"}
+        at_work = {"book", "events", "feed", "_handles", "lr_scheduler_configs", "last_outputs"}
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
-        self.lr_scheduler_configs, self.last_outputs = [], None
+        self.lr_scheduler_configs, self.last_outputs, self.feed = [], None, None
 
 
 def raise_with_cause(error: BaseException, run: Run) -> NoReturn:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stratagem as sg
 from stratagem.testing import run_in_processes
@@ -113,3 +117,111 @@ def test_another_world_size_reads_it_and_says_what_it_cannot_keep(tmp_path):
         trainer.fit(Noisy(), loader(), ckpt_path=tmp_path / "a.ckpt")
 
     assert trainer.global_step == 6 + 2 * 6
+
+
+# --- Loaders, ranks, precisions, strategies, windows ---------------------------------------------------------------
+
+SAMPLES = 56  # an odd number of batches: windows of three end in a short one
+
+
+class Augmented(Dataset):
+    """Every sample is another one each time; randomness of all three kinds."""
+
+    def __init__(self):
+        self.x, self.y = data(SAMPLES)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.x[index] + 0.1 * torch.randn(16) + random.random(), self.y[index]
+
+
+class Stream(IterableDataset):
+    """Of a length that nobody knows."""
+
+    def __init__(self):
+        self.inner = Augmented()
+
+    def __iter__(self):
+        return (self.inner[index] for index in torch.randperm(SAMPLES).tolist())
+
+
+class Normalized(Noisy):
+    """Buffers change with every batch, also within a window; the epoch's metric is watched."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(16), *self.net)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("watched", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.losses.append(float(self.trainer.book.epoch_values()["watched"]))
+
+
+LOADERS = {
+    "plain": lambda workers: DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
+    "generator": lambda workers: DataLoader(
+        Augmented(), 4, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(5)
+    ),
+    "stream": lambda workers: DataLoader(Stream(), 4, num_workers=workers),
+    # Workers of a stateful loader begin again with their random numbers: no augmentation here.
+    "stateful": lambda workers: StatefulDataLoader(
+        Augmented() if workers == 0 else TensorDataset(*data(SAMPLES)), 4, shuffle=True, num_workers=workers
+    ),
+}
+
+
+def _compare(rank, world_size, folder, cells):
+    """Return the cells where a resumed run is not the uninterrupted one."""
+    different = []
+    for number, (kind, workers, options, batch) in enumerate(cells):
+        outcomes = []
+        for resumes in (False, True):
+            random.seed(3 + resumes)
+            torch.manual_seed(3)
+            made = LOADERS[kind](workers)
+            model = Normalized()
+            torch.manual_seed(17 + resumes + rank)
+            path = f"{folder}/{number}.ckpt"
+            callbacks = [] if resumes else [SaveAt(path, 1, batch)]
+            arguments = QUIET | {"devices": world_size, "max_epochs": 3, "callbacks": callbacks} | options
+            trainer = sg.Trainer(**arguments)
+            trainer.fit(model, made, ckpt_path=path if resumes else None)
+            with trainer.run.making_whole():
+                state = trainer.run.ask("model_state", module=model)
+            outcomes.append(({k: v.clone() for k, v in state.items()}, model.losses, trainer.global_step))
+        (whole, losses, steps), (resumed, again, steps_again) = outcomes
+        same = all(torch.equal(whole[name], resumed[name]) for name in whole)
+        if not (same and losses[-len(again) :] == again and len(again) == 2 - (batch is None) and steps == steps_again):
+            different.append((kind, workers, options, batch, losses, again, steps, steps_again))
+    return different
+
+
+BF16 = {"precision": "bf16-mixed"}
+MIXED = {"precision": {"name": "16-mixed", "init_scale": 256.0}}
+SETTINGS = [{}, {"accumulate_grad_batches": 3}, {"accumulate_grad_batches": 3} | MIXED, BF16]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_every_kind_of_loader(tmp_path, kind, workers):
+    cells = [(kind, workers, options, batch) for options, batch in itertools.product(SETTINGS, [None, 0, 4])]
+    if (kind, workers) == ("stateful", 2):
+        cells = cells[1:6:2]  # its workers take a second to start
+
+    assert _compare(0, 1, tmp_path, cells) == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_ranks_with_every_kind_of_loader(tmp_path, strategy):
+    plain = [("plain", 0, options, batch) for options, batch in itertools.product(SETTINGS, [None, 0, 4])]
+    others = [(kind, workers, SETTINGS[1], 4) for kind in LOADERS for workers in (0, 2)]
+    cells = [(k, w, {"strategy": strategy, "checkpoint": "sharded"} | o, b) for k, w, o, b in plain + others]
+
+    assert run_in_processes(_compare, 2, str(tmp_path), cells, limit_s=120) == [[], []]

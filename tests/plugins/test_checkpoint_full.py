@@ -39,7 +39,7 @@ def test_the_file_is_a_plain_dict_for_torch_load(tmp_path):
     state = torch.load(path, weights_only=True)
 
     assert set(state) == {
-        "state_dict", "optimizers", "lr_schedulers", "loop", "rng", "callbacks", "plugins", "hyper_parameters", "format",
+        "state_dict", "optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins", "hyper_parameters", "format",
     }  # fmt: skip
     assert list(state["state_dict"]) == list(Net().state_dict())
     assert state["optimizers"][0]["param_groups"][0]["params"][0] == "net.0.weight"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 import stratagem as sg
+from stratagem.errors import ConfigError, StratagemError
 from stratagem.loggers import CSVLogger
+from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches
+from stratagem.testing.training import share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -86,3 +93,66 @@ def test_a_named_version_is_appended_to(tmp_path):
         logger.flush()
 
     assert [row["a"] for row in rows(tmp_path / "stratagem_logs" / "version_3" / "metrics.csv")] == ["0", "1"]
+
+
+def a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    return path
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
+    steps = []
+
+    class Counts(Net):
+        def training_step(self, batch, batch_idx):
+            steps.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    logger = CSVLogger(save_dir=a_file(tmp_path) / "logs")
+    trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, logger=logger, **QUIET)
+    with pytest.raises(ConfigError, match=r"csv.save_dir leads to '.*/file/logs/stratagem_logs', which cannot"):
+        trainer.fit(Counts(), joined_batches(1, 8))
+
+    assert steps == []
+
+
+def test_all_ranks_hear_of_a_folder_that_cannot_be_made(tmp_path):
+    said = run_in_processes(_fit_into, 2, a_file(tmp_path))
+
+    assert all("csv.save_dir leads to" in text and text.count("\n") == 0 for text in said), said
+
+
+def _fit_into(rank, size, folder):
+    trainer = sg.Trainer(devices=size, max_epochs=1, logger=CSVLogger(save_dir=folder), **QUIET)
+    try:
+        trainer.fit(Net(), share(trainer, joined_batches(1, 8)))
+    except StratagemError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("step", ["on_fit_start", "log_metrics"])
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # the tests may run as root
+    logger, run = CSVLogger(), sg.Run(accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(ConfigError, match=rf"default_root_dir leads to .*no permission to write to {tmp_path}"):
+        logger.on_fit_start(run) if step == "on_fit_start" else logger.log_metrics({"a": 1}, 0, run)
+
+    logger.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_the_file_system_knows_is_told_by_the_first_metric():
+    logger = CSVLogger(save_dir=Path("/proc"))
+    with pytest.raises(ConfigError, match="csv.save_dir leads to '/proc/stratagem_logs/version_0', which cannot"):
+        logger.log_metrics({"a": 1}, 0, run_at(Path.cwd()))
+
+    logger.flush()
+
+
+def test_a_url_is_refused():
+    upath = pytest.importorskip("upath")
+    logger = CSVLogger(save_dir=upath.UPath("memory://logs"))
+    with pytest.raises(ConfigError, match=r"csv.save_dir leads to '.*logs/stratagem_logs', which .* URL"):
+        logger.log_metrics({"a": 1}, 0, run_at(Path.cwd()))

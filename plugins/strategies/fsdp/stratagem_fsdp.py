@@ -185,13 +185,18 @@ class FSDPStrategy(Strategy):
             units += [
                 child for child in user.children() if child not in units and any(True for _ in child.parameters())
             ]
-        _check_tied(user, units)
         options = self._options(run)
+        exact = options | {"mp_policy": MixedPrecisionPolicy()}
+        normalizing = _running_norms(user, units) if options["mp_policy"].param_dtype is not None else []
+        units = children_first(user, {*units, *normalizing})
+        _check_tied(user, units)
         for unit in units:
             fill(unit)
-            fully_shard(unit, **options, ignored_params=_scalars(user))
+            fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_scalars(user))
         fill(user)
         root = fully_shard(module, **options, ignored_params=_scalars(user))
+        if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
+            _match_inputs(user)
         user.__dict__[_WRAPPED] = (root, self._device_mesh)
         return root
 
@@ -431,6 +436,24 @@ def _like(value: Any, model: Any) -> Any:
 def _copied(value: Any) -> Any:
     """Return a tensor with memory of its own: an optimizer keeps what it is given."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _running_norms(user: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers with running statistics: those are fp32, and so must their weights be."""
+    norms = [part for part in user.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return [part for part in norms if part.weight is not None and part not in units]
+
+
+def _match_inputs(user: nn.Module) -> None:
+    """Cast what normalizing layers get to the dtype of their weights: on a CPU autocast leaves that to the caller."""
+    for part in user.modules():
+        if isinstance(part, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm) and part.weight is not None:
+            part.register_forward_pre_hook(_cast_to_weight)
+
+
+def _cast_to_weight(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = arguments
+    return (x.to(layer.weight.dtype), *rest)
 
 
 def _reshard(root: nn.Module) -> None:
