@@ -20,6 +20,11 @@ def default(role: str) -> str:
     return name
 
 
+def moved(name: str) -> str:
+    """Return what to say instead of `name`, which other trainers know; nothing if they do not."""
+    return str(_catalog()["moved"].get(name, ""))
+
+
 def providers(kind: str) -> dict[str, str]:
     """Return the known plugin names of `kind`, each with the package that provides it."""
     packages: dict[str, dict[str, list[str]]] = _catalog()["packages"]

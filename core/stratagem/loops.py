@@ -275,6 +275,7 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
                 results = _by_loader(metrics, len(loaders))
             trainer.events.emit(f"{event}_end")
     finally:
+        book.reset()
         run.stage, trainer.book = before
     return results
 

@@ -34,8 +34,19 @@ class Metric:
     #: Weighted sum, sum or extreme over the epoch; a list for a callable reduce_fx.
     total: Any = None
     weight: float = 0.0
+    #: An object that computes its own value over the epoch and over all ranks, as torchmetrics' do.
+    source: Any = None
 
     def update(self, value: Any, weight: float) -> None:
+        if self.source is not None:
+            self.last = getattr(value, "_forward_cache", None) if self.on_step else None
+            if self.on_step and self.last is None:
+                raise ConfigError(
+                    f"a {type(value).__name__} that was only updated is logged on each step", expected="its value",
+                    do="call it rather than its update(), or log it with on_step=False, on_epoch=True",
+                )  # fmt: skip
+            self.total = True
+            return
         self.last = value
         if not self.on_epoch:
             return
@@ -55,6 +66,8 @@ class Metric:
 
     def reset(self) -> None:
         self.last, self.total, self.weight = None, None, 0.0
+        if self.source is not None:
+            self.source.reset()
 
 
 class MetricBook:
@@ -101,8 +114,12 @@ class MetricBook:
         self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None,
         reduce_fx: Any, sync_dist: bool, rank_zero_only: bool,
     ) -> Metric:  # fmt: skip
-        if not isinstance(value, torch.Tensor | int | float):
-            raise ConfigError(f"log({name!r}) got {value!r}", expected="a number or a tensor with one element")
+        computes = _computes(value)
+        if not (computes or isinstance(value, torch.Tensor | int | float)):
+            raise ConfigError(
+                f"log({name!r}) got {value!r}",
+                expected="a number, a tensor with one element, or an object with update, compute and reset",
+            )
         if not (callable(reduce_fx) or reduce_fx in _REDUCTIONS):
             raise ConfigError(
                 f"log({name!r}, reduce_fx={reduce_fx!r})", expected=f"one of {', '.join(_REDUCTIONS)} or a callable"
@@ -115,6 +132,13 @@ class MetricBook:
         step = self.default_on_step if on_step is None else on_step
         epoch = (not self.default_on_step) if on_epoch is None else on_epoch
         metric = Metric(step, epoch, prog_bar, logger, sync_dist, rank_zero_only, reduce_fx)
+        if computes:
+            if rank_zero_only:
+                raise ConfigError(
+                    f"log({name!r}) sets rank_zero_only for a {type(value).__name__}, which asks all ranks",
+                    do="drop it",
+                )
+            metric.source, metric.sync_dist = value, False  # it asks the other ranks by itself
         self.metrics[name] = metric
         return metric
 
@@ -156,7 +180,11 @@ class MetricBook:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the epoch has seen so far; metrics with a reduction of the user's own are left out."""
-        kept = {name: m for name, m in self.metrics.items() if m.total is not None and not callable(m.reduce_fx)}
+        kept = {
+            name: m
+            for name, m in self.metrics.items()
+            if m.total is not None and not callable(m.reduce_fx) and m.source is None
+        }
         return {name: asdict(metric) for name, metric in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,11 +197,25 @@ class MetricBook:
             metric.reset()
 
 
+def _computes(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
+
+
 def _op(metric: Metric) -> Any:
     return metric.reduce_fx if metric.reduce_fx in _REDUCTIONS else "mean"
 
 
 def _epoch_value(metric: Metric, collectives: Collectives | None) -> Tensor:
+    if metric.source is not None:
+        value = metric.source.compute()
+        if not isinstance(value, torch.Tensor | int | float) or (
+            isinstance(value, torch.Tensor) and value.numel() != 1
+        ):
+            raise ConfigError(
+                f"{type(metric.source).__name__}.compute() returned {value!r}", expected="one number",
+                do="log its parts one by one",
+            )  # fmt: skip
+        return _tensor(value)
     if callable(metric.reduce_fx):
         value = metric.reduce_fx(torch.stack(metric.total))
         return collectives.all_reduce(value, "mean") if collectives else value

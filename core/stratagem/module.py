@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stratagem.errors import ConfigError
+from stratagem.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -42,7 +43,7 @@ class Module(nn.Module):
         super().__init__()
         # Plain attributes: a trainer is no submodule, and it does not travel with a pickled or copied module.
         self.__dict__["_trainer"] = None
-        self.__dict__["_hparams"] = {}
+        self.__dict__["_hparams"] = Hyperparameters()
 
     # --- What a user overrides -----------------------------------------------------------------------------------
 
@@ -71,6 +72,9 @@ class Module(nn.Module):
 
         Called at the start of fit, validate, test and predict: build only what does not exist yet.
         """
+
+    # A module may also define training_step_end(output), validation_step_end and test_step_end: what they return stands
+    # for what the step returned.
 
     # --- What a user calls ---------------------------------------------------------------------------------------
 
@@ -139,24 +143,62 @@ class Module(nn.Module):
         handles = self.trainer.optimizer_handles
         return handles[0] if len(handles) == 1 else handles
 
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let gradients flow to the parameters of `optimizer` alone, until `untoggle_optimizer`.
+
+        For several optimizers stepped by hand: what belongs to the others costs no backward and collects nothing.
+        """
+        if "_toggled" in self.__dict__:
+            raise ConfigError("toggle_optimizer was called twice", do="call untoggle_optimizer in between")
+        every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before = {id(parameter): (parameter, parameter.requires_grad) for parameter in every}
+        self.__dict__["_toggled"] = list(before.values())
+        for parameter, _ in before.values():
+            if id(parameter) not in own:
+                parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Any = None) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, wanted in self.__dict__.pop("_toggled", ()):
+            parameter.requires_grad = wanted
+
     def lr_schedulers(self) -> Any:
         """Return the scheduler, the list of them, or None."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers if len(schedulers) > 1 else schedulers[0] if schedulers else None
 
-    def save_hyperparameters(self, *names: str) -> None:
-        """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them."""
+    def save_hyperparameters(self, *names: str, ignore: str | Sequence[str] = ()) -> None:
+        """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them.
+
+        Args:
+            names: those to remember, rather than all.
+            ignore: those to leave out.
+
+        Raises:
+            ConfigError: no such argument, or one that a checkpoint cannot hold.
+        """
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
         local = frame.f_back.f_locals
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         known = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
-        self.__dict__["_hparams"].update({name: local[name] for name in (names or known) if name in local})
+        for name in [*names, *ignored]:
+            if name not in known:
+                raise ConfigError(
+                    f"save_hyperparameters names {name!r}", expected=f"arguments of {type(self).__name__}.__init__",
+                    do=nearest(name, known),
+                )  # fmt: skip
+        chosen = {name: local[name] for name in (names or known) if name in local and name not in ignored}
+        for name, value in chosen.items():
+            _check_storable(type(self).__name__, name, value)
+        self.hparams.update(chosen)
 
     @property
-    def hparams(self) -> dict[str, Any]:
-        """What `save_hyperparameters` remembered."""
-        hparams: dict[str, Any] = self.__dict__.setdefault("_hparams", {})
+    def hparams(self) -> Hyperparameters:
+        """What `save_hyperparameters` remembered: a dictionary, its items attributes as well."""
+        hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
         return hparams
 
     @classmethod
@@ -181,6 +223,35 @@ class Module(nn.Module):
         return self.__dict__ | {"_trainer": None}
 
 
+#: Attribute of a module that was given as ``torch.compile(module)``: what compiles a function.
+COMPILER = "_step_compiler"
+#: Steps whose output goes through a method of the same name with ``_end``, if the module has one.
+_STEPS = ("training_step", "validation_step", "test_step")
+
+
+class Hyperparameters(dict[str, Any]):
+    """A dictionary whose items are attributes as well: ``self.hparams.width``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            hint = nearest(name, self) or "see save_hyperparameters"
+            raise AttributeError(f"no hyper-parameter is called {name!r}; {hint}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def original(model: Any) -> Any:
+    """Return the module behind ``torch.compile(module)``, made to compile its steps; anything else as it is."""
+    inner, compiler = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
+    if not isinstance(inner, Module) or compiler is None:
+        return model
+    inner.__dict__[COMPILER] = compiler
+    return inner
+
+
 class StepModule(nn.Module):
     """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
 
@@ -188,8 +259,24 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
 
+        # Plain attributes, and looked up once: a step asks for them.
+        self.__dict__["_ends"] = {step: f"{step}_end" for step in _STEPS if hasattr(type(module), f"{step}_end")}
+        self.__dict__["_compiled"] = {}
+
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return getattr(self.module, method)(*arguments, **options)
+        step = self._compiled.get(method) or self._step(method)
+        output = step(*arguments, **options)
+        return getattr(self.module, self._ends[method])(output) if method in self._ends else output
+
+    def _step(self, method: str) -> Any:
+        step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
+        if compiler is None:
+            return step
+        self._compiled[method] = compiler(step)
+        return self._compiled[method]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": {}}
 
 
 class OptimizerHandle:
@@ -222,6 +309,19 @@ def takes(function: Any, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _check_storable(cls: str, name: str, value: Any) -> None:
+    from stratagem.encoding import encode
+
+    try:
+        encode(value, lambda *_: 0, name)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{cls}.save_hyperparameters: {error.found}",
+            expected="tensors, numbers, strings and containers of them, which a checkpoint can hold",
+            do=f"leave it out with save_hyperparameters(ignore=[{name!r}])",
+        ) from None
 
 
 def _missing(module: Module, method: str, stage: str) -> ConfigError:

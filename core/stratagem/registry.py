@@ -97,7 +97,10 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
         return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
-    hint = nearest(name, [*installed, *known])
+    elsewhere = next((entry.kind for entry in entries() if entry.name.lower() == wanted), "")
+    hint = catalog.moved(wanted) or (
+        f"{wanted!r} is a {elsewhere}" if elsewhere else nearest(name, [*installed, *known])
+    )
     listing = ", ".join(sorted(installed)) or "none; see `pip install stratagem-...` in the README"
     return PluginError(f"{kind} {name!r} is unknown", expected=f"one of those installed: {listing}", do=hint)
 

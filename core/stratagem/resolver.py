@@ -140,7 +140,9 @@ def resolve(settings: Any) -> Stack:
         launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
-        callbacks=chooser.many("callback", getattr(settings, "callbacks", ())) + _standard_callbacks(settings),
+        callbacks=chooser.many("callback", getattr(settings, "callbacks", ()))
+        + _profiler(settings, chooser)
+        + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
         devices=devices,
@@ -377,11 +379,14 @@ def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wa
 
 
 def _standard_callbacks(settings: Any) -> list[Choice]:
-    wanted = {"progress": "enable_progress_bar", "checkpointing": "enable_checkpointing"}
+    wanted = {
+        "progress": "enable_progress_bar", "checkpointing": "enable_checkpointing", "summary": "enable_model_summary",
+    }  # fmt: skip
     quiet = getattr(settings, "barebones", False)
     choices = []
     for role, switch in wanted.items():
-        if not getattr(settings, switch, False) or quiet:
+        value = getattr(settings, switch, False)
+        if not (sys.stdout.isatty() if value is None else value) or quiet:
             continue
         if role == "checkpointing" and settings.fast_dev_run:
             continue
@@ -393,12 +398,24 @@ def _standard_callbacks(settings: Any) -> list[Choice]:
 
 
 def _names(value: Any, entry: registry.Entry) -> bool:
-    """Whether the user's `value` already chooses the plugin of `entry`, or a class derived from it."""
-    if isinstance(value, str):
-        return value.lower() == entry.name
-    if isinstance(value, Mapping):
-        return str(value.get("name")).lower() == entry.name
+    """Whether the user's `value` already chooses the plugin of `entry`, or one of a class derived from it."""
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        if name.lower() == entry.name:
+            return True
+        chosen = [other for other in registry.entries("callback") if other.name == name.lower()]
+        return any(issubclass(other.load(), entry.load()) for other in chosen)
     return any(_entry_of("callback", cls)[1] == entry for cls in type(value).__mro__)
+
+
+def _profiler(settings: Any, chooser: _Chooser) -> list[Choice]:
+    """Return the callback that ``profiler=`` stands for."""
+    value = getattr(settings, "profiler", None)
+    if isinstance(value, str):
+        value = f"{value}_profiler"
+    elif isinstance(value, Mapping):
+        value = {**value, "name": f"{value.get('name')}_profiler"}
+    return [] if value in (None, False) else chooser.many("callback", value)
 
 
 def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:

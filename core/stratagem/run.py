@@ -284,6 +284,8 @@ class Run:
             recomputation.recompute(module, *self._recomputes)
         if not self.shards_parameters and has_no_values(module):
             self.filler(module).fill(module)
+        if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
+            self._synchronize_batchnorm(module)
         self._reducer_is_due = True
         self.model = self.ask("wrap_model", module=StepModule(module))
         self.optimizers = []
@@ -294,6 +296,14 @@ class Run:
             lock.write(self)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
+
+    def _synchronize_batchnorm(self, module: nn.Module) -> None:
+        from stratagem.batchnorm import synchronize
+
+        if synchronize(module, self.collectives) == 0:
+            raise ConfigError(
+                f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
+            )
 
     def filler(self, module: nn.Module) -> Filler:
         """Return what gives values to a `module` that was built without; the seed is rank 0's. Collective."""

@@ -56,6 +56,8 @@ class RunSettings:
     default_root_dir: Path = field(factory=Path.cwd)
     #: Give each process its own share of every loader.
     use_distributed_sampler: bool = True
+    #: Let batch normalization see the batches of all processes; on every device and backend.
+    sync_batchnorm: bool = False
     #: Compute these parts of the model again in backward instead of keeping their activations: a set of classes (or of
     #: their names), a torch policy, or ``{"policy": ..., "mode": "full" | "selective" | "offload"}``. Memory for time;
     #: "offload" keeps them on the CPU instead.
@@ -110,6 +112,10 @@ class TrainerSettings(RunSettings):
     log_every_n_steps: int = field(default=50, validator=at_least(1))
     enable_progress_bar: bool = True
     enable_checkpointing: bool = True
+    #: Print the layers and their parameters when a fit begins; by default where the output is a terminal.
+    enable_model_summary: bool | None = None
+    #: Measure where time goes: ``"simple"`` stands for the callback of that name with ``_profiler``.
+    profiler: Any = None
     #: Run this many batches of everything, once, and write nothing.
     fast_dev_run: bool | int = False
     #: Train on this many (or this share of the) batches, the same ones every epoch.
@@ -126,12 +132,41 @@ class TrainerSettings(RunSettings):
         return not (self.barebones or self.fast_dev_run)
 
 
-#: Arguments that are part of the public signature and not built yet: refused, rather than ignored.
-NOT_YET: dict[str, Any] = {
-    "enable_model_summary": None,
-    "profiler": None,
-    "sync_batchnorm": False,
+#: Arguments of other trainers, and of earlier versions of them, with what they are called here.
+_MOVED = {
+    "gpus": 'say accelerator="gpu" and devices',
+    "tpu_cores": "there is no TPU accelerator; `stratagem plugins list --kind accelerator` shows those installed",
+    "num_processes": 'say accelerator="cpu" and devices',
+    "auto_select_gpus": 'say devices="auto", or list the devices',
+    "replace_sampler_ddp": "say use_distributed_sampler instead",
+    "distributed_backend": "say strategy instead",
+    "resume_from_checkpoint": "say fit(ckpt_path)",
+    "checkpoint_callback": "say enable_checkpointing, or list it in callbacks",
+    "early_stop_callback": "list an early_stopping in callbacks",
+    "weights_summary": "say enable_model_summary, or list a model_summary in callbacks",
+    "progress_bar_refresh_rate": 'say callbacks={"name": "progress", "refresh_every_s": 1.0}',
+    "amp_backend": "say precision alone",
+    "amp_level": "say precision alone",
+    "auto_lr_find": "list a learning_rate_finder in callbacks",
+    "auto_scale_batch_size": "list a batch_size_finder in callbacks",
+    "stochastic_weight_avg": "list a stochastic_weight_averaging in callbacks",
+    "terminate_on_nan": "list an early_stopping or a spike_detection in callbacks",
+    "track_grad_norm": "list a gradient_norms in callbacks",
+    "benchmark": "set torch.backends.cudnn.benchmark",
+    "move_metrics_to_cpu": "log with .cpu()",
+    "multiple_trainloader_mode": "combine the loaders in one iterable",
+    "reload_dataloaders_every_n_epochs": "let the data set change in on_train_epoch_start",
+    "weights_save_path": "say ModelCheckpoint(dirpath=path)",
+    "num_machines": "say num_nodes instead",
+    "config": "say Trainer.from_config(path)",
+    "max_nb_epochs": "say max_epochs instead",
+    "model_registry": "a checkpoint's path goes into fit(ckpt_path)",
 }
+
+
+def moved(name: str) -> str:
+    """Return what to say instead of `name`, an argument of another trainer; nothing for an unknown one."""
+    return _MOVED.get(name, "")
 
 
 #: Arguments that choose plugins, with the kind each of them chooses.
@@ -161,11 +196,6 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) 
         for kind, set_here in layer.options.items():
             for option, value in set_here.items():
                 options.setdefault(kind, {})[option] = PluginOption(value, layer.origin, layer.text)
-    for name, nothing in NOT_YET.items():
-        if values.pop(name, nothing) not in (nothing, False):
-            raise ConfigError(
-                f"{name} is {code.get(name)!r}", expected=f"{nothing!r}: this version does not have it yet"
-            )
     settings = build(cls, {name: value for name, value in values.items() if name != "default_root_dir" or value}, "")
     for name in ("default_root_dir", "lock"):
         if is_remote(folder := getattr(settings, name, None) or Path()):
@@ -180,17 +210,15 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) 
 
 def _convert(cls: type[Any], name: str, value: Any, layer: Layer) -> Any:
     """Return `value` as argument `name` wants it."""
-    if name in NOT_YET:
-        return None if layer.text and value.lower() in ("false", "none") else value
     known = option_names(cls)
     if name not in known:
         if layer.origin == "code":
             return convert_options(cls, {name: value}, "")  # says what is known
         raise ConfigError(
             f"{layer.origin} sets {name!r}, which is no argument", expected="an argument of the Trainer",
-            do=nearest(name, known) or "see --help",
+            do=moved(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
-    if layer.text and (name in CHOICES or name == "plugins"):
+    if layer.text and (name in CHOICES or name in ("plugins", "profiler")):
         return parse_choice(value)
     try:
         return convert_options(cls, {name: value}, "", text=layer.text)[name]

@@ -22,14 +22,14 @@ from stratagem.launch import is_echo
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
 from stratagem.metrics import MetricBook
-from stratagem.module import Module, OptimizerHandle, overrides
+from stratagem.module import Module, OptimizerHandle, original, overrides
 from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import read_accumulation
 from stratagem.places import place
 from stratagem.plugin import NO_SYNC, CheckpointFormat
 from stratagem.run import Run
 from stratagem.session import Job, Session
-from stratagem.settings import TrainerSettings, gather
+from stratagem.settings import TrainerSettings, gather, moved
 from stratagem.world import World
 
 #: How long a rank that calls `save_checkpoint` waits for the others before it says that it is alone.
@@ -50,7 +50,7 @@ def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None
         for name in arguments:
             if name not in known:
                 raise ConfigError(f"Trainer has no argument {name!r}", expected="one of its arguments",
-                                  do=nearest(name, known) or "see help(stratagem.Trainer)")  # fmt: skip
+                                  do=moved(name) or nearest(name, known) or "see help(stratagem.Trainer)")  # fmt: skip
         self.given, self.layers = arguments, layers
         init(self, **arguments)
 
@@ -218,6 +218,7 @@ class Trainer:
             ConfigError: the module or a loader lacks what training needs.
             CheckpointError: there is no such checkpoint, it is damaged, or it belongs to another model.
         """
+        model = original(model)
         _require(model, "training_step", "fit")
         _require(model, "configure_optimizers", "fit")
         self._call("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
@@ -418,7 +419,7 @@ class Trainer:
     def _evaluate(
         self, stage: str, step: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
     ) -> list[Any]:
-        model = self.module if model is None else model
+        model = self.module if model is None else original(model)
         if model is None:
             raise ConfigError(f"{stage} got no model and none was trained before", expected="a model")
         if stage != "predict":
@@ -429,6 +430,7 @@ class Trainer:
     def _call(
         self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
     ) -> Any:
+        model = original(model)
         if not isinstance(model, Module):
             raise ConfigError(f"{stage} got a {type(model).__name__}", expected="a stratagem.Module",
                               do="derive from it, or use stratagem.Run with a loop of your own")  # fmt: skip
