@@ -42,7 +42,7 @@ def _synced(cls: type[nn.Module]) -> type[nn.Module]:
     return _CLASSES.setdefault(cls, type(f"Synced{cls.__name__}", (_Synced, cls), {}))
 
 
-def _blank(cls: type[nn.Module]) -> nn.Module:
+def _blank(cls: Any) -> Any:
     return cls.__new__(cls)
 
 

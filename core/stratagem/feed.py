@@ -105,6 +105,11 @@ class Feed:
         elif position.batches_done:
             self._now = self.random_state()
 
+    @property
+    def window_is_open(self) -> bool:
+        """Whether gradients wait for more batches."""
+        return self._window is not None
+
     def close_window(self) -> None:
         """The gradients were used."""
         self._window = None

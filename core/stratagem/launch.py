@@ -409,13 +409,19 @@ def wait_for(children: list[Child], folder: Path) -> None:
         _wait_until(lambda: _root_is_known(folder) or all(c.poll() is not None for c in children), NOTICE_S)
     finally:
         end(children)
+    reports = [_read(path) for path in folder.glob("*.json")]
+    codes = {each.message if each.type == SystemExit.__name__ else "" for each in reports}
+    if len(reports) == len(children) and len(codes) == 1 and (code := codes.pop()).isdecimal():
+        raise SystemExit(int(code))  # they left in agreement
     cause = root_cause(folder, children)
     assert cause is not None, "a process failed"
     raise cause
 
 
 def _root_is_known(folder: Path) -> bool:
-    return any(not _read(path).is_echo for path in folder.glob("*.json"))
+    reports = [_read(path) for path in folder.glob("*.json")]
+    # Who leaves by sys.exit may do so in agreement with the others: they get the time to do the same.
+    return any(not (each.is_echo or each.type == SystemExit.__name__) for each in reports)
 
 
 class Companions:

@@ -38,8 +38,12 @@ class Position:
     epoch: int = 0
     global_step: int = 0
     batches_done: int = 0
-    #: The current epoch ran all its batches; resuming begins the next one.
+    #: The current epoch ran all its batches.
     epoch_done: bool = False
+    #: Its end was told, and schedulers stepped; resuming begins the next one.
+    epoch_ended: bool = False
+    #: Validation is not due after the last batch, or has begun.
+    validated: bool = True
     #: Optimizer steps that a loss scale skipped.
     skipped_steps: int = 0
     #: This process's random state at the start of the epoch.
@@ -48,7 +52,8 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
-            "epoch_done": self.epoch_done, "skipped_steps": self.skipped_steps,
+            "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
+            "skipped_steps": self.skipped_steps,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +114,7 @@ class TrainLoop:
     def fit(self) -> None:
         """Train from the current position until a limit."""
         trainer, position = self.trainer, self.position
-        if position.epoch_done:
+        if position.epoch_ended:
             self._begin(position.epoch + 1)
         trainer.events.emit("on_train_start")
         trainer.module.train()
@@ -118,15 +123,16 @@ class TrainLoop:
         self.feed.set_out(position)
         while not self._finished():
             self._epoch()
-            if not position.epoch_done:
+            if not position.epoch_ended:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
         trainer.events.emit("on_train_end")
         trainer.last_outputs = None  # it holds the last graph
 
     def _begin(self, epoch: int) -> None:
-        self.position.epoch, self.position.batches_done, self.position.epoch_done = epoch, 0, False
-        self.position.epoch_random_state = None
+        position = self.position
+        position.epoch, position.batches_done, position.epoch_random_state = epoch, 0, None
+        position.epoch_done, position.epoch_ended, position.validated = False, False, True
 
     def _finished(self) -> bool:
         position, settings = self.position, self.settings
@@ -146,15 +152,19 @@ class TrainLoop:
         self.accumulate = trainer.accumulate_grad_batches
         if position.batches_done == 0:
             trainer.events.emit("on_train_epoch_start")
-        validate_every = trainer.batches_between_validations
+        if not position.validated:
+            self._validate()  # the run that is resumed was stopped before it
         start = position.batches_done
-        for batch_idx, batch, is_last in self.feed.epoch(position, self.accumulate):
+        batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
+        for batch_idx, batch, is_last in batches:
             if batch_idx < self.feed.replay_until:
                 self._again(batch, batch_idx)
                 continue
             self._batch(batch, batch_idx, is_last)
-            if (batch_idx + 1) % validate_every == 0 or (is_last and math.isinf(validate_every)):
-                self.session.validate()
+            if trainer.on_leaving is not None:
+                trainer.on_leaving()
+            if not position.validated:
+                self._validate()
             if self._stops_here():
                 break
         if position.batches_done == start and start == 0:
@@ -167,6 +177,10 @@ class TrainLoop:
             return True
         enough = self.position.epoch >= (self.settings.min_epochs or 0)
         return enough and (self.trainer.should_stop or self._out_of_time())
+
+    def _validate(self) -> None:
+        self.position.validated = True
+        self.session.validate()
 
     def _again(self, batch: Any, batch_idx: int) -> None:
         """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
@@ -194,7 +208,10 @@ class TrainLoop:
             if sync and self.optimizer is not None:
                 self._step()
         trainer.last_outputs = outputs
-        self.position.batches_done, self.position.epoch_done = batch_idx + 1, is_last
+        position = self.position
+        position.batches_done, position.epoch_done = batch_idx + 1, is_last
+        every = trainer.batches_between_validations
+        position.validated = not ((batch_idx + 1) % every == 0 or (is_last and math.isinf(every)))
         trainer.log_step()
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)

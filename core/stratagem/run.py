@@ -47,6 +47,7 @@ from stratagem.places import place
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, Bucket, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
 from stratagem.saving import Saver
+from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
 from stratagem.world import Collectives, Mesh, World
 
@@ -193,7 +194,8 @@ class Run:
         if environment.processes_exist() or alone:
             return body()
         self.world = self.ask("setup_environment")
-        body.far_from_home = not launcher.parent_trains
+        if not launcher.parent_trains:
+            body.far_from_home, body.random_state = True, random_state()
         return self.hook.launch(main=body, run=self)
 
     def explain(self) -> str:
@@ -652,10 +654,14 @@ class _ProcessBody:
     main: Callable[[Run], Any]
     #: A launcher that does not train in its own process calls this.
     far_from_home: bool = False
+    #: The launching process's, so that a seed set there holds here.
+    random_state: dict[str, Any] | None = None
 
     def __call__(self) -> Any:
         run = self.run
         run.far_from_home = self.far_from_home
+        if self.random_state is not None:
+            restore_random_state(self.random_state)
         join_supervision()
         run.connect()
         try:

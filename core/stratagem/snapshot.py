@@ -55,7 +55,8 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
         "random": random_state() if feed is None else feed.random_state(),
         "epoch_start": position.epoch_random_state,
-        "metrics": trainer.book.state_dict() if position.batches_done and not position.epoch_done else {},
+        "metrics": {} if position.epoch_ended else trainer.book.state_dict(),
+        "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
     }
 
@@ -72,6 +73,11 @@ def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Apply `state`. Weights alone make a fresh start."""
     run, position = trainer.run, trainer.position
+    if "format" not in state:
+        raise CheckpointError(
+            "the checkpoint was not written by stratagem", expected="one to resume from",
+            do="load its weights with load_from_checkpoint, or torch.load, and fit without ckpt_path",
+        )  # fmt: skip
     run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=True)
     if "loop" not in state:
         return
@@ -92,6 +98,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     mine = ranks[trainer.global_rank]
     position.epoch_random_state = mine["epoch_start"]
     trainer.book.load_state_dict(mine["metrics"])
+    trainer.callback_metrics.update(mine["callback_metrics"])
     own = dict(trainer.module.named_buffers())
     for name, saved in mine["buffers"].items():
         if name in own and own[name].shape == saved.shape:

@@ -130,6 +130,8 @@ class Trainer:
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         #: What `training_step` returned last.
         self.last_outputs: Any = None
+        #: Called once after the current batch, when everybody has been told of its end; a callback that sets it stops.
+        self.on_leaving: Callable[[], NoReturn] | None = None
         #: What hands the loop its batches, while training.
         self.feed: Feed | None = None
         #: Appended to metric names while one of several loaders is evaluated.
@@ -385,6 +387,11 @@ class Trainer:
         return self.batch_size and self.batch_size * shards * self.accumulate_grad_batches
 
     @property
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        return self.feed is None or not self.feed.window_is_open
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Over how many batches gradients accumulate in the current epoch."""
         return next(factor for epoch, factor in reversed(self._accumulation.items()) if epoch <= self.current_epoch)
@@ -479,6 +486,7 @@ class Trainer:
         for config in self.lr_scheduler_configs:
             if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
                 config.step(self.callback_metrics)
+        self.position.epoch_ended = True
 
     # --- Metrics -------------------------------------------------------------------------------------------------
 
@@ -530,13 +538,13 @@ class Trainer:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        at_work = {"book", "events", "feed", "_handles", "lr_scheduler_configs", "last_outputs"}
+        at_work = {"book", "events", "feed", "on_leaving", "_handles", "lr_scheduler_configs", "last_outputs"}
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
-        self.lr_scheduler_configs, self.last_outputs, self.feed = [], None, None
+        self.lr_scheduler_configs, self.last_outputs, self.feed, self.on_leaving = [], None, None, None
 
 
 def raise_with_cause(error: BaseException, run: Run) -> NoReturn:

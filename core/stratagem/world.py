@@ -79,6 +79,35 @@ class Mesh:
         return self.position("data") * self.size("shard") + self.position("shard")
 
 
+class Board:
+    """Notes that ranks leave for each other, by key. No call waits for another rank."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        """Leave `text` under `key`, in place of what is there."""
+        self._notes[key] = text
+
+    def get(self, key: str) -> str | None:
+        """Return what is under `key`."""
+        return self._notes.get(key)
+
+
+class _StoreBoard(Board):
+    """Notes in the store that the ranks met at."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, text: str) -> None:
+        self._store.set(f"stratagem/board/{key}", text)
+
+    def get(self, key: str) -> str | None:
+        name = f"stratagem/board/{key}"
+        return self._store.get(name).decode() if self._store.check([name]) else None
+
+
 class Collectives:
     """What processes say to each other. This base is the conversation of a single process with itself.
 
@@ -152,6 +181,15 @@ class Collectives:
     def read_note(self) -> str | None:
         """Return the note of a rank that ended, if it left one. Not collective."""
         return None
+
+    def board(self) -> Board:
+        """Return a place where ranks leave notes for each other, whenever they like; for a thread of its own."""
+        if self.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} has no board()", expected="one, for ranks to agree on when to stop",
+                do="tell the strategy's author",
+            )  # fmt: skip
+        return Board()
 
     def apart(self) -> Collectives:
         """Return a second conversation of the same ranks, on the CPU, for a thread that must not disturb this one."""
@@ -282,6 +320,9 @@ class TorchCollectives(Collectives):
             self._store.wait(["stratagem/note"], timedelta(seconds=2))
             return str(self._store.get("stratagem/note").decode())
         return None
+
+    def board(self) -> Board:
+        return _StoreBoard(self._store.clone())  # a connection of its own: a wait on the other one would block it
 
     def apart(self) -> Collectives:
         import torch

@@ -1,0 +1,177 @@
+"""Save and leave when the machine is about to be taken away.
+
+[Note: agreeing on a step]
+A signal reaches ranks at different times, or one of them alone. Asking the others after each step would cost each step
+a round trip, so nobody asks: a thread looks at a board now and then, and only when a request hangs there do the ranks
+agree. Each thread then posts the number of the last batch that its rank has begun, and from that moment the rank's main
+thread begins no other without having read all posts. The highest number posted is the last batch for all: who has begun
+it needs the others to finish it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError, PeerError, nearest
+from stratagem.options import more_than
+from stratagem.places import place
+
+#: Seconds after which a rank that does not answer is taken for dead.
+_PATIENCE_S = 300.0
+
+
+@define(eq=False, kw_only=True)
+class Preemption(Callback):
+    """On a signal to any rank: finishes the step, saves on all ranks in agreement, and ends with `exit_code`.
+
+    ``fit(ckpt_path="last")`` goes on from there, bit for bit.
+    """
+
+    #: Names of the signals to obey. Schedulers send SIGTERM before they kill, and SIGUSR1 or SIGUSR2 earlier if asked.
+    signals: list[str] = field(factory=lambda: ["SIGTERM", "SIGUSR1"])
+    #: What the program ends with: 75 is the system's word for "try again later".
+    exit_code: int = 75
+    #: Where to save; the folder of the first callback that keeps checkpoints, or ``<default_root_dir>/checkpoints``.
+    dirpath: Path | None = None
+    #: Name of the checkpoint; without an ending, the format's own.
+    filename: str = "preempted"
+    #: Seconds between two looks at the board; a rank notices a signal to another one after at most so long.
+    look_every_s: float = field(default=0.25, validator=more_than(0))
+
+    _watch: Any = field(init=False, default=None)
+    _earlier: dict[int, Any] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        known = [name for name in dir(signal) if name.startswith("SIG") and not name.startswith("SIG_")]
+        for name in self.signals:
+            if name not in known:
+                raise ConfigError(
+                    f"preemption.signals names {name!r}", expected="signals of this system", do=nearest(name, known)
+                )
+        if not 0 < self.exit_code < 256:
+            raise ConfigError(f"preemption.exit_code is {self.exit_code}", expected="a number from 1 to 255")
+
+    def folder(self, trainer: Any) -> Path:
+        """Return where it saves."""
+        if self.dirpath is not None:
+            return place(self.dirpath)
+        others = [c for c in trainer.callbacks if c is not self and hasattr(c, "folder")]
+        return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "preemption obeys signals, and fit was called outside the main thread", expected="the main thread"
+            )
+        self._stop_watching()
+        self._watch = _Watch(
+            trainer.run.collectives.board(), trainer.global_rank, trainer.world_size, self.look_every_s
+        )
+        for name in self.signals:
+            number = getattr(signal, name)
+            self._earlier[number] = signal.signal(number, self._watch.signalled)
+
+    @hookimpl(trylast=True)
+    def on_train_batch_end(self, trainer):
+        watch = self._watch
+        watch.begun += 1  # the next batch, unless what follows forbids it
+        if watch.requested and watch.last_batch() < watch.begun and trainer.at_step_boundary:
+            trainer.on_leaving = functools.partial(self._leave, trainer)
+
+    @hookimpl
+    def on_train_end(self):
+        self._stop_watching()
+
+    @hookimpl
+    def on_exception(self):
+        self._stop_watching()
+
+    @hookimpl
+    def teardown(self):
+        self._stop_watching()
+
+    def _leave(self, trainer: Any) -> None:
+        trainer.on_leaving = None
+        path = self.folder(trainer) / self.filename
+        if not path.suffix:
+            path = path.with_name(path.name + trainer.checkpoint_format.suffix)
+        trainer.save_checkpoint(path)
+        trainer.run.saver.wait()
+        trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
+                      f"{self.exit_code}", flush=True)  # fmt: skip
+        raise SystemExit(self.exit_code)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        for number, handler in self._earlier.items():
+            with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that was not Python's
+                signal.signal(number, handler)
+        self._earlier.clear()
+
+
+class _Watch:
+    """One rank's eyes on the board; see [Note: agreeing on a step]."""
+
+    def __init__(self, board: Any, rank: int, world_size: int, look_every_s: float) -> None:
+        self.board, self.rank, self.world_size, self.look_every_s = board, rank, world_size, look_every_s
+        #: Number of the last batch that this rank began, or is about to.
+        self.begun = 1
+        self.requested = False
+        self._signal = ""
+        self._wake = threading.Event()
+        self._over = False
+        self._last: int | None = None
+        self._thread = threading.Thread(target=self._look, daemon=True, name="stratagem-preemption")
+        self._thread.start()
+
+    def signalled(self, number: int, _: Any) -> None:
+        """Handle a signal to this rank."""
+        self._signal = signal.Signals(number).name
+        self._wake.set()
+
+    def _look(self) -> None:
+        while not self._over:
+            self._wake.wait(self.look_every_s)
+            with contextlib.suppress(Exception):  # the store goes when training ends elsewhere
+                if self._signal and self.board.get("stop") is None:
+                    self.board.put("stop", f"{self._signal} to rank {self.rank}")
+                if self.board.get("stop") is not None:
+                    self.requested = True  # first this, then the number: see the note
+                    self.board.put(f"begun/{self.rank}", str(self.begun))
+                    return
+
+    def last_batch(self) -> int:
+        """Return the number of the last batch for all; waits for every rank's post."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._last is None:
+            posts = [self.board.get(f"begun/{rank}") for rank in range(self.world_size)]
+            if None not in posts:
+                self._last = max(int(post) for post in posts if post is not None)
+            elif time.monotonic() > deadline:
+                raise PeerError(
+                    f"rank {posts.index(None)} did not answer within {_PATIENCE_S:.0f} s of {self.reason()}",
+                    do="this rank stops without saving",
+                )
+            else:
+                time.sleep(0.01)
+        return self._last
+
+    def reason(self) -> str:
+        """Return who was told to stop, and how."""
+        return str(self.board.get("stop"))
+
+    def stop(self) -> None:
+        self._over = True
+        self._wake.set()
