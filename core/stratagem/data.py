@@ -149,6 +149,21 @@ def _replace(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     return clone
 
 
+def with_batch_size(loader: Any, batch_size: int) -> Any:
+    """Return `loader` with batches of another size.
+
+    Raises:
+        ConfigError: it is no DataLoader, or makes its batches in a way of its own.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
+        raise ConfigError(
+            f"the training loader is a {type(loader).__name__} whose batches have no size to set",
+            expected="a DataLoader with a batch_size",
+        )
+    batches = type(loader.batch_sampler)(loader.sampler, batch_size, loader.drop_last)
+    return _replace(loader, batch_sampler=batches, batch_size=batch_size)
+
+
 def several(loaders: Any) -> list[Any]:
     """Return `loaders` as a list of loaders. A list of batches is one loader; a list of DataLoaders is several."""
     if isinstance(loaders, list | tuple) and loaders and all(isinstance(each, DataLoader) for each in loaders):

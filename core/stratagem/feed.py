@@ -76,7 +76,8 @@ class Feed:
         """Return the random states of this process, those of the loader's own generators included."""
         return random_state() | {"loader": [g.get_state() for g in generators_of(self.loader)]}
 
-    def _restore_random_state(self, state: dict[str, Any]) -> None:
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Put back what `random_state` returned."""
         restore_random_state(state)
         for generator, saved in zip(generators_of(self.loader), state.get("loader", []), strict=False):
             generator.set_state(saved)
@@ -101,7 +102,7 @@ class Feed:
     def set_out(self, position: Position) -> None:
         """Put back the random state of a run that is resumed, right before its next epoch (or the rest of one)."""
         if self._now is not None:
-            self._restore_random_state(self._now)
+            self.restore_random_state(self._now)
         elif position.batches_done:
             self._now = self.random_state()
 
@@ -129,15 +130,15 @@ class Feed:
 
         def read(number: int) -> Any:
             if "random" in (again := marks.get(number, {})):
-                self._restore_random_state(again["random"])
+                self.restore_random_state(again["random"])
             self._mark(number, accumulate)
             return next(iterator, _END)
 
         if now is not None and position.batches_done and not marks:
-            self._restore_random_state(now)
+            self.restore_random_state(now)
         ahead = read(first) if self.looks_ahead else None
         if now is not None and marks and window is None:
-            self._restore_random_state(now)
+            self.restore_random_state(now)
         batch_idx = first
         while self.looks_ahead or batch_idx < self.num_batches:
             if self.looks_ahead:
@@ -159,7 +160,7 @@ class Feed:
             yield batch_idx, batch, is_last
             if window is not None and batch_idx + 1 == self.replay_until:
                 assert now is not None
-                self._restore_random_state(now)
+                self.restore_random_state(now)
             batch_idx += 1
             if is_last:
                 if not self.looks_ahead and batch_idx == length(self.loader):
@@ -171,7 +172,7 @@ class Feed:
         if position.epoch_random_state is None:
             position.epoch_random_state = self.random_state()
         elif position.batches_done:
-            self._restore_random_state(position.epoch_random_state)
+            self.restore_random_state(position.epoch_random_state)
         if state is not None and self.stateful:
             self.loader.load_state_dict(state)
             return iter(self.loader)

@@ -83,6 +83,8 @@ class TrainLoop:
         self.batch_start = trainer.events.listener("on_train_batch_start")
         self.batch_end = trainer.events.listener("on_train_batch_end")
         self.before_step = trainer.events.listener("on_before_optimizer_step")
+        self.after_backward = trainer.events.listener("on_after_backward")
+        self.before_zero_grad = trainer.events.listener("on_before_zero_grad")
         self.step_schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if trainer.max_time is None else time.monotonic() + trainer.max_time.total_seconds()
 
@@ -136,10 +138,13 @@ class TrainLoop:
 
     def _finished(self) -> bool:
         position, settings = self.position, self.settings
-        enough = position.epoch >= (settings.min_epochs or 0)
         if settings.max_epochs is not None and 0 <= settings.max_epochs <= position.epoch:
             return True
-        return self._out_of_steps() or (enough and (self.trainer.should_stop or self._out_of_time()))
+        return self._out_of_steps() or (self._trained_enough() and (self.trainer.should_stop or self._out_of_time()))
+
+    def _trained_enough(self) -> bool:
+        position, settings = self.position, self.settings
+        return position.epoch >= (settings.min_epochs or 0) and position.global_step >= (settings.min_steps or 0)
 
     def _out_of_steps(self) -> bool:
         return 0 <= self.settings.max_steps <= self.position.global_step
@@ -175,8 +180,7 @@ class TrainLoop:
     def _stops_here(self) -> bool:
         if self._out_of_steps():
             return True
-        enough = self.position.epoch >= (self.settings.min_epochs or 0)
-        return enough and (self.trainer.should_stop or self._out_of_time())
+        return self._trained_enough() and (self.trainer.should_stop or self._out_of_time())
 
     def _validate(self) -> None:
         self.position.validated = True
@@ -205,6 +209,8 @@ class TrainLoop:
         else:
             sync = is_last or (batch_idx + 1) % self.accumulate == 0
             outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
+            if self.after_backward is not None:
+                self.after_backward()
             if sync and self.optimizer is not None:
                 self._step()
         trainer.last_outputs = outputs
@@ -224,6 +230,8 @@ class TrainLoop:
         if self.max_norm is not None or self.max_value is not None:
             run.clip_gradients(optimizer, self.max_norm, self.max_value)
         stepped = run.optimizer_step(optimizer)
+        if self.before_zero_grad is not None:
+            self.before_zero_grad(optimizer=optimizer)
         optimizer.zero_grad()
         self.feed.close_window()
         self._count(stepped)
@@ -280,16 +288,19 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
         inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
         with _evaluating(trainer.module, inference):
             trainer.events.emit(f"{event}_start")
-            batch_end = trainer.events.listener(f"{event}_batch_end")
+            trainer.events.emit(f"{event}_epoch_start")
+            told = [trainer.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
             for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                 trainer.loader_suffix = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
                 call = _step_caller(trainer, method, index, len(loaders))
-                results.append(_pass_over(trainer, stage, loader, limit, index, call, batch_end))
+                results.append(_pass_over(trainer, stage, loader, limit, index, call, *told))
             trainer.loader_suffix = ""
             if stage != "predict":
                 trainer.events.emit(f"{event}_epoch_end")
                 metrics = trainer.publish_epoch(book)
                 results = _by_loader(metrics, len(loaders))
+            else:
+                trainer.events.emit(f"{event}_epoch_end")
             trainer.events.emit(f"{event}_end")
     finally:
         book.reset()
@@ -298,8 +309,9 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
 
 
 def _pass_over(
-    trainer: Trainer, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any], batch_end: Any
-) -> list[Any]:
+    trainer: Trainer, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any],
+    batch_start: Any, batch_end: Any,
+) -> list[Any]:  # fmt: skip
     run, outputs_kept, batch_idx = trainer.run, [], -1
     set_epoch(loader, trainer.position.epoch)
     batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
@@ -308,6 +320,8 @@ def _pass_over(
         if run.shards_parameters:
             run.collectives.any(True)
         trainer.book.batch = moved
+        if batch_start is not None:
+            batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
         with run.evaluate_context(stage):
             outputs = call(moved, batch_idx)
         if stage == "predict":

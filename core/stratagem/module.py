@@ -27,13 +27,18 @@ EVENTS = (
     "on_test_start", "on_test_batch_end", "on_test_epoch_end", "on_test_end",
     "on_predict_start", "on_predict_batch_end", "on_predict_end",
     "on_save_checkpoint", "on_load_checkpoint",
+    # These have no hook of the same name: they are for modules alone.
+    "on_after_backward", "on_before_zero_grad", "on_validation_epoch_start", "on_validation_batch_start",
+    "on_test_epoch_start", "on_test_batch_start", "on_predict_epoch_start", "on_predict_batch_start",
+    "on_predict_epoch_end",
 )  # fmt: skip
 
 
 class Module(nn.Module):
     """Override `training_step` and `configure_optimizers`, and whatever else you need.
 
-    A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``.
+    A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
+    and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.

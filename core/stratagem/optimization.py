@@ -73,12 +73,12 @@ def read(configured: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     optimizers, schedulers = [], []
     for item in items:
         if isinstance(item, dict):
-            unknown = set(item) - {"optimizer", "lr_scheduler"}
+            unknown = set(item) - {"optimizer", "lr_scheduler", "monitor"}
             if "optimizer" not in item or unknown:
                 raise ConfigError(f"configure_optimizers returned a dict with {sorted(item)}", expected=_FORMS)
             optimizers.append(item["optimizer"])
             if item.get("lr_scheduler") is not None:
-                schedulers.append(_scheduler(item["lr_scheduler"]))
+                schedulers.append(_scheduler(item["lr_scheduler"], item.get("monitor")))
         else:
             optimizers.append(item)
     return _optimizers(optimizers), schedulers
@@ -98,8 +98,9 @@ def _optimizers(values: Any) -> list[Optimizer]:
     return list(values)
 
 
-def _scheduler(value: Any) -> LRSchedulerConfig:
+def _scheduler(value: Any, monitor: str | None = None) -> LRSchedulerConfig:
     config = value if isinstance(value, dict) else {"scheduler": value}
+    config = config if monitor is None else {"monitor": monitor} | config
     if not hasattr(config.get("scheduler"), "step"):
         raise ConfigError(f"lr_scheduler is {value!r}", expected="a scheduler, or a dict with one under 'scheduler'")
     return structure(LRSchedulerConfig, config, "lr_scheduler")

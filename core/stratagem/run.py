@@ -558,8 +558,8 @@ class Run:
 
     def implemented(self, hook: str) -> Any:
         """Return the caller of `hook`, or None if nobody implements it: a loop then need not call it at all."""
-        caller = getattr(self.hook, hook)
-        return caller if caller.get_hookimpls() else None
+        caller = getattr(self.hook, hook, None)
+        return caller if caller is not None and caller.get_hookimpls() else None
 
     def _answered(self, hook: str, answer: Any) -> Any:
         if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
@@ -684,10 +684,25 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
         implementations = hook_implementations(choice.plugin)
+        _check_marked(choice, implementations)
         answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
     unanswered = [hook for hook in defaults.DEFAULTS if hook not in answered]
     manager.register(defaults.plugin_with(unanswered))
     return manager
+
+
+def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
+    """A method called like a hook that is not marked as one would never be called."""
+    base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
+    for name in vars(hookspecs):
+        method = getattr(type(choice.plugin), name, None)
+        if name in implementations or name.startswith("_") or not callable(method) or hasattr(base, name):
+            continue
+        if hasattr(getattr(hookspecs, name), "stratagem_spec"):
+            raise PluginError(
+                f"{choice} has a method {name} that is not marked as a hook", expected="@hookimpl above it",
+                do="add it (`from stratagem import hookimpl`), or call the method otherwise",
+            )  # fmt: skip
 
 
 def _close(reference: weakref.ref[Run]) -> None:

@@ -59,7 +59,15 @@ class Session:
         """Do the job; return what the user's call returns."""
         agree(self.run.collectives, self._facts())
         self._build()
-        return self._fit() if self.job.stage == "fit" else self._evaluate(self.job.stage)
+        result = None
+        if self.job.stage == "fit":
+            self._fit()
+        else:
+            result = self._evaluate(self.job.stage)
+        for part in (self.module, self.job.datamodule):
+            if callable(teardown := getattr(part, "teardown", None)):
+                teardown(self.job.stage)
+        return result
 
     def _facts(self) -> dict[str, Any]:
         """Return what all ranks must have been asked alike."""
@@ -82,6 +90,8 @@ class Session:
             run.collectives.barrier()
             if callable(getattr(datamodule, "setup", None)):
                 datamodule.setup(self.job.stage)
+        if callable(setup := getattr(self.module, "setup", None)):
+            setup(self.job.stage)
         with run.init_context(empty=run.shards_parameters):
             self.module.configure_model()
 

@@ -89,6 +89,8 @@ class TrainerSettings(RunSettings):
     #: -1 trains until max_steps, max_time or should_stop.
     max_epochs: int | None = field(default=None, validator=at_least_or_unlimited(0))
     min_epochs: int | None = field(default=None, validator=at_least(0))
+    #: Optimizer steps before which nothing but max_epochs and max_steps ends training.
+    min_steps: int | None = field(default=None, validator=at_least(0))
     #: Optimizer steps; -1 is no limit.
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
     #: Seconds, a timedelta, or "DD:HH:MM:SS".

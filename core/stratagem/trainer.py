@@ -85,6 +85,7 @@ class Trainer:
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
+        min_steps: int | None = None,
         max_time: timedelta | str | float | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
         gradient_clip_val: float | None = None,
@@ -483,7 +484,7 @@ class Trainer:
 
     def _publish_training_epoch(self) -> None:
         self.publish_epoch(self.book)
-        for config in self.lr_scheduler_configs:
+        for config in () if self.run.manual else self.lr_scheduler_configs:  # by hand means these, too
             if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
                 config.step(self.callback_metrics)
         self.position.epoch_ended = True

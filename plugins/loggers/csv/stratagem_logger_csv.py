@@ -11,7 +11,9 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import Logger, hookimpl
+from stratagem.errors import ConfigError
 from stratagem.options import at_least
+from stratagem.places import is_remote, place
 
 
 @define(eq=False, kw_only=True)
@@ -40,6 +42,16 @@ class CSVLogger(Logger):
     @hookimpl
     def log_hyperparams(self, params, run):
         self._hparams = params
+
+    @hookimpl
+    def on_fit_start(self, run):
+        error = None
+        if run.is_global_zero:
+            try:
+                self._refuse_unwritable(self._destination(run.settings.default_root_dir))
+            except ConfigError as caught:
+                error = caught
+        run.collectives.fail_together(error)
 
     @hookimpl
     def log_metrics(self, metrics, step, run):
@@ -82,15 +94,47 @@ class CSVLogger(Logger):
             del self._rows[:-1]
 
     def _open(self, root: Path) -> None:
-        parent = Path(self.save_dir or root) / self.name
-        version = _next_version(parent) if self.version is None else self.version
-        self._folder = parent / (f"version_{version}" if isinstance(version, int) else version)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if self._hparams:
-            (self._folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
+        folder = self._destination(root)
+        self._refuse_unwritable(folder)
+        if self.version is None:
+            folder = folder / f"version_{_next_version(folder)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._hparams:
+                (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise self._unwritable(folder, error.strerror or str(error)) from error
+        self._folder = folder
         if self._file.exists():
             with self._file.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
+
+    def _destination(self, root: Path) -> Path:
+        """Return the folder of this run, or of all versions if the version is not chosen."""
+        parent = place(root if self.save_dir is None else self.save_dir) / self.name
+        if self.version is None:
+            return parent
+        return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
+
+    def _refuse_unwritable(self, folder: Path) -> None:
+        """Raise if `folder` can be told to be beyond reach, without creating it."""
+        if is_remote(folder):
+            raise self._unwritable(folder, "files at a URL cannot be appended to")
+        try:
+            existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        except OSError as error:
+            raise self._unwritable(folder, error.strerror or str(error)) from error
+        if not existing.is_dir():
+            raise self._unwritable(folder, f"{existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise self._unwritable(folder, f"no permission to write to {existing}")
+
+    def _unwritable(self, folder: Path, reason: str) -> ConfigError:
+        option = "default_root_dir" if self.save_dir is None else "csv.save_dir"
+        return ConfigError(
+            f"{option} leads to {str(folder)!r}, which cannot be written ({reason})",
+            expected="a folder of this machine to log to", do=f"change {option}, or set logger to False",
+        )  # fmt: skip
 
     @property
     def _file(self) -> Path:

@@ -11,6 +11,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.options import more_than
+from stratagem.resolver import in_notebook
 
 
 @define(eq=False, kw_only=True)
@@ -127,9 +128,13 @@ class ProgressBar(Callback):
 
     def _open(self, trainer: Any, training: bool = True) -> None:
         self._close()
-        terminal = sys.stdout.isatty() and not trainer.settings.barebones
-        self._view = _Bar(training) if terminal else _Lines()
+        drawn = (sys.stdout.isatty() or in_notebook()) and not trainer.settings.barebones
+        self._view = self._bar(training) if drawn else _Lines()
         self._due = 0.0
+
+    def _bar(self, training: bool) -> Any:
+        """Return what draws where something can be drawn."""
+        return _Bar(training)
 
     def _close(self) -> None:
         view, self._view, self._due = self._view, None, math.inf
@@ -138,7 +143,7 @@ class ProgressBar(Callback):
 
     def _show(self, trainer: Any, done: int = 0, final: bool = False) -> None:
         now = time.perf_counter()
-        self._due = now + (self.refresh_every_s if isinstance(self._view, _Bar) else self.line_every_s)
+        self._due = now + (self.refresh_every_s if not isinstance(self._view, _Lines) else self.line_every_s)
         if self._first_batch and not done:
             done = self._first_batch
         seconds = now - self._began

@@ -1,0 +1,226 @@
+"""Averages of the weights: exponential ones to evaluate with, and stochastic weight averaging."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from torch import nn
+from torch.optim.swa_utils import SWALR, update_bn
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.optimization import LRSchedulerConfig
+from stratagem.options import at_least, between, more_than
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded. Collective if it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor
+
+
+def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return `whole` on the device of `parameter`, sharded as it is."""
+    whole = whole.to(parameter.device)
+    if not hasattr(parameter, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+@define(eq=False, kw_only=True)
+class EMA(Callback):
+    """Keeps an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
+
+    Validation and testing use the average; training goes on with the weights, and ends with the average in their place.
+    Costs one more copy of the parameters (of each rank's shards under a sharded strategy).
+    """
+
+    #: Share of the old average that is kept at each update: nearer to 1 is smoother and slower.
+    decay: float = field(default=0.999, validator=between(0, 1))
+    #: Update after every so many optimizer steps.
+    every_n_steps: int = field(default=1, validator=at_least(1))
+    #: Optimizer steps before the average begins.
+    start_step: int = field(default=0, validator=at_least(0))
+    #: Validate and test with the average.
+    evaluate: bool = True
+    #: Leave the average in the model when training ends.
+    keep: bool = True
+
+    #: The averages, by parameter name.
+    average: dict[str, Any] = field(init=False, factory=dict)
+    _saved: dict[str, Any] = field(init=False, factory=dict)
+    _pending: dict[str, Any] | None = field(init=False, default=None)
+    _last_step: int = field(init=False, default=-1)
+
+    @hookimpl
+    def on_fit_start(self, trainer, module):
+        self._last_step = trainer.global_step
+        if self._pending is not None:
+            parameters = dict(module.named_parameters())
+            unknown = set(self._pending) - set(parameters)
+            if unknown:
+                raise ConfigError(f"ema has an average of {min(unknown)!r}", expected="parameters of this model")
+            self.average = {name: _like(value, parameters[name]) for name, value in self._pending.items()}
+            self._pending = None
+
+    @hookimpl
+    def on_train_batch_end(self, trainer, module):
+        step = trainer.global_step
+        if step == self._last_step or step < self.start_step or step % self.every_n_steps:
+            return
+        self._last_step = step
+        trained = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        if not self.average:
+            self.average = {name: parameter.clone() for name, parameter in trained.items()}
+            return
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                self.average[name].lerp_(parameter, 1 - self.decay)
+
+    @hookimpl(tryfirst=True)
+    def on_validation_start(self, trainer):
+        self._swap_in(trainer)
+
+    @hookimpl(trylast=True)
+    def on_validation_end(self, trainer):
+        self._swap_out(trainer)
+
+    @hookimpl(tryfirst=True)
+    def on_test_start(self, trainer):
+        self._swap_in(trainer)
+
+    @hookimpl(trylast=True)
+    def on_test_end(self, trainer):
+        self._swap_out(trainer)
+
+    @hookimpl
+    def on_train_end(self, trainer):
+        if self.keep and self.average:
+            self._put(trainer, self.average)
+
+    @hookimpl
+    def on_exception(self):
+        self._saved = {}
+
+    def _swap_in(self, trainer: Any) -> None:
+        if self.evaluate and self.average:
+            self._saved = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+            self._put(trainer, self.average)
+
+    def _swap_out(self, trainer: Any) -> None:
+        if self._saved:
+            self._put(trainer, self._saved)
+            self._saved = {}
+
+    def _put(self, trainer: Any, values: dict[str, Any]) -> None:
+        if trainer.run.shards_parameters:  # the strategy knows what else holds a copy of them
+            state = {name: _whole(value).cpu() for name, value in values.items()}
+            trainer.run.ask("load_model_state", state=state, module=trainer.module, strict=False)
+            return
+        with torch.no_grad():
+            for name, parameter in trainer.module.named_parameters():
+                parameter.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, whole. Collective under a sharded strategy."""
+        return {name: _whole(value).cpu() for name, value in self.average.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over averages; they are placed when training begins."""
+        self._pending = dict(state)
+
+
+@define(eq=False, kw_only=True)
+class StochasticWeightAveraging(Callback):
+    """From some epoch on trains with a constant high rate and averages the weights of each epoch's end.
+
+    Izmailov et al., 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". Training ends with the
+    average in the model, and running statistics computed again for it.
+    """
+
+    #: Learning rate to train with while averaging.
+    swa_lrs: float = field(validator=more_than(0))
+    #: First epoch to average: its number from 0, or a share of ``max_epochs``.
+    swa_epoch_start: int | float = 0.8
+    #: Epochs to go from the schedule's rate to `swa_lrs`.
+    annealing_epochs: int = field(default=10, validator=at_least(0))
+    #: Shape of that way.
+    annealing_strategy: Literal["cos", "linear"] = "cos"
+
+    #: Epochs in the average.
+    count: int = field(init=False, default=0)
+    average: dict[str, Any] = field(init=False, factory=dict)
+    _started: bool = field(init=False, default=False)
+
+    @hookimpl
+    def on_fit_start(self, trainer):
+        if trainer.run.shards_parameters:
+            raise ConfigError(
+                "stochastic_weight_averaging averages whole weights, and "
+                f"{trainer.run.stack.strategies[-1]} shards them",
+                do="use the callback 'ema', which averages shards",
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"stochastic_weight_averaging found {len(trainer.optimizers)} optimizers", expected="one",
+                do="average the weights in your own loop of optimizers",
+            )  # fmt: skip
+        start = self._first_epoch(trainer)
+        if not 0 <= start < max(trainer.max_epochs, 1):
+            raise ConfigError(
+                f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}",
+                expected=f"an epoch below max_epochs={trainer.max_epochs}, or a share of it from 0.0 to 1.0",
+            )
+        self.average = {name: value.to(trainer.run.device) for name, value in self.average.items()}
+
+    def _first_epoch(self, trainer: Any) -> int:
+        start = self.swa_epoch_start
+        return start if isinstance(start, int) else int(trainer.max_epochs * start)
+
+    @hookimpl
+    def on_train_epoch_start(self, trainer):
+        if self._started or trainer.current_epoch < self._first_epoch(trainer):
+            return
+        self._started = True
+        (optimizer,) = trainer.optimizers
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        scheduler = SWALR(optimizer, self.swa_lrs, self.annealing_epochs, self.annealing_strategy)
+        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
+
+    @hookimpl
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch < self._first_epoch(trainer):
+            return
+        self.count += 1
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if self.count == 1:
+                    self.average[name] = parameter.detach().clone()
+                else:
+                    self.average[name].lerp_(parameter.detach(), 1 / self.count)
+
+    @hookimpl
+    def on_train_end(self, trainer, module):
+        if not self.count or trainer.current_epoch < trainer.max_epochs:
+            return
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(self.average[name])
+        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+            limit = trainer.num_training_batches
+            batches = (b for number, b in enumerate(trainer.feed.loader) if math.isinf(limit) or number < limit)
+            update_bn(map(trainer.run.transfer, batches), module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average so far."""
+        return {"count": self.count, "average": dict(self.average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over an average."""
+        self.count, self.average = state["count"], dict(state["average"])

@@ -1,0 +1,115 @@
+"""Train the head first, the pretrained backbone later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError, nearest
+from stratagem.options import at_least, more_than
+
+
+@define(eq=False, kw_only=True)
+class BackboneFinetuning(Callback):
+    """Freezes ``module.backbone``; from an epoch on trains it too, with a rate that approaches that of the rest.
+
+    `configure_optimizers` should leave out what is frozen: ``filter(lambda p: p.requires_grad, self.parameters())``.
+    In one process: where processes share the work they are set up for the parameters that learn at the beginning.
+    """
+
+    #: First epoch that trains the backbone, from 0.
+    unfreeze_backbone_at_epoch: int = field(default=10, validator=at_least(1))
+    #: Attribute of the module that holds it.
+    attr_name: str = "backbone"
+    #: Its first rate as a share of the others'.
+    backbone_initial_ratio_lr: float = field(default=0.1, validator=more_than(0))
+    #: Its rate grows by this factor each epoch, until it is the others'.
+    multiplier: float = field(default=2.0, validator=at_least(1))
+    #: Let frozen batch normalizations go on learning their statistics.
+    train_bn: bool = True
+
+    _unfrozen: bool = field(init=False, default=False)
+
+    @hookimpl
+    def prepare_module(self, module, run):
+        if run.stage != "train" or run.trainer is None:
+            return
+        if run.world_size > 1:
+            raise ConfigError(
+                f"backbone_finetuning was chosen for {run.world_size} processes", expected="one",
+                do="give the backbone a group of parameters with a small learning rate instead",
+            )  # fmt: skip
+        for parameter in self._backbone(module).parameters():
+            parameter.requires_grad = False
+
+    def _backbone(self, module: nn.Module) -> nn.Module:
+        children = [name for name, _ in module.named_children()]
+        backbone = getattr(module, self.attr_name, None)
+        if not isinstance(backbone, nn.Module):
+            raise ConfigError(
+                f"backbone_finetuning.attr_name is {self.attr_name!r}",
+                expected=f"a part of {type(module).__name__}: {', '.join(children) or 'it has none'}",
+                do=nearest(self.attr_name, children),
+            )
+        return backbone
+
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(self, run):
+        optimizers = yield
+        if self._unfrozen:  # a resumed run: the group that the checkpoint knows
+            self._add_group(run.module, optimizers)
+            for parameter in self._backbone(run.module).parameters():
+                parameter.requires_grad = True
+        return optimizers
+
+    @hookimpl
+    def on_load_checkpoint(self, checkpoint):
+        states = checkpoint.get("callbacks", {})
+        self._unfrozen = any(state.get("backbone_unfrozen", False) for state in states.values())
+
+    @hookimpl
+    def on_train_epoch_start(self, trainer, module):
+        backbone = self._backbone(module)
+        if not self._unfrozen:
+            if not self.train_bn:
+                backbone.eval()
+            if trainer.current_epoch >= self.unfreeze_backbone_at_epoch:
+                self._unfreeze(trainer, module)
+            return
+        (optimizer,) = trainer.optimizers
+        *others, group = optimizer.param_groups
+        group["lr"] = min(group["lr"] * self.multiplier, others[0]["lr"])
+
+    def _unfreeze(self, trainer: Any, module: nn.Module) -> None:
+        self._unfrozen = True
+        for parameter in self._backbone(module).parameters():
+            parameter.requires_grad = True
+        self._backbone(module).train()
+        self._add_group(module, trainer.optimizers)
+
+    def _add_group(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        if len(optimizers) != 1:
+            raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
+        (optimizer,) = optimizers
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        new = [parameter for parameter in self._backbone(module).parameters() if id(parameter) not in known]
+        if not new:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers gave the frozen backbone to the optimizer",
+                expected="the parameters that require gradients alone",
+                do="filter them: `filter(lambda p: p.requires_grad, self.parameters())`",
+            )
+        rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
+        optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return whether the backbone learns already."""
+        return {"backbone_unfrozen": self._unfrozen}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Take over what an earlier run did."""
+        self._unfrozen = state["backbone_unfrozen"]

@@ -1,0 +1,107 @@
+"""Find the largest batch that fits."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.data import with_batch_size
+from stratagem.errors import ConfigError
+from stratagem.feed import length
+from stratagem.options import at_least
+from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
+
+
+@define(eq=False, kw_only=True)
+class BatchSizeFinder(Callback):
+    """Before training, tries larger and larger batches until memory runs out, and trains with the last that fitted.
+
+    In one process: where several share the work, one that runs out of memory leaves the others waiting. The trial steps
+    leave no trace. On a resumed run nothing happens.
+    """
+
+    #: Double until it fails, or then search between the last two.
+    mode: Literal["power", "binsearch"] = "power"
+    #: Optimizer steps on each size.
+    steps_per_trial: int = field(default=3, validator=at_least(1))
+    #: First size to try.
+    init_val: int = field(default=2, validator=at_least(1))
+    #: Sizes to try at most.
+    max_trials: int = field(default=25, validator=at_least(1))
+    #: Largest size to try; the whole data set if not given.
+    max_val: int | None = field(default=None, validator=at_least(1))
+    #: Attribute (or hyper-parameter) of the module that gets the size too, if it has it.
+    attr_name: str = "batch_size"
+
+    #: What was found.
+    optimal_batch_size: int | None = field(init=False, default=None)
+
+    @hookimpl
+    def on_fit_start(self, trainer, module):
+        if trainer.global_step or trainer.fast_dev_run:
+            return
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"batch_size_finder was chosen for {trainer.world_size} processes", expected="one",
+                do="find the size with devices=1, then set it",
+            )  # fmt: skip
+        check_can_rehearse(trainer, "batch_size_finder")
+        loader = trainer.feed.loader
+        with_batch_size(loader, self.init_val)  # says early if it cannot
+        with rehearsal(trainer):
+            size = self.optimal_batch_size = self._search(trainer, loader)
+        trainer.print(f"batch_size_finder: {size}")
+        trainer.feed.loader = with_batch_size(loader, size)
+        trainer.feed.num_batches = trainer.num_training_batches = length(trainer.feed.loader)
+        trainer.batch_size = size
+        if hasattr(module, self.attr_name):
+            setattr(module, self.attr_name, size)
+        if self.attr_name in module.hparams:
+            module.hparams[self.attr_name] = size
+
+    def _search(self, trainer: Any, loader: Any) -> int:
+        largest = min(self.max_val or len(loader.dataset), len(loader.dataset))
+        good, bad, size = 0, None, min(self.init_val, largest)
+        for _ in range(self.max_trials):
+            if self._fits(trainer, with_batch_size(loader, size)):
+                good = size
+            else:
+                bad = size
+            if bad is None:
+                if size == largest:
+                    break
+                size = min(size * 2, largest)
+            elif self.mode == "power" or bad - good <= 1:
+                break
+            else:
+                size = (good + bad) // 2
+        if good == 0:
+            raise ConfigError(
+                f"batch_size_finder ran out of memory with {bad} samples", do="begin with a smaller init_val"
+            )
+        return good
+
+    def _fits(self, trainer: Any, loader: Any) -> bool:
+        try:
+            for number, batch in enumerate(itertools.islice(loader, self.steps_per_trial)):
+                step(trainer, batch, number)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+        return True
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    said = any(words in text for words in ("out of memory", "not enough memory", "cannot allocate memory"))
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or said

@@ -1,0 +1,68 @@
+"""Log how the machine is doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+
+
+@define(eq=False, kw_only=True)
+class DeviceStats(Callback):
+    """Logs, as often as step metrics, memory and load of this process (rank 0's) under ``device/...``."""
+
+    #: Log the process's CPU load and memory too where there is an accelerator; on a CPU they are all there is.
+    cpu_stats: bool = True
+
+    _process: Any = field(init=False, default=None)
+    _last_step: int = field(init=False, default=-1)
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if not trainer.loggers:
+            raise ConfigError(
+                "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or it"
+            )
+        if trainer.is_global_zero:
+            import psutil
+
+            self._process = psutil.Process()
+            self._process.cpu_percent()  # the first answer means nothing
+
+    @hookimpl
+    def on_train_batch_end(self, trainer):
+        step = trainer.global_step
+        if self._process is None or step == self._last_step or step % trainer.settings.log_every_n_steps:
+            return
+        self._last_step = step
+        trainer.run.hook.log_metrics(metrics=self.read(trainer.run.device), step=step, run=trainer.run)
+
+    def read(self, device: Any) -> dict[str, float]:
+        """Return the numbers, in bytes and percent."""
+        import torch
+
+        stats: dict[str, float] = {}
+        if device.type != "cpu":
+            memory = torch.accelerator.memory_stats(device)
+            names = {"allocated": "allocated_bytes.all", "reserved": "reserved_bytes.all"}
+            for name, key in names.items():
+                stats[f"device/{name}_bytes"] = float(memory.get(f"{key}.current", 0))
+                stats[f"device/{name}_peak_bytes"] = float(memory.get(f"{key}.peak", 0))
+        if self.cpu_stats or device.type == "cpu":
+            import psutil
+
+            stats["device/process_rss_bytes"] = float(self._process.memory_info().rss)
+            stats["device/process_cpu_percent"] = float(self._process.cpu_percent())
+            stats["device/host_memory_percent"] = float(psutil.virtual_memory().percent)
+        return stats
+
+    @hookimpl
+    def on_train_end(self):
+        self._process = None
+
+    @hookimpl
+    def on_exception(self):
+        self._process = None

@@ -1,0 +1,56 @@
+"""Log how large gradients are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attrs import define, field
+from torch import nn
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+
+
+@define(eq=False, kw_only=True)
+class GradientNorms(Callback):
+    """Logs the norm of all gradients before clipping, over all ranks, as ``grad_norm`` (``grad_norm/0`` of several).
+
+    Computed on the steps that are logged.
+    """
+
+    #: Also the norm of each parameter's gradient, as ``grad_norm/<name>``; where parameters are whole.
+    per_parameter: bool = False
+
+    _last_step: int = field(init=False, default=-1)
+
+    @hookimpl
+    def on_train_start(self, trainer):
+        if not trainer.loggers:
+            raise ConfigError(
+                "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or it"
+            )
+        if self.per_parameter and trainer.run.shards_parameters:
+            raise ConfigError(
+                f"gradient_norms.per_parameter is True and {trainer.run.stack.strategies[-1]} shards parameters",
+                expected="False there",
+            )
+
+    @hookimpl
+    def on_before_optimizer_step(self, trainer, module, optimizer, run):
+        step = trainer.global_step + 1  # the step that is about to be made
+        if step % trainer.settings.log_every_n_steps:
+            return
+        several = len(run.optimizers) > 1
+        name = f"grad_norm/{run.optimizers.index(optimizer)}" if several else "grad_norm"
+        # Without a limit clipping only measures: unscaled, and over all ranks, as the strategy and the precision know.
+        metrics: dict[str, Any] = {name: float(run.clip_gradients(optimizer, max_norm=math.inf))}
+        if self.per_parameter:
+            metrics |= {
+                f"grad_norm/{parameter_name}": float(nn.utils.get_total_norm([parameter.grad]))
+                for parameter_name, parameter in module.named_parameters()
+                if parameter.grad is not None
+            }
+        trainer.callback_metrics.update(metrics)
+        if trainer.is_global_zero:
+            run.hook.log_metrics(metrics=metrics, step=step, run=run)

@@ -1,0 +1,154 @@
+"""Find a learning rate by trying many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from attrs.converters import optional
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import at_least, more_than
+from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
+
+#: Weight of the past in the smoothed loss.
+_SMOOTHING = 0.95
+#: The first steps tell more of their batches than of their rates.
+_SKIPPED = 5
+
+
+@define(eq=False, kw_only=True)
+class LearningRateFinder(Callback):
+    """Before training, raises the rate from `min_lr` to `max_lr` over some steps, and takes the one where the loss fell
+    fastest (Smith, 2015, "Cyclical Learning Rates for Training Neural Networks"). The steps leave no trace.
+
+    Groups of an optimizer keep their ratios. On a resumed run nothing happens.
+    """
+
+    #: Rate of the first step.
+    min_lr: float = field(default=1e-8, validator=more_than(0))
+    #: Rate of the last step.
+    max_lr: float = field(default=1.0, validator=more_than(0))
+    #: Steps to try: more are smoother and take longer.
+    num_training_steps: int = field(default=100, validator=at_least(10))
+    #: End early once the smoothed loss is so many times the best; None tries all.
+    early_stop_threshold: float | None = field(default=4.0, validator=more_than(1))
+    #: Train with the suggestion; otherwise only tell it.
+    update: bool = True
+    #: Attribute (or hyper-parameter) of the module that gets the suggestion too, if it has it.
+    attr_name: str = "lr"
+    #: Write a picture of the losses there (PNG; needs matplotlib).
+    plot: Path | None = field(default=None, converter=optional(Path))
+
+    #: Rates tried and smoothed losses.
+    results: dict[str, list[float]] = field(init=False, factory=dict)
+    #: What was found; None before, or if the loss never fell.
+    suggestion: float | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        if self.min_lr >= self.max_lr:
+            raise ConfigError(
+                f"learning_rate_finder.min_lr is {self.min_lr} and max_lr {self.max_lr}", expected="min_lr below max_lr"
+            )
+
+    @hookimpl
+    def on_fit_start(self, trainer, module):
+        if trainer.global_step or trainer.fast_dev_run:
+            return
+        check_can_rehearse(trainer, "learning_rate_finder")
+        with rehearsal(trainer):
+            self.results = self._try(trainer)
+        self.suggestion = steepest(**self.results)
+        if self.plot is not None and trainer.is_global_zero:
+            draw(self.results, self.suggestion, self.plot)
+        if self.suggestion is None:
+            trainer.print("learning_rate_finder: the loss never fell; the rate stays as it is")
+            return
+        trainer.print(f"learning_rate_finder: {self.suggestion:.3g}")
+        if self.update:
+            self._apply(trainer, module, self.suggestion)
+
+    def _try(self, trainer: Any) -> dict[str, list[float]]:
+        (optimizer,) = trainer.optimizers
+        ratios = _ratios(optimizer)
+        rates: list[float] = []
+        losses: list[float] = []
+        smoothed = best = 0.0
+        batches = itertools.chain.from_iterable(trainer.feed.loader for _ in itertools.count())
+        for number in range(self.num_training_steps):
+            rate = self.min_lr * (self.max_lr / self.min_lr) ** (number / (self.num_training_steps - 1))
+            for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+                group["lr"] = rate * ratio
+            loss = float(step(trainer, next(batches), number))
+            if not math.isfinite(loss):
+                break
+            smoothed = _SMOOTHING * smoothed + (1 - _SMOOTHING) * loss
+            value = smoothed / (1 - _SMOOTHING ** (number + 1))
+            rates.append(rate)
+            losses.append(value)
+            best = value if number < _SKIPPED else min(best, value)
+            if self.early_stop_threshold is not None and number > 10 and value > self.early_stop_threshold * best > 0:
+                break
+        return {"lr": rates, "loss": losses}
+
+    def _apply(self, trainer: Any, module: Any, rate: float) -> None:
+        (optimizer,) = trainer.optimizers
+        for group, ratio in zip(optimizer.param_groups, _ratios(optimizer), strict=True):
+            group["lr"] = rate * ratio
+            if "initial_lr" in group:
+                group["initial_lr"] = rate * ratio
+        for config in trainer.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        if hasattr(module, self.attr_name):
+            setattr(module, self.attr_name, rate)
+        if self.attr_name in module.hparams:
+            module.hparams[self.attr_name] = rate
+
+
+def _ratios(optimizer: Any) -> list[float]:
+    first = float(optimizer.param_groups[0]["lr"])
+    return [float(group["lr"]) / first if first else 1.0 for group in optimizer.param_groups]
+
+
+def steepest(lr: list[float], loss: list[float], skip_begin: int = _SKIPPED, skip_end: int = 1) -> float | None:
+    """Return the rate where `loss` falls fastest over the steps; None if it never does."""
+    losses = torch.tensor(loss[skip_begin : len(loss) - skip_end], dtype=torch.float64)
+    if len(losses) < 3:
+        return None
+    slopes = torch.gradient(losses)[0]
+    steep = int(slopes.argmin())
+    return lr[skip_begin + steep] if slopes[steep] < 0 else None
+
+
+def draw(results: dict[str, list[float]], suggestion: float | None, path: Path) -> None:
+    """Write a picture of `results` to `path`.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            f"learning_rate_finder.plot is {str(path)!r}, which needs matplotlib", do="run `pip install matplotlib`"
+        ) from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(results["lr"], results["loss"], color="#4063d8")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss, smoothed")
+    if suggestion is not None:
+        at = results["lr"].index(suggestion)
+        axes.plot([suggestion], [results["loss"][at]], "o", color="#cb3c33", label=f"{suggestion:.3g}")
+        axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

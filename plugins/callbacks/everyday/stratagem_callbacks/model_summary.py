@@ -1,0 +1,68 @@
+"""Print what a model is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+from torch import nn
+
+from stratagem import Callback, hookimpl
+from stratagem.options import at_least_or_unlimited
+
+
+@define(eq=False, kw_only=True)
+class ModelSummary(Callback):
+    """A table of layers, parameters (whole ones, also where they are sharded) and whether they learn, on rank 0."""
+
+    #: Levels of submodules to show; -1 all.
+    max_depth: int = field(default=1, validator=at_least_or_unlimited(0))
+
+    @hookimpl
+    def on_fit_start(self, trainer, module):
+        if trainer.is_global_zero:
+            print_summary(module, self.max_depth, trainer.world_size if trainer.run.shards_parameters else 1)
+
+
+def layers(module: nn.Module, max_depth: int) -> list[tuple[str, str, int, str]]:
+    """Return the name, the class, the number of parameters and ``train``, ``frozen`` or ``partly`` of each layer."""
+    rows = []
+    for name, part in module.named_modules():
+        depth = name.count(".") + 1 if name else 0
+        if not name or (max_depth >= 0 and depth > max_depth):
+            continue
+        parameters = list(part.parameters())
+        learning = [parameter.requires_grad for parameter in parameters]
+        mode = "" if not learning else "train" if all(learning) else "partly" if any(learning) else "frozen"
+        rows.append((name, type(part).__name__, sum(p.numel() for p in parameters), mode))
+    return rows
+
+
+def totals(module: nn.Module) -> dict[str, float]:
+    """Return the numbers of parameters, those that learn, and megabytes."""
+    parameters = list(module.parameters())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "megabytes": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
+    }
+
+
+def print_summary(module: nn.Module, max_depth: int, shards: int) -> None:
+    """Print the table and the totals."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layer", "class", box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("parameters", justify="right")
+    table.add_column("")
+    for name, kind, count, mode in layers(module, max_depth):
+        table.add_row("  " * name.count(".") + name.rpartition(".")[2], kind, f"{count:,}" if count else "", mode)
+    numbers: Any = totals(module)
+    frozen = numbers["parameters"] - numbers["trainable"]
+    text = f"{type(module).__name__}: {numbers['parameters']:,} parameters, {numbers['megabytes']:,.1f} MB"
+    text += f", {frozen:,} frozen" if frozen else ""
+    text += f", about {numbers['megabytes'] / shards:,.1f} MB on each of {shards} ranks" if shards > 1 else ""
+    console = Console()
+    console.print(table)
+    console.print(text)

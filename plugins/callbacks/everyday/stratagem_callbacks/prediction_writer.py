@@ -1,0 +1,62 @@
+"""Write predictions to disk as they are made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+
+
+@define(eq=False, kw_only=True)
+class PredictionWriter(Callback):
+    """Writes what `predict_step` returns with ``torch.save``; each rank its own share.
+
+    ``rank{r}_loader{l}_batch{b}.pt`` for each batch, or ``rank{r}.pt`` at the end: for each loader a list of batches.
+    """
+
+    #: Folder to write into.
+    dirpath: Path = field(converter=Path)
+    #: A file for each batch, which keeps memory small, or one at the end.
+    write_interval: Literal["batch", "epoch"] = "batch"
+
+    _kept: dict[int, list[Any]] = field(init=False, factory=dict)
+
+    @hookimpl
+    def on_predict_start(self):
+        self._kept = {}
+        try:
+            self.dirpath.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"prediction_writer.dirpath is {str(self.dirpath)!r} ({error.strerror})",
+                expected="a folder to write to",
+            ) from error
+
+    @hookimpl
+    def on_predict_batch_end(self, trainer, outputs, batch_idx, dataloader_idx):
+        if self.write_interval == "batch":
+            name = f"rank{trainer.global_rank}_loader{dataloader_idx}_batch{batch_idx}.pt"
+            _write(self.dirpath / name, outputs)
+        else:
+            self._kept.setdefault(dataloader_idx, []).append(outputs)
+
+    @hookimpl
+    def on_predict_end(self, trainer):
+        if self.write_interval == "epoch":
+            _write(
+                self.dirpath / f"rank{trainer.global_rank}.pt", [self._kept[loader] for loader in sorted(self._kept)]
+            )
+        self._kept = {}
+
+
+def _write(path: Path, value: Any) -> None:
+    import torch
+
+    staged = path.with_suffix(".staged")
+    torch.save(value, staged)
+    os.replace(staged, path)

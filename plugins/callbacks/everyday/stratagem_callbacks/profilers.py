@@ -1,0 +1,260 @@
+"""Where time goes: by action, by function, or by operation."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import at_least
+
+
+def _folder(trainer: Any, dirpath: Path | None) -> Path:
+    folder = Path(dirpath if dirpath is not None else trainer.default_root_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"a profiler's dirpath is {str(folder)!r} ({error.strerror})", expected="a folder to write to"
+        ) from error
+    return folder
+
+
+@define(eq=False, kw_only=True)
+class SimpleProfiler(Callback):
+    """Adds up the time of each action of the loop on each rank; prints rank 0's and writes every rank's at the end.
+
+    On a GPU an action's time is that of starting its work, not of the work: use ``profiler="pytorch"`` there.
+    """
+
+    #: Folder of ``profile-simple-rank<r>.txt``; ``default_root_dir`` if not given.
+    dirpath: Path | None = None
+    #: Write the file; without, rank 0 prints and that is all.
+    write: bool = True
+
+    #: Seconds and calls by action.
+    seconds: dict[str, float] = field(init=False, factory=lambda: defaultdict(float))
+    calls: dict[str, int] = field(init=False, factory=lambda: defaultdict(int))
+    _open: dict[str, float] = field(init=False, factory=dict)
+
+    def _begin(self, action: str) -> None:
+        self._open[action] = time.perf_counter()
+
+    def _end(self, action: str) -> None:
+        began = self._open.pop(action, None)
+        if began is not None:
+            self.seconds[action] += time.perf_counter() - began
+            self.calls[action] += 1
+
+    def _timed(self, action: str) -> Iterator[Any]:
+        self._begin(action)
+        try:
+            return (yield)
+        finally:
+            self._end(action)
+
+    @hookimpl(wrapper=True)
+    def transfer_batch(self):
+        return (yield from self._timed("batch to device"))
+
+    @hookimpl(wrapper=True)
+    def backward(self):
+        return (yield from self._timed("backward"))
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self):
+        return (yield from self._timed("clipping"))
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self):
+        return (yield from self._timed("optimizer step"))
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self):
+        return (yield from self._timed("saving"))
+
+    @hookimpl(wrapper=True)
+    def load_checkpoint(self):
+        return (yield from self._timed("loading"))
+
+    @hookimpl(wrapper=True)
+    def wrap_model(self):
+        return (yield from self._timed("wrapping the model"))
+
+    @hookimpl
+    def step_context(self, stage):
+        return self._measuring("forward and backward" if stage == "train" else "forward")
+
+    @contextlib.contextmanager
+    def _measuring(self, action: str) -> Iterator[None]:
+        self._begin(action)
+        try:
+            yield
+        finally:
+            self._end(action)
+
+    @hookimpl(tryfirst=True)
+    def on_train_start(self):
+        self._begin("training")
+        self._begin("next batch")
+
+    @hookimpl(tryfirst=True)
+    def on_train_batch_start(self):
+        self._end("next batch")
+        self._begin("training batch")
+
+    @hookimpl(trylast=True)
+    def on_train_batch_end(self):
+        self._end("training batch")
+        self._begin("next batch")
+
+    @hookimpl(tryfirst=True)
+    def on_validation_start(self):
+        self._open.pop("next batch", None)
+        self._begin("validation")
+
+    @hookimpl(trylast=True)
+    def on_validation_end(self):
+        self._end("validation")
+        self._begin("next batch")
+
+    @hookimpl(trylast=True)
+    def on_train_end(self, trainer):
+        self._open.pop("next batch", None)
+        self._end("training")
+        text = self.summary()
+        trainer.print(text)
+        if self.write:
+            path = _folder(trainer, self.dirpath) / f"profile-simple-rank{trainer.global_rank}.txt"
+            path.write_text(text + "\n", encoding="utf-8")
+
+    def summary(self) -> str:
+        """Return a table of the actions, the longest first; some contain others."""
+        total = self.seconds.get("training") or 1.0
+        width = max(map(len, self.seconds), default=6)
+        lines = [f"{'action':<{width}}  {'total s':>10}  {'share':>6}  {'calls':>8}  {'mean ms':>9}"]
+        for action, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
+            calls = self.calls[action]
+            numbers = f"{seconds:>10.3f}  {seconds / total:>6.1%}  {calls:>8}  {1e3 * seconds / calls:>9.3f}"
+            lines.append(f"{action:<{width}}  {numbers}")
+        return "\n".join(lines)
+
+
+@define(eq=False, kw_only=True)
+class AdvancedProfiler(Callback):
+    """Python's own profiler over the whole of training, on each rank: every function, how often, how long."""
+
+    #: Folder of ``profile-advanced-rank<r>.prof`` and ``.txt``; ``default_root_dir`` if not given.
+    dirpath: Path | None = None
+    #: Functions to print on rank 0.
+    top: int = field(default=20, validator=at_least(1))
+    #: What to sort them by.
+    sort_by: Literal["cumulative", "tottime", "ncalls"] = "cumulative"
+
+    _profile: Any = field(init=False, default=None)
+
+    @hookimpl(tryfirst=True)
+    def on_train_start(self):
+        import cProfile
+
+        self._profile = cProfile.Profile()
+        self._profile.enable()
+
+    @hookimpl(trylast=True)
+    def on_train_end(self, trainer):
+        import io
+        import pstats
+
+        profile, self._profile = self._profile, None
+        profile.disable()
+        path = _folder(trainer, self.dirpath) / f"profile-advanced-rank{trainer.global_rank}.prof"
+        profile.dump_stats(path)
+        stream = io.StringIO()
+        pstats.Stats(profile, stream=stream).strip_dirs().sort_stats(self.sort_by).print_stats(self.top)
+        path.with_suffix(".txt").write_text(stream.getvalue(), encoding="utf-8")
+        trainer.print(stream.getvalue())
+
+    @hookimpl
+    def on_exception(self):
+        if self._profile is not None:
+            self._profile.disable()
+            self._profile = None
+
+
+@define(eq=False, kw_only=True)
+class PyTorchProfiler(Callback):
+    """torch's profiler on each rank: a trace of every operation and kernel, to be opened in Perfetto (ui.perfetto.dev).
+
+    Records `active` batches after `wait` and `warmup` ones, once.
+    """
+
+    #: Folder of ``trace-rank<r>.json``; ``default_root_dir`` if not given.
+    dirpath: Path | None = None
+    #: Batches to let pass.
+    wait: int = field(default=1, validator=at_least(0))
+    #: Batches to record and throw away: the first ones are slower.
+    warmup: int = field(default=1, validator=at_least(0))
+    #: Batches in the trace.
+    active: int = field(default=3, validator=at_least(1))
+    #: Shapes of inputs: more to read, and slower.
+    record_shapes: bool = False
+    #: Memory taken and given back by each operation.
+    profile_memory: bool = False
+    #: Lines of source: much slower.
+    with_stack: bool = False
+    #: Operations to print on rank 0.
+    top: int = field(default=10, validator=at_least(1))
+
+    #: Where the trace of this rank is.
+    trace: Path | None = field(init=False, default=None)
+    _profile: Any = field(init=False, default=None)
+
+    @hookimpl(tryfirst=True)
+    def on_train_start(self, trainer):
+        import torch
+
+        self.trace = _folder(trainer, self.dirpath) / f"trace-rank{trainer.global_rank}.json"
+        trace, wanted = self.trace, self.wait + self.warmup + self.active
+        if trainer.num_training_batches * max(trainer.max_epochs, 1) < wanted and trainer.max_epochs > 0:
+            raise ConfigError(
+                f"the pytorch profiler waits for {wanted} batches, and training has "
+                f"{int(trainer.num_training_batches * trainer.max_epochs)}",
+                do="lower its wait, warmup or active",
+            )
+
+        def finished(profile: Any) -> None:
+            profile.export_chrome_trace(str(trace))
+            by = "self_cpu_time_total" if trainer.run.device.type == "cpu" else "self_device_time_total"
+            trainer.print(profile.key_averages().table(sort_by=by, row_limit=self.top, max_name_column_width=60))
+
+        self._profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1),
+            on_trace_ready=finished, record_shapes=self.record_shapes, profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+        )  # fmt: skip
+        self._profile.start()
+
+    @hookimpl(trylast=True)
+    def on_train_batch_end(self):
+        if self._profile is not None:
+            self._profile.step()
+
+    @hookimpl
+    def on_train_end(self):
+        self._stop()
+
+    @hookimpl
+    def on_exception(self):
+        self._stop()
+
+    def _stop(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()

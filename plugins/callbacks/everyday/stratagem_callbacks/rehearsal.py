@@ -1,0 +1,69 @@
+"""Train a few steps for a trial, and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from stratagem.errors import ConfigError
+from stratagem.metrics import MetricBook
+from stratagem.module import takes
+
+
+def check_can_rehearse(trainer: Any, who: str) -> None:
+    """Refuse what a trial cannot train.
+
+    Raises:
+        ConfigError: the module steps by hand, or has several optimizers.
+    """
+    if trainer.run.manual or len(trainer.optimizers) != 1:
+        raise ConfigError(
+            f"{who} found {type(trainer.module).__name__} with {len(trainer.optimizers)} optimizers"
+            + (" and automatic_optimization = False" if trainer.run.manual else ""),
+            expected="one optimizer, stepped by the trainer",
+        )
+
+
+@contextmanager
+def rehearsal(trainer: Any) -> Iterator[None]:
+    """Within: steps may be made. Afterwards weights, optimizer, precision, random numbers and metrics are as before."""
+    module, run = trainer.module, trainer.run
+    tensors = [*module.parameters(), *module.buffers()]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    (optimizer,) = trainer.optimizers
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in run.stack.stateful()
+               if not key.startswith("callback.")]  # fmt: skip
+    random, book, training = trainer.feed.random_state(), trainer.book, module.training
+    trainer.book = MetricBook(default_on_step=True, collectives=run.collectives)
+    module.train()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer_state)
+        for plugin, state in plugins:
+            plugin.load_state_dict(state)
+        trainer.feed.restore_random_state(random)
+        trainer.book = book
+        module.train(training)
+
+
+def step(trainer: Any, batch: Any, number: int) -> torch.Tensor:
+    """Make one optimizer step on `batch`; return the loss, averaged over ranks."""
+    run = trainer.run
+    trainer.book.batch = batch = run.transfer(batch)
+    outputs = run.train_step(batch, number, 1, True, takes(trainer.module.training_step, 2))
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+    (optimizer,) = trainer.optimizers
+    run.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    averaged: torch.Tensor = run.collectives.all_reduce(loss.detach().float().clone(), "mean")
+    return averaged

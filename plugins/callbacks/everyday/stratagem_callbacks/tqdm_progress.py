@@ -1,0 +1,63 @@
+"""The progress bar, drawn by tqdm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attrs import define
+
+from stratagem.errors import ConfigError
+from stratagem_callbacks.progress import ProgressBar
+
+
+@define(eq=False, kw_only=True)
+class TQDMProgressBar(ProgressBar):
+    """As the default progress bar, drawn by tqdm: plainer, and at home in every notebook and terminal."""
+
+    def _bar(self, training: bool) -> Any:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            raise ConfigError("the tqdm progress bar needs tqdm", do="run `pip install tqdm`") from None
+        return _TQDM(tqdm, training)
+
+
+class _TQDM:
+    evaluating = False
+
+    def __init__(self, tqdm: Any, training: bool) -> None:
+        self.tqdm, self.training, self.evaluation = tqdm, None, None
+        if training:
+            self.training = tqdm(total=0, leave=True, dynamic_ncols=True, unit="it")
+
+    def say(self, text: str) -> None:
+        self.tqdm.write(text)
+
+    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+        bar = self.training
+        if bar is None:
+            return
+        bar.total, bar.n = None if math.isinf(total) else int(total), done
+        bar.set_description(title, refresh=False)
+        bar.set_postfix_str(numbers, refresh=False)
+        bar.refresh()
+        if final:
+            self.say(f"{title}  {numbers}".rstrip())
+
+    def start_pass(self, title: str, total: float) -> None:
+        self.evaluating = True
+        self.evaluation = self.tqdm(total=None if math.isinf(total) else int(total), desc=title, leave=False)
+
+    def advance(self) -> None:
+        self.evaluation.update()
+
+    def end_pass(self) -> None:
+        if self.evaluating:
+            self.evaluating = False
+            self.evaluation.close()
+
+    def close(self) -> None:
+        for bar in (self.evaluation, self.training):
+            if bar is not None:
+                bar.close()

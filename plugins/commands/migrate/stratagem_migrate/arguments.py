@@ -1,0 +1,324 @@
+"""Arguments of the Trainer: renamed, moved, gone, or with values that mean something else now."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from attrs import frozen
+
+from stratagem.errors import nearest
+from stratagem_migrate import today
+from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
+from stratagem_migrate.source import UNKNOWN, Source, short
+
+_LEAVE_OUT: Final = "leave it out"
+_NO_TPU: Final = "nothing yet: TPUs are not available"
+
+
+@frozen
+class Value:
+    """The value of an argument: as written, and what it is if the script alone tells."""
+
+    text: str
+    literal: Any
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it asks for nothing."""
+        return self.literal in (None, False, 0, -1, "", "0") and self.literal is not UNKNOWN
+
+
+def trainer_calls(source: Source) -> Iterator[Finding]:
+    """Say what becomes of each argument of each Trainer."""
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and (source.lightning(node.func) or "").rpartition(".")[2] == "Trainer":
+            if node.args:
+                yield source.finding(node.args[0], CHANGE, f"Trainer({short(node.args[0])}, ...)",
+                                     "Trainer(name=value, ...)", "arguments are keywords")  # fmt: skip
+            names: set[str] = set()
+            for name, value in _keywords(source, node):
+                names.add(name)
+                yield from _argument(source, name, value)
+            yield from _left_to_defaults(source, node, names)
+
+
+def _keywords(source: Source, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names and values, those of a dict that is known too; an unknown one as ``**``."""
+    for keyword in node.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg, keyword.value
+            continue
+        value: ast.AST = keyword.value
+        if isinstance(value, ast.Name):
+            value = source.constants.get(value.id, value)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "dict":
+            yield from ((each.arg or "**", each.value) for each in value.keywords)
+        elif isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
+            yield from ((str(key.value), each) for key, each in zip(value.keys, value.values, strict=True))  # type: ignore[union-attr]
+        else:
+            yield "**", keyword.value
+
+
+def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
+    if name == "**":
+        yield source.finding(node, CHECK, f"Trainer(**{short(node)})", "", "only a run shows what is in it")
+        return
+    value = Value(short(node), source.literal(node))
+    old = f"{name}={value.text}"
+    if name in today.trainer_arguments():
+        found = list(_VALUES[name](value)) if name in _VALUES else []
+        if not found and value.literal is not UNKNOWN and (refused := today.refusal(name, value.literal)):
+            found = [(CHANGE, "another value", refused)]
+        for certainty, new, note in found or [(SAME, "", "")]:
+            yield source.finding(node, certainty, old, new, note)
+        return
+    moved = _MOVED.get(name)
+    if moved is not None:
+        yield source.finding(node, CHANGE, old, moved(value) if callable(moved) else moved)
+    else:
+        hint = nearest(name, today.trainer_arguments())
+        yield source.finding(node, CHANGE, old, "", f"the Trainer has no such argument; {hint}".removesuffix("; "))
+
+
+def _left_to_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
+    if not given & {"logger", "**", "barebones", "fast_dev_run"}:
+        yield source.finding(
+            node, CHECK, "Trainer() without logger=", 'logger="tensorboard" for event files',
+            "the default writes stratagem_logs/version_0/metrics.csv",
+        )  # fmt: skip
+
+
+# --- Arguments that are called otherwise or gone -----------------------------------------------------------------
+
+
+def _gpus(value: Value) -> str:
+    given = value.literal
+    if value.is_off and given != -1 and given != "0":
+        return 'accelerator="cpu"'
+    if isinstance(given, str) and re.fullmatch(r"\d+", given):
+        return (
+            f'accelerator="gpu", devices={given}; where gpus="{given}" meant the device of that number, '
+            f"as it first did, devices=[{given}]"
+        )
+    return f'accelerator="gpu", devices={value.text}'
+
+
+def _num_processes(value: Value) -> str:
+    return _LEAVE_OUT if value.literal == 1 else f'accelerator="cpu", devices={value.text}'
+
+
+def _unless_off(new: str) -> Callable[[Value], str]:
+    return lambda value: _LEAVE_OUT if value.is_off else new
+
+
+def _checkpoint_callback(value: Value) -> str:
+    return f"enable_checkpointing={value.text}" if isinstance(value.literal, bool) else f"callbacks=[{value.text}]"
+
+
+def _early_stop(value: Value) -> str:
+    if value.is_off:
+        return _LEAVE_OUT
+    return 'callbacks={"name": "early_stopping", "monitor": "val_loss"}' if value.literal is True else (
+        f"callbacks=[{value.text}]")  # fmt: skip
+
+
+def _weights_summary(value: Value) -> str:
+    if value.is_off:
+        return "enable_model_summary=False"
+    if value.literal == "full":
+        return 'callbacks={"name": "model_summary", "max_depth": -1}'
+    return "enable_model_summary=True"
+
+
+def _refresh_rate(value: Value) -> str:
+    return "enable_progress_bar=False" if value.literal == 0 else f"{_LEAVE_OUT}, the bar follows the clock"
+
+
+def _accelerator_of_old(value: Value) -> str:
+    return _OLD_STRATEGIES.get(str(value.literal).lower(), f"strategy={value.text}")
+
+
+_MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
+    "gpus": _gpus,
+    "num_processes": _num_processes,
+    "tpu_cores": _unless_off(_NO_TPU),
+    "ipus": _unless_off("nothing: IPUs are not available"),
+    "hpus": _unless_off("nothing: HPUs are not available"),
+    "auto_select_gpus": _unless_off("devices=stratagem.devices.find_usable_cuda_devices(n)"),
+    "distributed_backend": _accelerator_of_old,
+    "replace_sampler_ddp": lambda value: f"use_distributed_sampler={value.text}",
+    "resume_from_checkpoint": lambda v: _LEAVE_OUT if v.is_off else f"trainer.fit(..., ckpt_path={v.text})",
+    "checkpoint_callback": _checkpoint_callback,
+    "early_stop_callback": _early_stop,
+    "weights_summary": _weights_summary,
+    "weights_save_path": lambda v: f"stratagem.callbacks.ModelCheckpoint(dirpath={v.text})",
+    "progress_bar_refresh_rate": _refresh_rate,
+    "process_position": _LEAVE_OUT,
+    "amp_backend": lambda v: (
+        f"{_LEAVE_OUT}, mixed precision is torch's" if v.literal != "apex" else 'precision="16-mixed"'
+    ),
+    "amp_level": f"{_LEAVE_OUT}, mixed precision is torch's",
+    "auto_lr_find": _unless_off('callbacks=["learning_rate_finder"]'),
+    "auto_scale_batch_size": _unless_off('callbacks=["batch_size_finder"]'),
+    "track_grad_norm": _unless_off('callbacks=["gradient_norms"]'),
+    "terminate_on_nan": _unless_off(
+        'detect_anomaly=True, or callbacks={"name": "early_stopping", "monitor": ...}, which ends at a NaN'
+    ),
+    "truncated_bptt_steps": _unless_off(
+        "automatic_optimization = False: cut the sequence in training_step, and step by hand after each part"
+    ),
+    "flush_logs_every_n_steps": lambda v: f"stratagem.loggers.CSVLogger(flush_every_n_steps={v.text})",
+    "log_gpu_memory": _unless_off('callbacks=["device_stats"]'),
+    "stochastic_weight_avg": _unless_off('callbacks=["stochastic_weight_averaging"]'),
+    "benchmark": lambda v: f"torch.backends.cudnn.benchmark = {v.text}",
+    "automatic_optimization": lambda v: f"automatic_optimization = {v.text} in the module",
+    "enable_pl_optimizer": _LEAVE_OUT,
+    "move_metrics_to_cpu": _LEAVE_OUT,
+    "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
+    "min_steps": _unless_off("min_epochs=, or nothing: there is no least number of steps yet"),
+    "reload_dataloaders_every_epoch": _unless_off("a data set that changes in on_train_epoch_start"),
+    "reload_dataloaders_every_n_epochs": _unless_off("a data set that changes in on_train_epoch_start"),
+    "multiple_trainloader_mode": "one training loader: join them in an iterable of your own",
+    "enable_autolog_hparams": "nothing: save_hyperparameters decides what is logged",
+    "model_registry": _unless_off("nothing"),
+}
+
+# --- Values that mean something else -----------------------------------------------------------------------------
+
+_Rows = Iterator[tuple[str, str, str]]
+
+_ONE_EACH: Final = "one process for each device; the batch size is each process's"
+_NOT_AVAILABLE: Final = "not available"
+_DEEPSPEED: Final = "deepspeed is not available yet"
+
+#: Strategies (and, in 1.x, accelerators) by the names that are no longer theirs.
+_OLD_STRATEGIES: Final = {
+    "ddp_cpu": 'accelerator="cpu", strategy="ddp_spawn"',
+    "ddp": 'strategy="ddp"',
+    "ddp_spawn": 'strategy="ddp_spawn"',
+    "dp": f'strategy="ddp" ({_ONE_EACH})',
+    "ddp2": f'strategy="ddp" ({_ONE_EACH})',
+    "horovod": 'strategy="ddp" (under torchrun instead of horovodrun; the learning rate is not scaled)',
+    "ddp_sharded_spawn": 'strategy="ddp_sharded", launcher="spawn"',
+    "ddp_fully_sharded": 'strategy="fsdp"',
+    "fsdp_native": 'strategy="fsdp"',
+    "fsdp_native_full_shard_offload": 'strategy="fsdp_cpu_offload"',
+    "fully_sharded": 'strategy="fsdp"',
+    "deepspeed": f'strategy="ddp_sharded" ({_DEEPSPEED})',
+    "deepspeed_stage_1": f'strategy="ddp_sharded" ({_DEEPSPEED})',
+    "deepspeed_stage_2": f'strategy="ddp_sharded" ({_DEEPSPEED})',
+    "deepspeed_stage_2_offload": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED})',
+    "deepspeed_stage_3": f'strategy="fsdp" ({_DEEPSPEED})',
+    "deepspeed_stage_3_offload": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED})',
+    "deepspeed_stage_3_offload_nvme": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED}, nor is NVMe)',
+    **dict.fromkeys(("xla", "single_xla", "xla_debug", "tpu_spawn", "single_tpu", "tpu_spawn_debug"), _NO_TPU),
+    **dict.fromkeys(
+        ("bagua", "colossalai", "hivemind", "ipu_strategy", "hpu_parallel", "hpu_single"), f"nothing: {_NOT_AVAILABLE}"
+    ),
+}
+
+
+def _accelerator(value: Value) -> _Rows:
+    name = str(value.literal).lower()
+    if not isinstance(value.literal, str) or name == "auto" or today.has_plugin("accelerator", name):
+        return
+    if name in _OLD_STRATEGIES:
+        yield CHANGE, _OLD_STRATEGIES[name], ""
+    else:
+        yield CHANGE, _NO_TPU if name == "tpu" else "nothing", _NOT_AVAILABLE
+
+
+def _strategy(value: Value) -> _Rows:
+    name = str(value.literal).lower()
+    if not isinstance(value.literal, str) or name == "auto":
+        return
+    if not today.has_plugin("strategy", name):
+        yield (
+            CHANGE,
+            _OLD_STRATEGIES.get(name, "nothing"),
+            "" if name in _OLD_STRATEGIES else "`stratagem plugins list`",
+        )
+    elif name.startswith("fsdp"):
+        yield (
+            CHECK,
+            "",
+            "FSDP2, on a CPU too; give auto_wrap_policy, or the model is one unit (docs/sharded-training.md)",
+        )
+
+
+def _precision(value: Value) -> _Rows:
+    name = str(value.literal).lower()
+    if value.literal is UNKNOWN or value.literal is None:
+        return
+    if not today.has_plugin("precision", name):
+        near = '"16-mixed"' if "mixed" in name else "nothing yet"
+        yield CHANGE, near, "FP8 is not available yet" if name.startswith("transformer") else "`stratagem plugins list`"
+    elif name in ("16", "16-mixed"):
+        yield CHECK, "", "a CPU computes in fp16 with loss scaling too, and does not turn to bf16"
+
+
+def _devices(value: Value) -> _Rows:
+    if value.literal in (0, "0", []) and value.literal is not False:
+        yield CHANGE, 'accelerator="cpu"', ""
+    elif isinstance(value.literal, str) and value.literal.isdigit():
+        yield CHECK, "", f"{value.literal} devices, not the one of that number, as gpus= once meant"
+
+
+def _plugins(value: Value) -> _Rows:
+    given = value.literal if isinstance(value.literal, list | tuple) else [value.literal]
+    for name in given:
+        if isinstance(name, str) and today.has_plugin("strategy", name):
+            yield CHANGE, f'strategy="{name}"', ""
+        elif isinstance(name, str):
+            new = {"native_amp": 'precision="16-mixed"', "apex_amp": 'precision="16-mixed"'}.get(name.lower())
+            yield CHANGE, new or _OLD_STRATEGIES.get(name.lower(), "nothing"), ""
+        elif name is UNKNOWN:
+            yield CHECK, "", "each kind has its own argument: strategy=, precision=, environment=, checkpoint="
+    if value.literal is None:
+        yield CHANGE, _LEAVE_OUT, ""
+
+
+def _profiler(value: Value) -> _Rows:
+    if value.literal is True:
+        yield CHANGE, 'profiler="simple"', ""
+    elif isinstance(value.literal, str) and value.literal not in ("simple", "advanced", "pytorch"):
+        yield CHANGE, "nothing", f'{_NOT_AVAILABLE}; there are "simple", "advanced" and "pytorch"'
+
+
+def _max_time(value: Value) -> _Rows:
+    if isinstance(value.literal, dict):
+        yield CHANGE, f"datetime.timedelta({', '.join(f'{k}={v}' for k, v in value.literal.items())})", ""
+
+
+def _clip(value: Value) -> _Rows:
+    if value.literal == 0:
+        yield CHANGE, _LEAVE_OUT, "0 is no limit that gradients could keep"
+
+
+def _every_n_epochs(value: Value) -> _Rows:
+    if value.literal is None:
+        yield CHANGE, _LEAVE_OUT, "val_check_interval counts the batches of an epoch, never across epochs"
+
+
+def _interval(value: Value) -> _Rows:
+    if value.literal is None:
+        yield CHANGE, _LEAVE_OUT, ""
+    elif isinstance(value.literal, str | dict):
+        yield CHANGE, "a number of batches, or a share of the epoch", "intervals of time are not available yet"
+
+
+_VALUES: Final[dict[str, Callable[[Value], _Rows]]] = {
+    "accelerator": _accelerator,
+    "strategy": _strategy,
+    "precision": _precision,
+    "devices": _devices,
+    "plugins": _plugins,
+    "profiler": _profiler,
+    "max_time": _max_time,
+    "gradient_clip_val": _clip,
+    "check_val_every_n_epoch": _every_n_epochs,
+    "val_check_interval": _interval,
+}

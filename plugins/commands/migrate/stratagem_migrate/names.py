@@ -1,0 +1,255 @@
+"""What stands in for each public name of Lightning 1.x and 2.x."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+from stratagem_migrate import today
+
+
+@frozen
+class Counterpart:
+    """What a script says instead of a name of Lightning."""
+
+    #: A name in stratagem, such as ``Module`` or ``devices.find_usable_cuda_devices``; empty if there is none.
+    name: str = ""
+    #: The plugin that does it: its kind and name.
+    plugin: tuple[str, str] | None = None
+    #: Free text, where it is neither.
+    text: str = ""
+    note: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        return not (self.name or self.text or (self.plugin and today.has_plugin(*self.plugin)))
+
+    @property
+    def imported_from(self) -> tuple[str, str] | None:
+        """The module and the name to import; None if it is not imported."""
+        if self.name:
+            room, _, name = f"stratagem.{self.name}".rpartition(".")
+            return room, name
+        if self.plugin and (cls := today.plugin_class(*self.plugin)) is not None:
+            return f"stratagem.{today.ROOMS[self.plugin[0]]}", cls.__name__
+        return None
+
+    def __str__(self) -> str:
+        if self.name:
+            return f"stratagem.{self.name}"
+        if self.plugin and not self.is_missing:
+            return today.spelled(*self.plugin)
+        return self.text
+
+
+def _plugins(kind: str, **names: str) -> dict[str, Counterpart]:
+    return {theirs: Counterpart(plugin=(kind, ours)) for theirs, ours in names.items()}
+
+
+def _missing(*names: str, note: str) -> dict[str, Counterpart]:
+    return dict.fromkeys(names, Counterpart(note=note))
+
+
+_BY_HAND = "write it as a strategy plugin, docs/strategy-in-60-lines.md"
+
+NAMES: Final[dict[str, Counterpart]] = {
+    "Trainer": Counterpart("Trainer"),
+    "LightningModule": Counterpart("Module"),
+    "LightningDataModule": Counterpart("DataModule"),
+    "Callback": Counterpart("Callback"),
+    "Logger": Counterpart("Logger"),
+    "LightningLoggerBase": Counterpart("Logger"),
+    "LightningLoggerBaseExperiment": Counterpart(note="a logger gets numbers in log_metrics"),
+    "seed_everything": Counterpart("seed_everything"),
+    "Fabric": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step, run.save"),
+    "LightningLite": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step"),
+    "LightningCLI": Counterpart(
+        text="`stratagem fit run.yaml`", note="or stratagem.Trainer.from_cli() in a script of your own"
+    ),
+    "LightningArgumentParser": Counterpart(text="stratagem.Trainer.from_cli()"),
+    "MisconfigurationException": Counterpart("errors.ConfigError"),
+    "find_usable_cuda_devices": Counterpart("devices.find_usable_cuda_devices"),
+    "Tuner": Counterpart(
+        text='callbacks=["learning_rate_finder"] or ["batch_size_finder"]', note="they search when fit begins"
+    ),
+    # --- Callbacks
+    **_plugins(
+        "callback",
+        ModelCheckpoint="model_checkpoint", EarlyStopping="early_stopping",
+        LearningRateMonitor="learning_rate_monitor", LearningRateLogger="learning_rate_monitor",
+        GradientAccumulationScheduler="gradient_accumulation_scheduler", Timer="timer",
+        EMAWeightAveraging="ema", WeightAveraging="ema", StochasticWeightAveraging="stochastic_weight_averaging",
+        ModelSummary="model_summary", RichModelSummary="model_summary", DeviceStatsMonitor="device_stats",
+        GPUStatsMonitor="device_stats", XLAStatsMonitor="device_stats", ThroughputMonitor="throughput",
+        BatchSizeFinder="batch_size_finder", LearningRateFinder="learning_rate_finder",
+        BackboneFinetuning="backbone_finetuning", BasePredictionWriter="prediction_writer",
+        OnExceptionCheckpoint="on_exception_checkpoint", SpikeDetection="spike_detection", TQDMProgressBar="tqdm",
+        RichProgressBar="progress", ProgressBar="progress", ProgressBarBase="progress", LambdaCallback="lambda",
+    ),
+    "BaseFinetuning": Counterpart(plugin=("callback", "backbone_finetuning"), note="or requires_grad_ in on_fit_start"),
+    "Checkpoint": Counterpart("Callback"),
+    **_missing(
+        "ModelPruning", "QuantizationAwareTraining",
+        note="call torch.nn.utils.prune or torch.ao.quantization from a callback",
+    ),
+    # --- Loggers
+    **_plugins(
+        "logger", CSVLogger="csv", TensorBoardLogger="tensorboard", WandbLogger="wandb", MLFlowLogger="mlflow"
+    ),
+    **_missing(
+        "CometLogger", "NeptuneLogger", "TestTubeLogger", "LitLogger",
+        note="a logger is a class with one method, log_metrics: docs/writing-a-plugin.md",
+    ),
+    # --- Strategies
+    **_plugins(
+        "strategy", DDPStrategy="ddp", FSDPStrategy="fsdp", SingleDeviceStrategy="single_device",
+        DDPShardedStrategy="ddp_sharded", DDPFullyShardedNativeStrategy="fsdp", DDPFullyShardedStrategy="fsdp",
+        DDPPlugin="ddp", DDPShardedPlugin="ddp_sharded", DDPFullyShardedPlugin="fsdp",
+        SingleDevicePlugin="single_device",
+    ),
+    **dict.fromkeys(
+        ("DDPSpawnStrategy", "DDPSpawnPlugin"),
+        Counterpart(text='stratagem.strategies.DDPStrategy(start_method="spawn")'),
+    ),
+    **dict.fromkeys(
+        ("DDPSpawnShardedStrategy", "DDPSpawnShardedPlugin"),
+        Counterpart(text='strategy="ddp_sharded", launcher="spawn"'),
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedStrategy", "DeepSpeedPlugin"),
+        Counterpart(
+            note='deepspeed is not available yet; strategy="fsdp" shards as stage 3, "ddp_sharded" as stage 2, '
+            '"fsdp_cpu_offload" keeps shards on the CPU'
+        ),
+    ),
+    **dict.fromkeys(
+        ("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin", "HorovodStrategy", "HorovodPlugin"),
+        Counterpart(text='strategy="ddp"', note="one process for each device; the batch size is each process's"),
+    ),
+    "ModelParallelStrategy": Counterpart(note='strategy="fsdp" shards; tensor parallelism is not available yet'),
+    **_missing(
+        "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
+        "XLAProfiler", "XLAAccelerator", "TPUAccelerator", "XLACheckpointIO", "XLAPrecision", "TPUSpawnPlugin",
+        note="TPUs are not available yet",
+    ),
+    **_missing(
+        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", "BaguaStrategy", "ColossalAIStrategy",
+        "HivemindStrategy", "DDPSequentialPlugin", note="not available",
+    ),
+    "Strategy": Counterpart("Strategy", note=_BY_HAND),
+    "ParallelStrategy": Counterpart("Strategy", note=_BY_HAND),
+    "TrainingTypePlugin": Counterpart("Strategy", note=_BY_HAND),
+    "StrategyRegistry": Counterpart(text='an entry point in the group "stratagem.strategy"', note=_BY_HAND),
+    # --- Precision, environments, checkpoints, accelerators
+    **dict.fromkeys(
+        ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "ApexMixedPrecisionPlugin",
+         "ShardedNativeMixedPrecisionPlugin", "FSDPPrecision", "FullyShardedNativeMixedPrecisionPlugin"),
+        Counterpart(text='precision="16-mixed" or "bf16-mixed"'),
+    ),
+    "HalfPrecision": Counterpart(text='precision="16-true" or "bf16-true"'),
+    "DoublePrecision": Counterpart(text='precision="64-true"'),
+    "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
+    "BitsandbytesPrecision": Counterpart(note="quantized weights are not available yet"),
+    "TransformerEnginePrecision": Counterpart(note="FP8 is not available yet"),
+    "DeepSpeedPrecision": Counterpart(note="deepspeed is not available yet"),
+    "PrecisionPlugin": Counterpart("Precision"),
+    "Precision": Counterpart("Precision"),
+    **_plugins(
+        "environment", TorchElasticEnvironment="torchelastic", LightningEnvironment="local",
+        SLURMEnvironment="slurm", KubeflowEnvironment="kubeflow", LSFEnvironment="lsf", MPIEnvironment="mpi",
+    ),
+    "ClusterEnvironment": Counterpart("Environment"),
+    "CheckpointIO": Counterpart("CheckpointFormat"),
+    "TorchCheckpointIO": Counterpart(text='checkpoint="full"'),
+    "AsyncCheckpointIO": Counterpart(text='checkpoint={"name": "full", "async_save": True}'),
+    "TorchSyncBatchNorm": Counterpart(text="Trainer(sync_batchnorm=True)"),
+    "NativeSyncBatchNorm": Counterpart(text="Trainer(sync_batchnorm=True)"),
+    "LayerSync": Counterpart(text="Trainer(sync_batchnorm=True)"),
+    "CPUAccelerator": Counterpart(text='accelerator="cpu"'),
+    "CUDAAccelerator": Counterpart(text='accelerator="cuda"'),
+    "GPUAccelerator": Counterpart(text='accelerator="gpu"'),
+    "MPSAccelerator": Counterpart(text='accelerator="mps"'),
+    "Accelerator": Counterpart("Accelerator"),
+    # --- Profilers
+    "SimpleProfiler": Counterpart(text='profiler="simple"'),
+    "AdvancedProfiler": Counterpart(text='profiler="advanced"'),
+    "PyTorchProfiler": Counterpart(text='profiler="pytorch"'),
+    "PassThroughProfiler": Counterpart(text="no profiler="),
+    # --- Utilities
+    **dict.fromkeys(
+        ("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation"),
+        Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints on rank 0 alone"),
+    ),
+    "CombinedLoader": Counterpart(
+        note="join the loaders in a data set or an iterable of your own; several validation loaders may be a list"
+    ),
+    "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
+    "move_data_to_device": Counterpart("data.move_batch"),
+    "AttributeDict": Counterpart(text="a dict"),
+    "STEP_OUTPUT": Counterpart(text="typing.Any"),
+    "EPOCH_OUTPUT": Counterpart(text="list"),
+    "TRAIN_DATALOADERS": Counterpart(text="torch.utils.data.DataLoader"),
+    "EVAL_DATALOADERS": Counterpart(text="torch.utils.data.DataLoader"),
+    "OptimizerLRScheduler": Counterpart(text="typing.Any"),
+    "LightningOptimizer": Counterpart(text="torch.optim.Optimizer"),
+    "TrainResult": Counterpart(text="self.log"),
+    "EvalResult": Counterpart(text="self.log"),
+    "__version__": Counterpart("__version__"),
+    **_missing(
+        "BoringModel", "BoringDataModule", "LightningDistributedModule", "LightningParallelModule",
+        note="not part of stratagem",
+    ),
+}  # fmt: skip
+
+#: What each class of Lightning takes without keywords, in that order; a plugin of stratagem takes keywords only.
+POSITIONS: Final = {
+    "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode"),
+    "ModelCheckpoint": ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"),
+    "LearningRateMonitor": ("logging_interval", "log_momentum"),
+    "GradientAccumulationScheduler": ("scheduling",),
+    "Timer": ("duration", "interval"),
+    "StochasticWeightAveraging": ("swa_lrs", "swa_epoch_start"),
+    "BackboneFinetuning": ("unfreeze_backbone_at_epoch",),
+    "ModelSummary": ("max_depth",),
+    "RichModelSummary": ("max_depth",),
+    "DeviceStatsMonitor": ("cpu_stats",),
+    "OnExceptionCheckpoint": ("dirpath", "filename"),
+    "TQDMProgressBar": ("refresh_rate",),
+    "CSVLogger": ("save_dir", "name", "version"),
+    "TensorBoardLogger": ("save_dir", "name", "version"),
+    "WandbLogger": ("name", "save_dir", "version"),
+    "MLFlowLogger": ("experiment_name", "run_name", "tracking_uri"),
+}
+
+_TO_TRAINER: Final = {
+    "accelerator": "Trainer(accelerator=)",
+    "parallel_devices": "Trainer(devices=)",
+    "cluster_environment": "Trainer(environment=)",
+    "checkpoint_io": "Trainer(checkpoint=)",
+    "precision_plugin": "Trainer(precision=)",
+}
+_LEAVE_OUT: Final = "leave it out"
+
+#: What becomes of options that a plugin of stratagem does not have under that name.
+OPTIONS: Final[dict[str, dict[str, str]]] = {
+    "ModelCheckpoint": {
+        "filepath": "dirpath= and filename=", "period": "every_n_epochs=", "every_n_val_epochs": "every_n_epochs=",
+        "prefix": "filename=", "verbose": _LEAVE_OUT, "train_time_interval": "every_n_train_steps=",
+        "save_on_exception": 'callbacks=["on_exception_checkpoint"]',
+    },
+    "EarlyStopping": {"log_rank_zero_only": "nothing: rank 0 alone speaks"},
+    "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
+    "TQDMProgressBar": {"process_position": _LEAVE_OUT},
+    "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},
+    "DDPStrategy": _TO_TRAINER | {
+        "ddp_comm_hook": 'Trainer(comm_hook="fp16_compress")', "ddp_comm_state": "an option of the comm hook",
+        "ddp_comm_wrapper": 'a list, Trainer(comm_hook=["bf16_compress", "fp16_compress"])',
+        "model_averaging_period": "nothing yet: local SGD is not available",
+    },
+    "FSDPStrategy": _TO_TRAINER | {
+        "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",
+        "backward_prefetch": _LEAVE_OUT, "forward_prefetch": _LEAVE_OUT, "sync_module_states": _LEAVE_OUT,
+    },
+}  # fmt: skip
+OPTIONS["DDPPlugin"] = OPTIONS["DDPStrategy"]

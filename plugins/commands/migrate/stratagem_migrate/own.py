@@ -1,0 +1,150 @@
+"""What a module or a data module calls and reads on ``self``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from stratagem.errors import nearest
+from stratagem_migrate import today
+from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
+from stratagem_migrate.source import Source, methods, short
+
+#: What a LightningModule has and a Module may not, and what to write instead.
+_SELF: Final[dict[str, tuple[str, str]]] = {
+    "all_gather": (
+        "self.trainer.run.collectives.all_gather(tensor)",
+        "a list with the tensor of each rank, no gradients",
+    ),
+    "print": ("self.trainer.print", ""),
+    "logger": ("self.trainer.logger", ""),
+    "loggers": ("self.trainer.loggers", ""),
+    "local_rank": ("self.trainer.local_rank", ""),
+    "on_gpu": ('self.device.type == "cuda"', ""),
+    "dtype": ("next(self.parameters()).dtype", ""),
+    "freeze": ("self.requires_grad_(False).eval()", ""),
+    "unfreeze": ("self.requires_grad_(True).train()", ""),
+    "to_onnx": ("torch.onnx.export(self, ...)", ""),
+    "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
+    "to_tensorrt": ("torch_tensorrt.compile", ""),
+    "clip_gradients": ("self.trainer.run.clip_gradients(optimizer, max_norm=...)", ""),
+    "toggle_optimizer": ("requires_grad_ by hand", ""),
+    "untoggle_optimizer": ("requires_grad_ by hand", ""),
+    "toggled_optimizer": ("self.toggle_optimizer and self.untoggle_optimizer", ""),
+    "hparams_initial": ("self.hparams", ""),
+    "fabric": ("self.trainer.run", ""),
+    "use_ddp": ("self.trainer.world_size > 1", ""),
+    "use_amp": ("self.trainer.precision", ""),
+    "datamodule": ("the data module that the script holds", ""),
+    "write_prediction": ('callbacks=["prediction_writer"]', ""),
+    "write_prediction_dict": ('callbacks=["prediction_writer"]', ""),
+    "summarize": ('callbacks=["model_summary"]', ""),
+    "log_grad_norm": ('callbacks=["gradient_norms"]', ""),
+    "device_mesh": ("self.trainer.run.mesh", ""),
+    "get_progress_bar_dict": ("self.trainer.progress_bar_metrics", ""),
+    "example_input_array": ("a tensor of your own", "nothing reads it"),
+}
+#: What a LightningDataModule has and a DataModule may not.
+_DATA: Final[dict[str, tuple[str, str]]] = {
+    "trainer": ("an argument of __init__", "a DataModule does not know the trainer"),
+    "save_hyperparameters": ("plain attributes", "a module's save_hyperparameters keeps what a checkpoint should"),
+    "hparams": ("plain attributes", ""),
+    "from_datasets": ("loaders, given to fit", ""),
+    "load_from_checkpoint": ("its __init__", ""),
+}
+#: The options of `log`, as Lightning takes them without keywords.
+_LOG_ORDER: Final = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+
+
+def on_self(source: Source) -> Iterator[Finding]:
+    """Say what a module reads or calls of its own that is not there or is called otherwise."""
+    for cls in source.of_role("module"):
+        own = {method.name for method in methods(cls)} | _stored(cls)
+        for node in ast.walk(cls):
+            if isinstance(node, ast.Attribute) and _is_self(node.value):
+                yield from _own_attribute(source, node, own)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_self(node.func.value):
+                yield from _own_call(source, node, node.func.attr)
+    for cls in source.of_role("data"):
+        own = {method.name for method in methods(cls)} | _stored(cls)
+        for node in ast.walk(cls):
+            known = own | today.data_attributes()
+            if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr in _DATA.keys() - known:
+                yield source.finding(node, CHANGE, f"self.{node.attr}", *_DATA[node.attr])
+
+
+def _own_attribute(source: Source, node: ast.Attribute, own: set[str]) -> Iterator[Finding]:
+    name, stored = node.attr, isinstance(node.ctx, ast.Store)
+    if name == "hparams":
+        yield from _hparams(source, node)
+    elif stored and name in ("truncated_bptt_steps", "example_input_array"):
+        yield source.finding(node, CHECK, f"self.{name} = ...", "", "nothing reads it")
+    elif not stored and name in _SELF and name not in own and name not in today.module_attributes():
+        yield source.finding(node, CHANGE, f"self.{name}", *_SELF[name])
+
+
+def _hparams(source: Source, node: ast.Attribute) -> Iterator[Finding]:
+    parent = source.parents.get(node)
+    if isinstance(node.ctx, ast.Store):
+        yield source.finding(node, CHANGE, "self.hparams = ...", "self.save_hyperparameters()", "hparams cannot be set")
+    elif isinstance(parent, ast.Attribute) and not hasattr(dict, parent.attr):
+        old = f"self.hparams.{parent.attr}"
+        if today.hparams_have_attributes():
+            yield source.finding(node, SAME, old, "")
+        else:
+            yield source.finding(node, CHANGE, old, f'self.hparams["{parent.attr}"]')
+
+
+def _own_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
+    if method in ("log", "log_dict"):
+        yield from _log(source, node, method)
+    elif method == "save_hyperparameters":
+        yield from _saved(source, node)
+    elif method in ("optimizers", "lr_schedulers", "manual_backward"):
+        known = today.parameters("Module", method)
+        surplus = [short(value) for value in node.args[len(known) :]]
+        surplus += [short(keyword) for keyword in node.keywords if keyword.arg not in known]
+        if surplus:
+            yield source.finding(node, CHANGE, f"self.{method}(..., {', '.join(surplus)})",
+                                 f"self.{method}({', '.join(known)})")  # fmt: skip
+
+
+def _log(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
+    values = 2 if method == "log" else 1
+    if len(node.args) > values:
+        rest = list(map(short, node.args[values:]))
+        named = ", ".join(f"{name}={value}" for name, value in zip(_LOG_ORDER, rest, strict=False))
+        yield source.finding(node, CHANGE, f"self.{method}(..., {', '.join(rest)})", f"self.{method}(..., {named})",
+                             "options are keywords")  # fmt: skip
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in today.log_options() | {
+            "name",
+            "value",
+            "dictionary",
+            "values",
+        }:
+            yield source.finding(keyword, CHANGE, f"self.{method}(..., {short(keyword)})", "leave it out",
+                                 nearest(keyword.arg, today.log_options()))  # fmt: skip
+
+
+def _saved(source: Source, node: ast.Call) -> Iterator[Finding]:
+    known = today.parameters("Module", "save_hyperparameters")
+    objects = [value for value in node.args if not (isinstance(value, ast.Constant) and isinstance(value.value, str))]
+    for value in objects:
+        yield source.finding(node, CHANGE, f"self.save_hyperparameters({short(value)})", "self.save_hyperparameters()",
+                             "it saves the arguments of __init__, or those whose names it is given")  # fmt: skip
+    for keyword in node.keywords:
+        if keyword.arg not in known:
+            yield source.finding(keyword, CHANGE, f"self.save_hyperparameters({short(keyword)})",
+                                 'self.save_hyperparameters("name", ...)', "the names of what to save")  # fmt: skip
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _stored(cls: ast.ClassDef) -> set[str]:
+    """Return the attributes that the class gives itself."""
+    attributes = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in attributes if _is_self(node.value)}

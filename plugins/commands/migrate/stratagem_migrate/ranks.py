@@ -1,0 +1,84 @@
+"""Calls that all ranks must make, made by some of them only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from stratagem_migrate.findings import CHANGE, Finding
+from stratagem_migrate.source import Source, short
+
+#: What all ranks do together or none.
+_COLLECTIVE: Final = {
+    "save_checkpoint", "barrier", "all_gather", "all_reduce", "broadcast", "fit", "validate", "test", "predict",
+}  # fmt: skip
+_RANKS: Final = {"global_rank", "local_rank", "rank", "node_rank", "proc_rank"}
+
+
+def guarded(source: Source) -> Iterator[Finding]:
+    """Find calls that all ranks must make, under a condition that one rank meets."""
+    if not source.is_about_lightning:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.If) and (condition := _rank_condition(node.test)):
+            yield from _alone(source, _reached_by_few(source, node, condition), short(node.test))
+        elif isinstance(node, ast.FunctionDef):
+            decorators = [short(each).rpartition(".")[2] for each in node.decorator_list]
+            if "rank_zero_only" in decorators:
+                yield from _alone(source, node.body, "@rank_zero_only")
+
+
+def _rank_condition(test: ast.expr) -> str:
+    """Return "zero" where `test` holds on rank 0, "others" where it holds elsewhere; empty if it is about neither."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return {"zero": "others", "others": "zero"}.get(_rank_condition(test.operand), "")
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return next((found for found in map(_rank_condition, test.values) if found), "")
+    if _last(test) == "is_global_zero":
+        return "zero"
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and _last(test.left) in _RANKS:
+        right = test.comparators[0]
+        if isinstance(right, ast.Constant) and right.value == 0:
+            return "zero" if isinstance(test.ops[0], ast.Eq) else "others"
+    return ""
+
+
+def _reached_by_few(source: Source, node: ast.If, condition: str) -> Iterable[ast.AST]:
+    """Return what only some ranks get to: the branch, and after ``if not zero: return`` the rest of the block."""
+    reached: list[ast.AST] = [*node.body, *node.orelse]
+    leaves = bool(node.body) and isinstance(node.body[-1], ast.Return | ast.Continue | ast.Raise)
+    if condition == "others" and leaves:
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(source.parents[node], block, [])
+            if isinstance(statements, list) and node in statements:
+                reached += statements[statements.index(node) + 1 :]
+    return reached
+
+
+def _alone(source: Source, statements: Iterable[ast.AST], condition: str) -> Iterator[Finding]:
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_collective(source, node):
+                writes = "; rank 0 alone writes anyway" if node.func.attr == "save_checkpoint" else ""
+                yield source.finding(
+                    node, CHANGE, f"{node.func.attr} under {condition!r}", "all ranks call it",
+                    f"it waits for ranks that never come{writes}",
+                )  # fmt: skip
+
+
+def _is_collective(source: Source, node: ast.Call) -> bool:
+    assert isinstance(node.func, ast.Attribute)
+    if node.func.attr == "log":
+        return any(keyword.arg == "sync_dist" and source.literal(keyword.value) is True for keyword in node.keywords)
+    owner = short(node.func.value, 1000)
+    of_the_run = (
+        any(word in owner for word in ("trainer", "strategy", "collectives", "distributed", "dist")) or owner == "self"
+    )
+    return node.func.attr in _COLLECTIVE and (of_the_run or source.is_trainer(node.func.value))
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return getattr(node, "attr", getattr(node, "id", ""))

@@ -1,0 +1,241 @@
+"""`Source`: a script as a tree, and what its names stand for. Nothing in it is ever imported or run."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from stratagem.errors import ConfigError
+from stratagem_migrate.findings import Finding
+
+#: How Lightning's package has been called; longer names first.
+PACKAGES: Final = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning")
+
+#: Its classes that a script derives from, and what the derived class is then.
+_ROLES: Final = {
+    "LightningModule": "module",
+    "LightningDataModule": "data",
+    "Callback": "callback",
+    "stratagem.Module": "module",
+    "stratagem.DataModule": "data",
+    "stratagem.Callback": "callback",
+}
+_MODULE_METHODS: Final = {"training_step", "configure_optimizers"}
+
+
+class _Unknown:
+    """The value of an expression that only running the script would tell."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+UNKNOWN: Final = _Unknown()
+
+
+class Source:
+    """A parsed script.
+
+    Names are looked up in the file as a whole: a name that means two things in two functions is taken for the last.
+    """
+
+    def __init__(self, path: Path, text: bytes) -> None:
+        self.path = path
+        self.tree = _parse(path, text)
+        self.nodes = list(ast.walk(self.tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.aliases = _aliases(self.nodes)
+        self.imports_everything = any(
+            isinstance(node, ast.ImportFrom) and within_lightning(node.module or "") is not None and node.level == 0
+            for node in self.nodes
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        )
+        self.constants = _bound_once(self.nodes)
+        self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
+        self.roles = {name: self._role(node, ()) for name, node in self.classes.items()}
+        self.trainers = self._trainers()
+        #: Attributes that the script itself gives to a trainer.
+        self.given_to_trainers = frozenset(
+            node.attr
+            for node in self.nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and self.is_trainer(node.value)
+        )
+
+    @property
+    def is_about_lightning(self) -> bool:
+        """Whether the script uses Lightning, or holds a class that looks as if another file did."""
+        uses = any(within_lightning(target) is not None for target in self.aliases.values())
+        return uses or self.imports_everything or "module" in self.roles.values()
+
+    # --- What a name stands for ----------------------------------------------------------------------------------
+
+    def qualified(self, node: ast.AST) -> str:
+        """Return the dotted name that `node` refers to, imports resolved; empty if it is no plain name."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, node.id)
+        if isinstance(node, ast.Attribute) and (owner := self.qualified(node.value)):
+            return f"{owner}.{node.attr}"
+        return ""
+
+    def lightning(self, node: ast.AST) -> str | None:
+        """Return what of Lightning `node` refers to, such as ``callbacks.EarlyStopping``; None if nothing of it."""
+        if self.imports_everything and isinstance(node, ast.Name) and node.id not in self.aliases:
+            return None if node.id in self.classes else node.id
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name) or root.id not in self.aliases:
+            return None
+        return within_lightning(self.qualified(node))
+
+    def is_trainer(self, node: ast.AST) -> bool:
+        """Whether `node` is a trainer, as far as its name or where it was made tells."""
+        if isinstance(node, ast.Attribute):
+            return node.attr == "trainer"
+        return isinstance(node, ast.Name) and (node.id == "trainer" or node.id in self.trainers)
+
+    def literal(self, node: ast.AST | None) -> Any:
+        """Return the value of a constant expression, or of a name that is bound to one once; else `UNKNOWN`."""
+        if isinstance(node, ast.Name) and node.id in self.constants:
+            node = self.constants[node.id]
+        try:
+            return ast.literal_eval(node) if node is not None else UNKNOWN
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return UNKNOWN
+
+    # --- Where a node stands -------------------------------------------------------------------------------------
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes that `node` is in, innermost first."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def class_of(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the class whose body `node` is in."""
+        return next((each for each in self.around(node) if isinstance(each, ast.ClassDef)), None)
+
+    def of_role(self, role: str) -> Iterator[ast.ClassDef]:
+        """Yield the classes that are a "module", a "data" module or a "callback"."""
+        return (node for name, node in self.classes.items() if self.roles[name] == role)
+
+    def finding(self, node: Any, certainty: str, old: str, new: str, note: str = "") -> Finding:
+        return Finding(str(self.path), node.lineno, node.col_offset + 1, certainty, old, new, note)
+
+    # --- Helpers -------------------------------------------------------------------------------------------------
+
+    def _role(self, node: ast.ClassDef, seen: tuple[str, ...]) -> str | None:
+        for base in node.bases:
+            if (name := self.lightning(base) or self.qualified(base)) in _ROLES:
+                return _ROLES[name]
+            last = name.rpartition(".")[2]
+            if self.lightning(base) is not None and last in _ROLES:
+                return _ROLES[last]
+            if self.lightning(base) is not None and name.startswith("callbacks."):
+                return "callback"
+            if last in self.classes and last not in (*seen, node.name):
+                role = self._role(self.classes[last], (*seen, node.name))
+                if role is not None:
+                    return role
+        return "module" if {method.name for method in methods(node)} >= _MODULE_METHODS else None
+
+    def _trainers(self) -> set[str]:
+        """Return the names of variables that a trainer was assigned to."""
+        made = (node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
+        return {
+            target.id
+            for node in made
+            if _makes_trainer(self.qualified(node.value.func))  # type: ignore[attr-defined]
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+
+
+def read(path: Path) -> Source:
+    """Read and parse the script at `path`.
+
+    Raises:
+        ConfigError: it cannot be read, or is not Python.
+    """
+    if path.suffix == ".ipynb":
+        raise ConfigError(
+            f"{path} is a notebook", expected="a Python script", do=f"run `jupyter nbconvert --to script {path}` first"
+        )
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})", expected="a Python script") from error
+    return Source(path, text)
+
+
+def within_lightning(name: str) -> str | None:
+    """Return `name` without the name of Lightning's package; None if it is not of that package."""
+    for package in PACKAGES:
+        if name == package or name.startswith(f"{package}."):
+            return name[len(package) + 1 :]
+    return None
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the functions in the body of a class."""
+    return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def short(node: ast.AST, limit: int = 60) -> str:
+    """Return `node` as source, on one line and not longer than `limit`."""
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except RecursionError:  # a sum of thousands of terms
+        return "..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _parse(path: Path, text: bytes) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the script's own escapes and comparisons
+            return ast.parse(text, str(path))
+    except SyntaxError as error:
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise ConfigError(f"{path} is not Python ({error.msg}{where})", expected="a Python 3 script") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path} cannot be parsed ({error})", expected="a Python 3 script") from error
+
+
+def _makes_trainer(function: str) -> bool:
+    """Whether a function of that dotted name returns a trainer."""
+    owner, _, last = function.rpartition(".")
+    return last == "Trainer" or (owner.endswith("Trainer") and last.startswith("from_"))
+
+
+def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
+    """Return what each imported name stands for."""
+    names: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    names.pop("*", None)
+    return names
+
+
+def _bound_once(nodes: list[ast.AST]) -> dict[str, ast.expr]:
+    """Return the values of names that are assigned to in one place only."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            values.setdefault(node.id, []).append(node)
+        elif isinstance(node, ast.arg):
+            values.setdefault(node.arg, []).append(ast.Name(node.arg))
+    simple = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
+    return {name: value for name, value in simple.items() if len(values[name]) == 1}

@@ -1,0 +1,172 @@
+"""What the installed stratagem accepts: asked of its classes and of the installed plugins, and so never stale."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from stratagem import catalog, config, registry
+from stratagem.errors import ConfigError, PluginError
+
+#: Which argument of the Trainer takes a plugin of each kind.
+ARGUMENTS = {
+    "callback": "callbacks", "logger": "logger", "strategy": "strategy", "precision": "precision",
+    "environment": "environment", "accelerator": "accelerator", "checkpoint": "checkpoint",
+}  # fmt: skip
+#: Which module gives the classes of each kind.
+ROOMS = {
+    "callback": "callbacks", "logger": "loggers", "strategy": "strategies", "precision": "precisions",
+    "environment": "environments", "accelerator": "accelerators", "checkpoint": "checkpoints",
+}  # fmt: skip
+
+#: Methods that a module may define or call besides those of the base class.
+_OPTIONAL_METHODS = {
+    "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "training_step_end",
+    "validation_step_end", "test_step_end",
+}  # fmt: skip
+
+#: Plugins on their way into the catalog.
+_AWAITED = {
+    "callback": {
+        "timer", "ema", "stochastic_weight_averaging", "model_summary", "device_stats", "throughput",
+        "batch_size_finder", "learning_rate_finder", "backbone_finetuning", "prediction_writer",
+        "on_exception_checkpoint", "spike_detection", "gradient_norms", "preemption", "tqdm",
+    },
+    "logger": {"tensorboard", "wandb", "mlflow"},
+}  # fmt: skip
+
+
+# --- Trainer and Module ------------------------------------------------------------------------------------------
+
+
+@cache
+def trainer_arguments() -> frozenset[str]:
+    """Return the arguments of `stratagem.Trainer`."""
+    from stratagem import Trainer
+
+    return frozenset(inspect.signature(Trainer.__init__).parameters) - {"self", "layers"}
+
+
+@cache
+def trainer_attributes() -> frozenset[str]:
+    """Return what can be read on a trainer."""
+    from stratagem import Trainer
+
+    return frozenset(dir(Trainer)) | _assigned(Trainer)
+
+
+@cache
+def module_attributes() -> frozenset[str]:
+    """Return what a module may define, and what it inherits."""
+    from stratagem.module import EVENTS, Module
+
+    return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
+
+
+@cache
+def data_attributes() -> frozenset[str]:
+    """Return what a data module may define, and what it inherits."""
+    from stratagem import DataModule
+
+    return frozenset(dir(DataModule))
+
+
+@cache
+def hooks() -> Mapping[str, tuple[str, ...]]:
+    """Return the arguments of each hook, by its name."""
+    from stratagem import hookspecs
+
+    found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")}
+    return {name: tuple(inspect.signature(value).parameters) for name, value in found.items()}
+
+
+@cache
+def log_options() -> frozenset[str]:
+    """Return the options of `Module.log`."""
+    from stratagem.metrics import MetricBook
+
+    return frozenset(inspect.signature(MetricBook.log).parameters) - {"self", "name", "value"}
+
+
+@cache
+def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
+    """Return the parameters of ``stratagem.<owner>.<method>`` but self."""
+    import stratagem
+
+    found = dict(inspect.signature(getattr(getattr(stratagem, owner), method)).parameters)
+    found.pop("self", None)
+    return found
+
+
+@cache
+def scheduler_options() -> frozenset[str]:
+    """Return what a dict about a learning rate scheduler may hold."""
+    from stratagem.optimization import LRSchedulerConfig
+
+    return frozenset(config.options(LRSchedulerConfig))
+
+
+@cache
+def hparams_have_attributes() -> bool:
+    """Whether ``self.hparams.x`` is ``self.hparams["x"]``."""
+    from stratagem import Module
+
+    return hasattr(type(Module().hparams), "__getattr__")
+
+
+def refusal(argument: str, value: Any) -> str:
+    """Return what stratagem would say to `value` for an argument that names no plugin; empty if it takes it."""
+    from stratagem.settings import CHOICES, TrainerSettings, gather
+
+    if argument in CHOICES or argument not in config.options(TrainerSettings):
+        return ""
+    try:
+        gather(TrainerSettings, {argument: value})
+    except ConfigError as error:
+        return f"expected {error.expected}" if error.expected else str(error).rstrip(".")
+    return ""
+
+
+def _assigned(cls: type) -> frozenset[str]:
+    """Return the attributes that the methods of `cls` set on ``self``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return frozenset(node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self")
+
+
+# --- Plugins -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def has_plugin(kind: str, name: str) -> bool:
+    """Whether a plugin of that name is installed, or known to the catalog."""
+    installed = {entry.name.lower() for entry in registry.entries(kind)}
+    known = {each.lower() for each in catalog.providers(kind)} | _AWAITED.get(kind, set())
+    return name.lower() in installed | known
+
+
+@cache
+def plugin_class(kind: str, name: str) -> type[Any] | None:
+    """Return the class of an installed plugin; None if it is not installed, broken, or a preset of another one."""
+    try:
+        found = registry.find(kind, name).load()
+    except PluginError:
+        return None
+    return found if isinstance(found, type) else None
+
+
+def plugin_options(kind: str, name: str) -> frozenset[str] | None:
+    """Return the options of an installed plugin; None if that cannot be told."""
+    cls = plugin_class(kind, name)
+    return None if cls is None else frozenset(config.options(cls))
+
+
+def spelled(kind: str, name: str) -> str:
+    """Return how a script says "this plugin": by its class if that can be imported, else by its name."""
+    cls = plugin_class(kind, name)
+    by_name = f'{ARGUMENTS[kind]}="{name}"'
+    return by_name if cls is None else f"stratagem.{ROOMS[kind]}.{cls.__name__}"

@@ -1,0 +1,176 @@
+"""What is called and read on a trainer, and beside it: `load_from_checkpoint`, `seed_everything`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from typing import Final
+
+from stratagem.errors import nearest
+from stratagem_migrate import today
+from stratagem_migrate.findings import CHANGE, CHECK, Finding
+from stratagem_migrate.source import Source, short
+
+#: What Lightning's trainer has and ours may not.
+_TRAINER: Final[dict[str, tuple[str, str]]] = {
+    "tune": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they search when fit begins"),
+    "tuner": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they search when fit begins"),
+    "lr_find": ('callbacks=["learning_rate_finder"]', "it searches when fit begins"),
+    "scale_batch_size": ('callbacks=["batch_size_finder"]', "it searches when fit begins"),
+    "estimated_stepping_batches": ("trainer.num_training_batches * trainer.max_epochs", "where the loop has begun"),
+    "datamodule": ("the data module that the script holds", ""),
+    "train_dataloader": ("the loader that the script holds", ""),
+    "val_dataloaders": ("the loaders that the script holds", ""),
+    "test_dataloaders": ("the loaders that the script holds", ""),
+    "predict_dataloaders": ("the loaders that the script holds", ""),
+    "model": ("trainer.module", ""),
+    "lightning_module": ("trainer.module", ""),
+    "get_model": ("trainer.module", ""),
+    "training_type_plugin": ("trainer.strategy", ""),
+    "precision_plugin": ("trainer.precision", ""),
+    "accelerator_connector": ("trainer.run.stack", ""),
+    "log_dir": ("trainer.logger.log_dir", ""),
+    "lr_schedulers": ("trainer.lr_scheduler_configs", ""),
+    "num_gpus": ("trainer.world_size", ""),
+    "num_devices": ("trainer.world_size", ""),
+    "device_ids": ("trainer.run.device", ""),
+    "root_gpu": ("trainer.run.device", ""),
+    "root_device": ("trainer.run.device", ""),
+    "proc_rank": ("trainer.global_rank", ""),
+    "training": ('trainer.run.stage == "train"', ""),
+    "validating": ('trainer.run.stage == "validate"', ""),
+    "testing": ('trainer.run.stage == "test"', ""),
+    "predicting": ('trainer.run.stage == "predict"', ""),
+    "evaluating": ('trainer.run.stage in ("validate", "test")', ""),
+    "running_sanity_check": ("trainer.sanity_checking", ""),
+    "checkpoint_callbacks": ("trainer.checkpoint_callback", ""),
+    "early_stopping_callback": ("trainer.callbacks", ""),
+    "early_stopping_callbacks": ("trainer.callbacks", ""),
+    "progress_bar_callback": ("trainer.callbacks", ""),
+    "progress_bar_dict": ("trainer.progress_bar_metrics", ""),
+    "fit_loop": ("trainer.current_epoch, trainer.global_step", ""),
+    "is_last_batch": ("batch_idx + 1 == trainer.num_training_batches", ""),
+    "add_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
+    "from_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
+    "parse_argparser": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
+}
+#: Of Lightning's strategies, what scripts call.
+_STRATEGY: Final = {
+    "barrier": "trainer.run.collectives.barrier()",
+    "broadcast": "trainer.run.collectives.broadcast_object(value)",
+    "reduce": "trainer.run.collectives.all_reduce(tensor)",
+    "all_gather": "trainer.run.collectives.all_gather(tensor)",
+    "root_device": "trainer.run.device",
+    "model": "trainer.run.model",
+    "is_global_zero": "trainer.is_global_zero",
+    "global_rank": "trainer.global_rank",
+    "world_size": "trainer.world_size",
+}
+#: Keywords of fit, validate, test, predict and save_checkpoint that are called otherwise.
+_KEYWORDS: Final = {
+    "train_dataloader": "train_dataloaders=",
+    "val_dataloaders": "dataloaders=",
+    "test_dataloaders": "dataloaders=",
+}
+_STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
+
+
+def on_trainer(source: Source) -> Iterator[Finding]:
+    """Say what is read or called on a trainer that is not there or is called otherwise."""
+    if not source.is_about_lightning:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _on_trainer(source, node):
+            yield from _trainer_attribute(source, node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and source.is_trainer(node.func.value):
+            yield from _trainer_call(source, node, node.func.attr)
+
+
+def _on_trainer(source: Source, node: ast.Attribute) -> bool:
+    made_here = (source.lightning(node.value) or "").rpartition(".")[2] == "Trainer"
+    return made_here or source.is_trainer(node.value)
+
+
+def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]:
+    name, parent = node.attr, source.parents.get(node)
+    old = f"{short(node.value)}.{name}"
+    if name in ("strategy", "training_type_plugin", "accelerator") and isinstance(parent, ast.Attribute):
+        if parent.attr in _STRATEGY:
+            yield source.finding(node, CHANGE, f"{old}.{parent.attr}", _STRATEGY[parent.attr])
+    elif name in today.trainer_attributes() | source.given_to_trainers or name.startswith("__"):
+        return
+    elif name in _TRAINER:
+        yield source.finding(node, CHANGE, old, *_TRAINER[name])
+    elif name in today.trainer_arguments():
+        yield source.finding(node, CHANGE, old, f"{short(node.value)}.settings.{name}")
+    else:
+        hint = nearest(name, today.trainer_attributes())
+        yield source.finding(node, CHANGE, old, "", f"stratagem's trainer has none; {hint}".removesuffix("; "))
+
+
+def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
+    if method not in _STAGES:
+        return
+    known = today.parameters("Trainer", method)
+    for keyword in node.keywords:
+        if keyword.arg is not None and keyword.arg not in known:
+            new = _KEYWORDS.get(keyword.arg, "leave it out")
+            yield source.finding(keyword, CHANGE, f"{method}({short(keyword)})", new)
+    if method in ("validate", "test") and len(node.args) > 2:
+        yield source.finding(node, CHANGE, f"{method}({', '.join(map(short, node.args))})",
+                             f"{method}({short(node.args[0])}, {short(node.args[1])}, name=value)",
+                             f"after those come {' and '.join(list(known)[2:])}")  # fmt: skip
+    if any(keyword.arg == "ckpt_path" and source.literal(keyword.value) == "hpc" for keyword in node.keywords):
+        yield source.finding(node, CHANGE, f'{method}(ckpt_path="hpc")', 'ckpt_path="last"')
+    if method in ("validate", "test", "predict") and not node.args and _names(node).isdisjoint({"model", "ckpt_path"}):
+        yield source.finding(
+            node, CHECK, f"trainer.{method}() without a model", f'trainer.{method}(ckpt_path="best")',
+            "stratagem takes the weights as training left them, Lightning those of the best checkpoint",
+        )  # fmt: skip
+
+
+def _names(node: ast.Call) -> set[str]:
+    return {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+
+
+# --- Beside the trainer ----------------------------------------------------------------------------------------
+
+
+def loading(source: Source) -> Iterator[Finding]:
+    """Say which arguments of `load_from_checkpoint` would land in ``__init__``."""
+    if not source.is_about_lightning:
+        return
+    replaced = {"map_location": "the CPU, then .to(device)", "hparams_file": "arguments of __init__ by name",
+                "checkpoint_path": "path=", "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
+    known = today.parameters("Module", "load_from_checkpoint")
+    for node in source.nodes:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "load_from_checkpoint"
+        ):
+            for keyword in node.keywords:
+                if keyword.arg in replaced and keyword.arg not in known:
+                    yield source.finding(
+                        keyword, CHANGE, f"load_from_checkpoint({short(keyword)})", replaced[keyword.arg]
+                    )
+
+
+def seeds(source: Source) -> Iterator[Finding]:
+    """Say which arguments of `seed_everything` are keywords, or gone."""
+    for node in source.nodes:
+        if (
+            not isinstance(node, ast.Call)
+            or (source.lightning(node.func) or "").rpartition(".")[2] != "seed_everything"
+        ):
+            continue
+        import stratagem
+
+        known = inspect.signature(stratagem.seed_everything).parameters
+        positional = [name for name, each in known.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+        if len(node.args) > len(positional):
+            yield source.finding(node, CHANGE, short(node), f"seed_everything({short(node.args[0])}, workers=...)")
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg not in known:
+                yield source.finding(keyword, CHANGE, f"seed_everything({short(keyword)})", "leave it out")

@@ -1,0 +1,367 @@
+"""Metrics, hyper-parameters and the model's graph in event files for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import define, field
+
+from stratagem import Logger, hookimpl
+from stratagem.errors import ConfigError, PluginError
+from stratagem.options import more_than
+from stratagem.places import is_remote, place
+from stratagem.seeding import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Absent:
+    """Stands for the writer on other ranks than 0: takes any call and does nothing, so that a module need not ask."""
+
+    def __getattr__(self, name: str) -> Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Absent:
+        return self
+
+
+@define(eq=False, kw_only=True)
+class TensorBoardLogger(Logger):
+    """Writes event files to ``<save_dir>/<name>/version_N`` on rank 0; creates nothing before there is what to log.
+
+    A resumed run that is given the `version` it had before hides what the interrupted one logged past the checkpoint.
+    """
+
+    #: Parent of all logs, or a URL that fsspec understands; ``default_root_dir`` if not given.
+    save_dir: Path | None = None
+    #: Folder of this experiment; TensorBoard compares what is below the folder it is shown.
+    name: str = "stratagem_logs"
+    #: Folder of this run; the next free ``version_N`` if not given. An existing one is continued.
+    version: int | str | None = None
+    #: How long metrics may wait in memory: less shows and survives sooner, more writes more rarely.
+    flush_secs: float = field(default=120.0, validator=more_than(0))
+    #: Also draw the module's forward pass of its ``example_input_array``; costs one forward when training starts.
+    log_graph: bool = False
+    #: Begin with ``hp_metric`` at -1, for runs to be sorted by it before (or unless) the module logs it; False leaves
+    #: the charts without that point.
+    default_hp_metric: bool = True
+
+    _root: Path | None = field(init=False, default=None)
+    _rank: int = field(init=False, default=0)
+    _folder: Path | None = field(init=False, default=None)
+    _writer: Any = field(init=False, default=None)
+    _pid: int = field(init=False, default=0)
+    #: Not yet written.
+    _hparams: dict[str, Any] = field(init=False, factory=dict)
+    #: Hyper-parameters are written, and not yet how the run ended.
+    _session: bool = field(init=False, default=False)
+    #: Hide what the folder has from this step on.
+    _purge_step: int | None = field(init=False, default=None)
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where the files are; None before the first metric or hyper-parameter."""
+        return self._folder
+
+    @property
+    def experiment(self) -> SummaryWriter | Absent:
+        """The `SummaryWriter`, for what is not a number; on other ranks than 0 something that does nothing."""
+        if self._root is None:
+            raise ConfigError(
+                "tensorboard.experiment was asked for outside a run", expected="a trainer at work",
+                do="use it in the module's methods or in a callback",
+            )  # fmt: skip
+        return self._open() if self._rank == 0 else Absent()
+
+    # --- Hooks ---------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def prepare_module(self, run):
+        self._meet(run)
+
+    @hookimpl
+    def log_hyperparams(self, params, run):
+        self._meet(run)
+        self._hparams = dict(params)
+        if run.trainer is None:  # else on_fit_start follows, where all ranks can fail together
+            self._open()
+
+    @hookimpl
+    def on_fit_start(self, trainer, module, run):
+        self._meet(run)
+        error = None
+        if self._rank == 0:
+            try:
+                self._begin(trainer, module)
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks
+                error = caught
+                self._hparams = {}
+        run.collectives.fail_together(error)
+
+    @hookimpl
+    def log_metrics(self, metrics, step, run):
+        self._meet(run)
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    @hookimpl
+    def on_validation_end(self):
+        self.flush()
+
+    @hookimpl
+    def on_fit_end(self):
+        self._end_session("STATUS_SUCCESS")
+        self.flush()
+
+    @hookimpl
+    def on_exception(self):
+        try:
+            self.close("STATUS_FAILURE")
+        except OSError as error:  # must not hide the exception that brought us here
+            warnings.warn(f"{self._folder} may lack the last metrics ({error})", stacklevel=2)
+
+    @hookimpl
+    def teardown(self):
+        self.close()
+
+    # --- The writer ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what is in memory."""
+        if self._is_open:
+            self._writer.flush()
+
+    def close(self, status: str = "STATUS_SUCCESS") -> None:
+        """Write what is in memory and let go of the file; safe to call twice. A later metric opens another file."""
+        writer = self._writer if self._is_open else None
+        try:
+            self._end_session(status)
+        finally:
+            self._writer = None
+            if writer is not None:
+                writer.close()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this process has a writer; one from before a fork has its thread in the parent."""
+        return self._writer is not None and self._pid == os.getpid()
+
+    def _meet(self, run: Any) -> None:
+        self._root, self._rank = run.settings.default_root_dir, run.rank
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        """Find out on rank 0, before training, whether it can be logged."""
+        _summary_writer()
+        self.close()  # a fit that goes back to an earlier step hides the later ones
+        self._purge_step = trainer.global_step + 1 if trainer.global_step else None
+        example = _example(module, trainer.run) if self.log_graph else None
+        _refuse_unwritable(self._destination, self._option)
+        if self._hparams or self.log_graph:
+            self._open()
+        if self.log_graph:
+            _draw(self._writer, module, trainer.run.transfer(example))
+
+    def _open(self) -> SummaryWriter:
+        if not self._is_open:
+            make = _summary_writer()
+            self._folder = self._folder or self._make_folder()
+            try:
+                self._writer = make(str(self._folder), purge_step=self._purge_step, flush_secs=self.flush_secs)
+            except OSError as error:
+                raise _unwritable(self._folder, self._option, error) from error
+            self._pid, self._session = os.getpid(), False
+        if self._hparams:
+            self._begin_session()
+        self._purge_step = None
+        writer: SummaryWriter = self._writer
+        return writer
+
+    # --- The folder ----------------------------------------------------------------------------------------------
+
+    @property
+    def _option(self) -> str:
+        return "default_root_dir" if self.save_dir is None else "tensorboard.save_dir"
+
+    @property
+    def _destination(self) -> Path:
+        """The folder of this run, or of all versions if the version is not chosen."""
+        assert self._root is not None
+        parent = place(self._root if self.save_dir is None else self.save_dir) / self.name
+        if self.version is None:
+            return parent
+        return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
+
+    def _make_folder(self) -> Path:
+        folder = self._destination
+        try:
+            if self.version is None:
+                return _next_free(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(folder, self._option, error) from error
+        return folder
+
+    # --- Hyper-parameters ----------------------------------------------------------------------------------------
+
+    def _begin_session(self) -> None:
+        """Say with which hyper-parameters this run works; TensorBoard finds the metrics to show beside by itself."""
+        self._writer.file_writer.add_summary(_session_start(self._hparams))
+        if self.default_hp_metric and self._purge_step is None:
+            self._writer.add_scalar("hp_metric", -1, 0)
+        self._hparams, self._session = {}, True
+
+    def _end_session(self, status: str) -> None:
+        if self._session and self._is_open:
+            self._session = False
+            self._writer.file_writer.add_summary(_session_end(status))
+
+    # --- Travel to another process -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = [each.name for each in attrs.fields(type(self))]
+        return {name: getattr(self, name) for name in names} | {"_writer": None, "_session": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise PluginError(
+            f"logger 'tensorboard' cannot be used ({error})", expected="the package tensorboard",
+            do="pip install tensorboard",
+        ) from error  # fmt: skip
+    return SummaryWriter
+
+
+def _next_free(parent: Path) -> Path:
+    """Make the next ``version_N``; of two runs that start together each gets its own."""
+    taken = [path.name.removeprefix("version_") for path in parent.glob("version_*")] if parent.exists() else []
+    number = max((int(each) for each in taken if each.isdigit()), default=-1) + 1
+    while True:
+        try:
+            (parent / f"version_{number}").mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return parent / f"version_{number}"
+
+
+def _refuse_unwritable(folder: Path, option: str) -> None:
+    """Raise if `folder` can be told to be beyond reach, without creating it."""
+    if is_remote(folder):
+        return  # a store tells when it is written to
+    try:
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write to {existing}")
+    except OSError as error:
+        raise _unwritable(folder, option, error) from error
+
+
+def _unwritable(folder: Path, option: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{option} leads to {str(folder)!r}, which cannot be written ({error.strerror or error})",
+        expected="a folder to log to", do=f"change {option}",
+    )  # fmt: skip
+
+
+# --- Hyper-parameters, as TensorBoard's hparams plugin keeps them ----------------------------------------------------
+# Its own functions for that import TensorFlow.
+
+
+def _session_start(hparams: dict[str, Any]) -> Any:
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for name, value in _flat(hparams):
+        kind = {bool: "bool_value", float: "number_value"}.get(type(value), "string_value")
+        setattr(start.hparams[name], kind, value)
+    return _session_summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+
+
+def _session_end(status: str) -> Any:
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.Status.Value(status), end_time_secs=time.time())
+    return _session_summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)
+
+
+def _session_summary(tag: str, **info: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    data = plugin_data_pb2.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **info)
+    plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
+    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))])
+
+
+def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Yield hyper-parameters with the names of nested ones joined, and what is no plain value as text."""
+    for name, value in params.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: Any) -> bool | float | str:
+    """Return what TensorBoard can keep of `value`."""
+    return value if isinstance(value, bool) else float(value) if isinstance(value, int | float) else str(value)
+
+
+# --- The graph -------------------------------------------------------------------------------------------------------
+
+
+def _example(module: Any, run: Any) -> Any:
+    """Return the module's example input, if a forward pass of this rank alone is possible."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise ConfigError(
+            f"tensorboard.log_graph is True and {type(module).__name__} has no example_input_array",
+            expected="an input for its forward", do="set self.example_input_array in its __init__",
+        )  # fmt: skip
+    if run.shards_parameters:
+        raise ConfigError(
+            f"tensorboard.log_graph is True with {run.stack.strategies[-1]}, whose ranks compute only together",
+            expected="False", do="draw the graph in a run on one device",
+        )  # fmt: skip
+    return example
+
+
+def _draw(writer: Any, module: Any, example: Any) -> None:
+    """Trace a forward pass that leaves no trace in training: no statistics, no random numbers, no gradients."""
+    import torch
+
+    training = [part for part in module.modules() if part.training]
+    before = random_state()
+    module.eval()
+    try:
+        with torch.no_grad():
+            writer.add_graph(module, example, use_strict_trace=False)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"tensorboard.log_graph is True and {type(module).__name__}.forward cannot be traced ({reason})",
+            expected="a forward that takes example_input_array and that torch.jit.trace understands",
+            do="set log_graph to False",
+        ) from error
+    finally:
+        for part in training:
+            part.training = True
+        restore_random_state(before)

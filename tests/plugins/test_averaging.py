@@ -1,0 +1,121 @@
+"""Averages of the weights are those that a plain loop computes, under every kind of strategy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import stratagem as sg
+from stratagem.callbacks import EMA, StochasticWeightAveraging
+from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, relative_difference
+from stratagem.testing.training import share, weights_of
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+BATCHES = joined_batches(5, 24)
+DECAY = 0.7
+
+
+class Watching(Net):
+    """Remembers the loss that validation sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val", self.criterion(self(x), y), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        self.seen.append(float(self.trainer.callback_metrics["val"]))
+
+
+def ema_plainly(epochs=2):
+    module = Net()
+    optimizer, average, seen = module.configure_optimizers(), None, []
+    for _ in range(epochs):
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            module.criterion(module(x), y).backward()
+            optimizer.step()
+            now = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+            average = now if average is None else {n: a + (1 - DECAY) * (now[n] - a) for n, a in average.items()}
+        averaged = Net()
+        averaged.load_state_dict(average)
+        seen.append(float(averaged.criterion(averaged(BATCHES[0][0]), BATCHES[0][1])))
+    return module.state_dict(), average, seen
+
+
+def _ema(rank, world_size, strategy, keep, folder):
+    arguments = QUIET | {"strategy": strategy, "devices": world_size}
+    callback, module = EMA(decay=DECAY, keep=keep), Watching()
+    trainer = sg.Trainer(max_epochs=2, callbacks=callback, **arguments)
+    trainer.fit(module, share(trainer, BATCHES), share(trainer, BATCHES[:1]))
+    straight = weights_of(trainer), callback.state_dict(), module.seen
+
+    half = sg.Trainer(max_epochs=1, callbacks=EMA(decay=DECAY, keep=False), **arguments)
+    half.fit(Net(), share(half, BATCHES))
+    half.save_checkpoint(f"{folder}/half.ckpt")
+    resumed = EMA(decay=DECAY)
+    trainer = sg.Trainer(max_epochs=2, callbacks=resumed, **arguments)
+    trainer.fit(Net(), share(trainer, BATCHES), ckpt_path=f"{folder}/half.ckpt")
+    return (*straight, resumed.state_dict())
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_ema_is_the_plain_loops_and_is_what_validation_sees(tmp_path, strategy, world_size, keep):
+    weights, average, seen = ema_plainly()
+    assert relative_difference(weights, average) > 1e-3, "nothing could be told apart"
+    for found, averaged, watched, resumed in run_in_processes(_ema, world_size, strategy, keep, str(tmp_path)):
+        assert relative_difference(found, average if keep else weights) < 1e-5
+        assert relative_difference(averaged, average) < 1e-5
+        assert relative_difference(resumed, average) < 1e-5
+        assert watched == pytest.approx(seen, rel=1e-4)
+
+
+class Normalized(Net):
+    def __init__(self):
+        super().__init__()
+        first, *rest = self.net
+        self.net = nn.Sequential(first, nn.BatchNorm1d(first.out_features), *rest)
+
+
+def test_stochastic_weight_averaging_equals_torchs_own():
+    trainer = sg.Trainer(max_epochs=5, callbacks=StochasticWeightAveraging(
+        swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2), **QUIET)  # fmt: skip
+    module = Normalized()
+    trainer.fit(module, BATCHES)
+
+    plain = Normalized()
+    optimizer, averaged, scheduler = plain.configure_optimizers(), AveragedModel(plain), None
+    for epoch in range(5):
+        if epoch == 2:
+            scheduler = torch.optim.swa_utils.SWALR(optimizer, 1e-3, 2, "cos")
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            plain.criterion(plain(x), y).backward()
+            optimizer.step()
+        if scheduler is not None:
+            averaged.update_parameters(plain)
+            scheduler.step()
+    update_bn(BATCHES, averaged)
+    expected = averaged.module.state_dict()
+
+    assert relative_difference(plain.state_dict(), expected) > 1e-4
+    assert relative_difference(module.state_dict(), expected) < 1e-6
+
+
+def test_stochastic_weight_averaging_says_where_it_cannot():
+    with pytest.raises(ConfigError, match="swa_epoch_start is 7; expected an epoch below max_epochs=2"):
+        sg.Trainer(max_epochs=2, callbacks=StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=7), **QUIET).fit(
+            Net(), BATCHES
+        )
+    with pytest.raises(ConfigError, match="averages whole weights, and strategy 'fsdp' shards them"):
+        sg.Trainer(
+            max_epochs=2, strategy="fsdp", devices=1, callbacks=StochasticWeightAveraging(swa_lrs=0.1), **QUIET
+        ).fit(Net(), BATCHES)

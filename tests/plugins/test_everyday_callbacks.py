@@ -1,0 +1,493 @@
+"""The small callbacks do what they say: timers, tables, statistics, spikes, norms, predictions, profiles."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import pstats
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientNorms,
+    LearningRateFinder,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    PredictionWriter,
+    SpikeDetection,
+    Throughput,
+    Timer,
+)
+from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, data, joined_batches, train_module_plainly
+from stratagem.testing.training import share, weights_of
+
+QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+BATCHES = joined_batches(6, 8)
+
+
+def trainer(tmp_path, *callbacks, **arguments):
+    options = QUIET | {"max_epochs": 1, "default_root_dir": tmp_path, "log_every_n_steps": 1}
+    return sg.Trainer(callbacks=list(callbacks), **(options | arguments))
+
+
+def rows(tmp_path, name):
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(lines) if row.get(name)}
+
+
+# --- timer -------------------------------------------------------------------------------------------------------
+
+
+class Sleepy(Net):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_timer_ends_training_and_counts_earlier_time(tmp_path, capsys):
+    timer = Timer(duration=0.12)
+    made = trainer(tmp_path, timer, logger=False, max_epochs=50)
+    made.fit(Sleepy(), BATCHES)
+    assert 2 <= made.global_step <= 4
+    assert "as timer.duration says" in capsys.readouterr().out
+    assert timer.time_elapsed() > 0.12
+    assert timer.time_remaining() == 0.0
+    made.save_checkpoint(tmp_path / "a.ckpt")
+
+    again = trainer(tmp_path, Timer(duration=0.12), logger=False, max_epochs=50)
+    again.fit(Sleepy(), BATCHES, ckpt_path=tmp_path / "a.ckpt")
+    assert again.global_step == made.global_step + 1  # it looks after each step
+
+
+def _timed(rank, world_size):
+    # Rank 1's clock says so first; both stop.
+    timer = Timer(duration=1e9, verbose=False)
+    timer._limit = 1e9 if rank == 0 else 0.1
+    made = sg.Trainer(strategy="ddp", devices=world_size, callbacks=timer, max_epochs=50, logger=False, **QUIET)
+    made.fit(Sleepy(), share(made, BATCHES))
+    return made.global_step
+
+
+def test_one_ranks_time_is_up_for_all():
+    one, other = run_in_processes(_timed, 2)
+    assert one == other < 10
+
+
+def test_a_timer_reads_a_duration_as_the_trainer_does():
+    assert Timer(duration="00:01:00:30").time_remaining() == 3630
+    with pytest.raises(ConfigError, match="timer.duration is 'soon'"):
+        Timer(duration="soon")
+
+
+# --- model_summary -----------------------------------------------------------------------------------------------
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        for parameter in self.net[0].parameters():
+            parameter.requires_grad = False
+
+
+def test_the_summary_names_layers_and_counts(tmp_path, capsys):
+    module = Frozen()
+    trainer(tmp_path, ModelSummary(max_depth=2), logger=False).fit(module, BATCHES)
+    output = capsys.readouterr().out
+    total = sum(parameter.numel() for parameter in module.parameters())
+    frozen = sum(parameter.numel() for parameter in module.net[0].parameters())
+
+    assert f"Frozen: {total:,} parameters" in output
+    assert f"{frozen:,} frozen" in output
+    assert [line.split()[:2] for line in output.splitlines()][1:4] == [
+        ["net", "Sequential"],
+        ["0", "Linear"],
+        ["1", "Tanh"],
+    ]
+
+
+def test_the_summary_is_on_where_it_is_asked_for(tmp_path, capsys):
+    trainer(tmp_path, logger=False, enable_model_summary=True).fit(Net(), BATCHES)
+    assert "Net: " in capsys.readouterr().out
+    trainer(tmp_path, logger=False).fit(Net(), BATCHES)
+    assert capsys.readouterr().out == ""  # no terminal
+
+
+# --- device_stats, throughput, gradient_norms --------------------------------------------------------------------
+
+
+def test_device_stats_are_logged(tmp_path):
+    trainer(tmp_path, "device_stats", log_every_n_steps=2).fit(Net(), BATCHES)
+    memory = rows(tmp_path, "device/process_rss_bytes")
+    assert sorted(memory) == [2, 4, 6]
+    assert all(value > 50e6 for value in memory.values())
+
+
+def test_throughput_is_batches_samples_and_tokens_over_time(tmp_path):
+    callback = Throughput(window=4, length_fn=lambda batch: batch[0].numel(), flops_per_batch=1e9, available_flops=1e12)
+    trainer(tmp_path, callback).fit(Sleepy(), BATCHES)
+    batches = rows(tmp_path, "throughput/batches_per_s")
+    assert 10 < batches[6] < 20.5  # 50 ms each, and what the loop takes
+    assert rows(tmp_path, "throughput/samples_per_s")[6] == pytest.approx(8 * batches[6])
+    assert rows(tmp_path, "throughput/tokens_per_s")[6] == pytest.approx(8 * 16 * batches[6])
+    assert rows(tmp_path, "throughput/mfu")[6] == pytest.approx(batches[6] * 1e9 / 1e12)
+
+
+def test_throughput_counts_the_flops_of_a_batch(tmp_path):
+    callback = Throughput(measure_flops=True)
+    module = Net()
+    trainer(tmp_path, callback).fit(module, BATCHES)
+    layers = [layer for layer in module.net if isinstance(layer, nn.Linear)]
+    forward = sum(2 * 8 * layer.in_features * layer.out_features for layer in layers)
+    first = 2 * 8 * layers[0].in_features * layers[0].out_features  # nobody wants the gradient of the input
+    assert callback.flops_per_batch == 3 * forward - first
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"flops_per_batch": 1.0, "measure_flops": True}, "flops_per_batch and measure_flops; expected one of the two"),
+    ({"available_flops": 1.0}, "available_flops is set without the FLOPs of a batch"),
+])  # fmt: skip
+def test_throughput_refuses_what_has_no_effect(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Throughput(**options)
+
+
+@pytest.mark.parametrize("name", ["device_stats", "throughput", "gradient_norms"])
+def test_what_only_logs_needs_a_logger(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"{name} has no logger to log to"):
+        trainer(tmp_path, name, logger=False).fit(Net(), BATCHES)
+
+
+def _norms(rank, world_size, strategy, precision, folder):
+    made = sg.Trainer(
+        strategy=strategy, devices=world_size, callbacks=["gradient_norms"], max_epochs=1, log_every_n_steps=1,
+        precision=precision, default_root_dir=folder, gradient_clip_val=0.5, **QUIET,
+    )  # fmt: skip
+    made.fit(Net(), share(made, BATCHES))
+    return weights_of(made)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_sharded", 2)]
+)
+def test_gradient_norms_are_the_plain_loops_before_clipping(tmp_path, strategy, world_size):
+    weights, norms = train_module_plainly(Net(), BATCHES, max_norm=0.5)
+    for found in run_in_processes(_norms, world_size, strategy, None, str(tmp_path)):
+        assert all(torch.allclose(found[name], weights[name], atol=1e-6) for name in weights)
+    assert list(rows(tmp_path, "grad_norm").values()) == pytest.approx(norms, rel=1e-4)
+    assert max(norms) > 1
+
+
+def test_gradient_norms_are_unscaled_and_scaling_goes_on(tmp_path):
+    scaled = {"name": "16-mixed", "init_scale": 1024.0}
+    weights = _norms(0, 1, "single_device", scaled, str(tmp_path / "with"))
+    made = trainer(tmp_path, logger=False, precision=scaled, gradient_clip_val=0.5)
+    made.fit(Net(), BATCHES)
+    assert all(torch.equal(weights_of(made)[name], weights[name]) for name in weights)
+    _, norms = train_module_plainly(Net(), BATCHES, max_norm=0.5)
+    assert list(rows(tmp_path / "with", "grad_norm").values()) == pytest.approx(norms, rel=0.05)
+
+
+def test_gradient_norms_of_each_parameter(tmp_path):
+    trainer(tmp_path, GradientNorms(per_parameter=True)).fit(Net(), BATCHES)
+    each = [rows(tmp_path, f"grad_norm/{name}")[1] for name, _ in Net().named_parameters()]
+    assert math.hypot(*each) == pytest.approx(rows(tmp_path, "grad_norm")[1], rel=1e-5)
+
+
+# --- spike_detection ---------------------------------------------------------------------------------------------
+
+
+class Spiking(Net):
+    def __init__(self, losses):
+        super().__init__()
+        self.losses = losses
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0 + self.losses[self.trainer.current_epoch * 6 + batch_idx]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 9.0])
+def test_a_spike_is_an_error_a_stop_or_a_warning(tmp_path, bad):
+    losses = [2.0, 2.1, 1.9, 2.0, bad, 2.0]
+    with pytest.raises(sg.StratagemError, match=r"the loss is \S+ in batch 4 of epoch 0, after a running mean of 1.9"):
+        trainer(tmp_path, SpikeDetection(warmup=3), logger=False).fit(Spiking(losses), BATCHES)
+    stopping = SpikeDetection(warmup=3, on_spike="stop")
+    made = trainer(tmp_path, stopping, logger=False)
+    with pytest.warns(UserWarning, match="in batch 4 of epoch 0"):
+        made.fit(Spiking(losses), BATCHES)
+    assert made.global_step == 5
+    assert [spike[:2] for spike in stopping.spikes] == [(0, 4)]
+
+
+def test_what_is_no_spike_goes_on(tmp_path):
+    patient = SpikeDetection(warmup=3, rtol=3.0)
+    trainer(tmp_path, patient, logger=False).fit(Spiking([9.0, 2.0, 2.0, 5.0, 2.0, 2.0]), BATCHES)
+    assert patient.spikes == []
+
+
+# --- on_exception_checkpoint, prediction_writer ------------------------------------------------------------------
+
+
+class Failing(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise KeyError("no such thing")
+        return super().training_step(batch, batch_idx)
+
+
+def _fail(rank, world_size, folder, only_rank):
+    cls = Failing if only_rank in (None, rank) else Net
+    made = sg.Trainer(
+        strategy="ddp", devices=world_size, max_epochs=1, logger=False, default_root_dir=folder,
+        callbacks=OnExceptionCheckpoint(patience_s=2), **QUIET,
+    )  # fmt: skip
+    try:
+        made.fit(cls(), share(made, BATCHES))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_what_was_trained_is_saved_and_goes_on(tmp_path, capsys):
+    with pytest.raises(KeyError, match="no such thing"):
+        trainer(tmp_path, "on_exception_checkpoint", logger=False).fit(Failing(), BATCHES)
+    assert "after step 3" in capsys.readouterr().out
+    made = trainer(tmp_path, logger=False)
+    module = Net()
+    made.fit(module, BATCHES, ckpt_path=tmp_path / "checkpoints" / "on_exception.ckpt")
+    plain, _ = train_module_plainly(Net(), BATCHES)
+    assert all(torch.equal(value, plain[name]) for name, value in module.state_dict().items())
+
+
+def test_ranks_that_fail_alike_save_together(tmp_path):
+    assert {name for name, _ in run_in_processes(_fail, 2, str(tmp_path), None)} == {"KeyError"}
+    made = trainer(tmp_path, logger=False)
+    made.fit(Net(), BATCHES, ckpt_path=tmp_path / "checkpoints" / "on_exception.ckpt")
+    assert made.global_step == 6
+
+
+def test_predictions_are_written_by_each_rank(tmp_path):
+    def predict(rank, world_size, folder, interval):
+        writer = PredictionWriter(dirpath=folder, write_interval=interval)
+        made = sg.Trainer(strategy="ddp", devices=world_size, callbacks=writer, logger=False, **QUIET)
+        loader = DataLoader(TensorDataset(data(21)[0]), 4)
+        made.predict(First(), [loader, loader])
+        return True
+
+    for interval in ("batch", "epoch"):
+        run_in_processes(predict, 2, tmp_path / interval, interval)
+    together = [torch.load(tmp_path / "epoch" / f"rank{rank}.pt") for rank in range(2)]
+    x = data(21)[0]
+    expected = First()(x)
+    for rank in range(2):
+        singles = [torch.load(tmp_path / "batch" / f"rank{rank}_loader1_batch{batch}.pt") for batch in range(3)]
+        assert all(torch.equal(one, other) for one, other in zip(singles, together[rank][1], strict=True))
+        assert torch.allclose(torch.cat(singles), expected[rank::2], atol=1e-6)
+
+
+class First(Net):
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+# --- finders -----------------------------------------------------------------------------------------------------
+
+
+class Tunable(Net):
+    def __init__(self, lr=1e-6, batch_size=4):
+        super().__init__(lr=lr)
+        self.save_hyperparameters()
+        self.batch_size, self.sizes = batch_size, []
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch[0]))
+        if len(batch[0]) > 20:
+            raise RuntimeError("CPU out of memory. Tried to allocate")
+        return super().training_step(batch, batch_idx)
+
+
+def loader(count=64, size=4):
+    return DataLoader(TensorDataset(*data(count)), size)
+
+
+def _find_rate(rank, world_size, strategy, folder):
+    finder = LearningRateFinder(min_lr=1e-6, max_lr=10.0, num_training_steps=60, plot=f"{folder}/rates.png")
+    made = sg.Trainer(strategy=strategy, devices=world_size, callbacks=finder, max_epochs=1, logger=False, **QUIET)
+    module = Tunable()
+    made.fit(module, loader())
+    reference = Tunable(lr=finder.suggestion)
+    again = sg.Trainer(strategy=strategy, devices=world_size, max_epochs=1, logger=False, **QUIET)
+    again.fit(reference, loader())
+    same = all(torch.equal(weights_of(made)[n], v) for n, v in weights_of(again).items())
+    return finder.suggestion, module.lr, module.hparams.lr, same, len(finder.results["lr"])
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy, world_size):
+    for found, attribute, hyper, same, tried in run_in_processes(_find_rate, world_size, strategy, str(tmp_path)):
+        assert 1e-4 < found < 1.0
+        assert attribute == hyper == found
+        assert same, "training after the search is not training with the rate found"
+        assert 20 < tried <= 60
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("power", 16), ("binsearch", 20)])
+def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expected):
+    finder, module = BatchSizeFinder(mode=mode), Tunable()
+    made = trainer(tmp_path, finder, logger=False)
+    made.fit(module, loader())
+    reference = Tunable()
+    trainer(tmp_path, logger=False).fit(reference, loader(size=expected))
+
+    assert finder.optimal_batch_size == module.batch_size == module.hparams.batch_size == made.batch_size == expected
+    assert made.global_step == math.ceil(64 / expected)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
+
+
+def test_the_batch_size_finder_stops_at_the_data_set(tmp_path):
+    finder = BatchSizeFinder(max_val=None)
+    trainer(tmp_path, finder, logger=False).fit(Net(), loader(24))
+    assert finder.optimal_batch_size == 24
+
+
+@pytest.mark.parametrize("name", ["learning_rate_finder", "batch_size_finder"])
+def test_finders_refuse_what_they_cannot_train(tmp_path, name):
+    from stratagem.testing.reference import Gan
+
+    with pytest.raises(ConfigError, match=f"{name} found Gan with 2 optimizers and automatic_optimization = False"):
+        trainer(tmp_path, name, logger=False).fit(Gan(), loader())
+
+
+def test_an_error_of_the_model_is_no_lack_of_memory(tmp_path):
+    with pytest.raises(KeyError, match="no such thing"):
+        trainer(tmp_path, BatchSizeFinder(steps_per_trial=5), logger=False).fit(Failing(), loader())
+
+
+# --- backbone_finetuning -----------------------------------------------------------------------------------------
+
+
+class Pretrained(Net):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = self.net[:2], self.net[2:]
+        self.rates = []
+
+    def on_train_epoch_end(self):
+        self.rates.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
+
+
+def test_the_backbone_joins_at_its_epoch_also_after_a_resume(tmp_path):
+    def finetuning():
+        return BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_ratio_lr=0.1, multiplier=4)
+
+    module = Pretrained()
+    before = [parameter.clone() for parameter in module.backbone.parameters()]
+    made = trainer(tmp_path, finetuning(), logger=False, max_epochs=2)
+    made.fit(module, BATCHES)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.backbone.parameters(), strict=True))
+    whole = Pretrained()
+    trainer(tmp_path, finetuning(), logger=False, max_epochs=5).fit(whole, BATCHES)
+    assert whole.rates == [pytest.approx(r) for r in ([1e-2], [1e-2], [1e-2, 1e-3], [1e-2, 4e-3], [1e-2, 1e-2])]
+    assert not torch.equal(before[0], next(whole.backbone.parameters()))
+
+    half = trainer(tmp_path, finetuning(), logger=False, max_epochs=3)
+    half.fit(Pretrained(), BATCHES)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = Pretrained()
+    trainer(tmp_path, finetuning(), logger=False, max_epochs=5).fit(resumed, BATCHES, ckpt_path=tmp_path / "half.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_finetuning_says_what_is_wrong(tmp_path):
+    with pytest.raises(ConfigError, match="attr_name is 'bakcbone'; expected a part of Pretrained.*'backbone'"):
+        trainer(tmp_path, BackboneFinetuning(attr_name="bakcbone"), logger=False).fit(Pretrained(), BATCHES)
+
+
+# --- profilers ---------------------------------------------------------------------------------------------------
+
+
+def test_the_simple_profiler_adds_up_actions(tmp_path, capsys):
+    made = trainer(tmp_path, logger=False, profiler="simple", gradient_clip_val=1.0)
+    made.fit(Sleepy(), BATCHES)
+    profiler = next(callback for callback in made.callbacks if hasattr(callback, "summary"))
+    plain, _ = train_module_plainly(Net(), BATCHES, max_norm=1.0)
+
+    assert profiler.calls["forward and backward"] == profiler.calls["optimizer step"] == profiler.calls["clipping"] == 6
+    assert (
+        0.3
+        < profiler.seconds["forward and backward"]
+        < profiler.seconds["training batch"]
+        < profiler.seconds["training"]
+    )
+    assert (tmp_path / "profile-simple-rank0.txt").read_text().strip() in capsys.readouterr().out
+    assert all(torch.equal(value, plain[name]) for name, value in weights_of(made).items())
+
+
+def test_the_advanced_profiler_knows_the_users_function(tmp_path):
+    trainer(tmp_path, logger=False, profiler={"name": "advanced", "top": 5}).fit(Sleepy(), BATCHES)
+    stats = pstats.Stats(str(tmp_path / "profile-advanced-rank0.prof"))
+    assert {calls for (_, _, name), (calls, *_) in stats.stats.items() if name == "training_step"} >= {6}
+    assert "cumulative" in (tmp_path / "profile-advanced-rank0.txt").read_text()
+
+
+def test_the_pytorch_profiler_leaves_a_trace(tmp_path, capsys):
+    trainer(tmp_path, logger=False, profiler="pytorch").fit(Net(), BATCHES)
+    events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
+    assert len({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}) == 3
+    assert any(event.get("name") == "aten::addmm" for event in events)
+    assert "aten::" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="waits for 5 batches, and training has 2"):
+        trainer(tmp_path, logger=False, profiler="pytorch").fit(Net(), BATCHES[:2])
+
+
+# --- tqdm --------------------------------------------------------------------------------------------------------
+
+
+def test_tqdm_takes_the_place_of_the_default_bar(tmp_path, monkeypatch, capsys):
+    made = trainer(tmp_path, "tqdm", logger=False, enable_progress_bar=True, num_sanity_val_steps=0)
+    assert [type(callback).__name__ for callback in made.callbacks] == ["TQDMProgressBar"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    made.fit(Watched(), BATCHES, BATCHES)
+    output = capsys.readouterr()
+    assert "epoch 1/1" in output.err
+    assert "6/6" in output.err
+    assert "shown" in output.out + output.err
+
+
+class Watched(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self(batch[0]).mean())
+
+
+# --- A method that forgot its mark -------------------------------------------------------------------------------
+
+
+class Forgetful(sg.Callback):
+    def on_train_start(self, trainer):
+        raise AssertionError
+
+
+def test_a_method_called_like_a_hook_without_its_mark_is_refused(tmp_path):
+    with pytest.raises(
+        sg.StratagemError, match="has a method on_train_start that is not marked as a hook; expected @hookimpl"
+    ):
+        trainer(tmp_path, Forgetful(), logger=False)

@@ -1,0 +1,544 @@
+"""`stratagem migrate` says what changes in a script for Lightning, and only that; it never runs the script."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stratagem as sg
+from stratagem.cli import main
+from stratagem.errors import ConfigError
+from stratagem.run import Run
+from stratagem.world import Collectives
+from stratagem_migrate import definitions, examine, names, own, today, trainers
+from stratagem_migrate.source import Source
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-lightning.md"
+
+
+def found(script, certainty="change"):
+    """What is said about a script, as (line, old, new)."""
+    findings = examine(Source(Path("train.py"), script.encode()))
+    return [(each.line, each.old, each.new) for each in findings if each.certainty == certainty]
+
+
+def in_a_module(body):
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    return f"import lightning as L\nclass Net(L.LightningModule):\n{lines}\n"
+
+
+def in_a_trainer(arguments):
+    return f"from lightning.pytorch import Trainer\nTrainer({arguments}, logger=False)"
+
+
+def news(script, certainty="change"):
+    """The new side of everything but the imports and the names of classes."""
+    return [new for line, old, new in found(script, certainty) if line > 1 and "Lightning" not in old]
+
+
+# --- Names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning", "lightning.pytorch"])
+def test_every_name_of_the_package_is_known(package):
+    script = (
+        f"import {package} as pl\nfrom {package} import LightningModule\nclass Net(LightningModule): pass\npl.Trainer"
+    )
+
+    assert found(script) == [
+        (1, f"import {package} as pl", "import stratagem as sg"),
+        (2, f"from {package} import LightningModule", "from stratagem import Module"),
+        (3, "LightningModule", "stratagem.Module"),
+        (4, "pl.Trainer", "stratagem.Trainer"),
+    ]
+
+
+def test_names_from_deep_inside_and_renamed_ones_are_known():
+    script = (
+        "from pytorch_lightning.core.lightning import LightningModule as Base\n"
+        "from pytorch_lightning.callbacks.early_stopping import EarlyStopping as Stop\n"
+        "class Net(Base): pass\nStop(monitor='loss')\n"
+    )
+
+    assert [new for _, _, new in found(script)] == [
+        "from stratagem import Module as Base",
+        "from stratagem.callbacks import EarlyStopping as Stop",
+    ]
+
+
+def test_a_star_import_hides_nothing():
+    assert [new for _, _, new in found("from pytorch_lightning import *\nTrainer(gpus=1, logger=False)")] == [
+        "import stratagem as sg", "stratagem.Trainer", 'accelerator="gpu", devices=1',
+    ]  # fmt: skip
+
+
+def test_what_does_not_exist_is_said_to_be_missing():
+    (finding,) = examine(Source(Path("a.py"), b"from lightning.pytorch.strategies import DeepSpeedStrategy"))
+
+    assert finding.new == ""
+    assert "deepspeed is not available yet" in str(finding)
+
+
+def test_a_name_of_another_package_is_left_alone():
+    script = "from transformers import Trainer, EarlyStopping\ntrainer = Trainer(gpus=1)\ntrainer.tune()\n"
+
+    assert examine(Source(Path("a.py"), script.encode())) == []
+
+
+def test_counterparts_can_be_imported():
+    """A name in the table is one in stratagem."""
+    for counterpart in names.NAMES.values():
+        if counterpart.imported_from is not None:
+            room, name = counterpart.imported_from
+            assert getattr(importlib.import_module(room), name) is not None
+
+
+def test_what_is_recommended_exists():
+    """Whatever the tables send a reader to is there, looked up in the classes themselves."""
+    tables = [own._SELF, own._DATA, trainers._TRAINER, definitions._METHODS, definitions._DATA_METHODS]
+    advice = [text for table in tables for row in table.values() for text in row]
+    advice += [*trainers._STRATEGY.values(), *definitions._CALLBACK_METHODS.values()]
+    text = "\n".join(advice)
+
+    assert set(re.findall(r"trainer\.(\w+)", text)) <= today.trainer_attributes()
+    assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Run)) | today._assigned(Run)
+    assert set(re.findall(r"collectives\.(\w+)", text)) <= set(dir(Collectives))
+    assert set(re.findall(r"def (\w+)\(self", text)) <= today.module_attributes()
+    assert set(re.findall(r"^(on_\w+)\(self", text, re.MULTILINE)) <= set(today.hooks())
+
+
+def test_named_plugins_are_known_or_said_to_be_missing():
+    unknown = {c.plugin for c in names.NAMES.values() if c.plugin and not today.has_plugin(*c.plugin)}
+
+    assert {kind for kind, _ in unknown} <= {"environment"}
+    assert all(c.is_missing for c in names.NAMES.values() if c.plugin in unknown)
+
+
+# --- The Trainer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gpus=2", 'accelerator="gpu", devices=2'),
+        ("gpus=0", 'accelerator="cpu"'),
+        ("gpus=None", 'accelerator="cpu"'),
+        ("gpus=-1", 'accelerator="gpu", devices=-1'),
+        ("gpus=[1, 3]", 'accelerator="gpu", devices=[1, 3]'),
+        ("gpus=args.gpus", 'accelerator="gpu", devices=args.gpus'),
+        ("num_processes=4", 'accelerator="cpu", devices=4'),
+        ('accelerator="ddp_cpu"', 'accelerator="cpu", strategy="ddp_spawn"'),
+        ('distributed_backend="ddp"', 'strategy="ddp"'),
+        ('plugins="ddp_sharded"', 'strategy="ddp_sharded"'),
+        ('plugins=["native_amp"]', 'precision="16-mixed"'),
+        ('resume_from_checkpoint="a.ckpt"', "trainer.fit(..., ckpt_path='a.ckpt')"),
+        ("resume_from_checkpoint=None", "leave it out"),
+        ("auto_lr_find=False", "leave it out"),
+        ("checkpoint_callback=mine", "callbacks=[mine]"),
+        ("weights_summary=None", "enable_model_summary=False"),
+        ("progress_bar_refresh_rate=0", "enable_progress_bar=False"),
+        ("devices=0", 'accelerator="cpu"'),
+        ("profiler=True", 'profiler="simple"'),
+        ('max_time={"hours": 2}', "datetime.timedelta(hours=2)"),
+        ("gradient_clip_val=0.0", "leave it out"),
+    ],
+)
+def test_arguments_that_moved(old, new):
+    assert news(in_a_trainer(old)) == [new]
+
+
+def test_a_digit_string_has_meant_two_things():
+    (new,) = news(in_a_trainer('gpus="3"'))
+
+    assert "devices=3" in new
+    assert "devices=[3]" in new
+
+
+def test_strategies_by_name():
+    assert news(in_a_trainer('strategy="ddp_find_unused_parameters_true", precision="bf16-mixed"')) == []
+    assert news(in_a_trainer('strategy="deepspeed_stage_3"')) == ['strategy="fsdp" (deepspeed is not available yet)']
+    assert news(in_a_trainer('strategy="dp"'))[0].startswith('strategy="ddp"')
+
+
+def test_a_value_that_today_refuses_is_a_change():
+    (finding,) = [f for f in examine(Source(Path("a.py"), in_a_trainer("num_nodes=0").encode())) if f.line == 2
+                  and f.certainty == "change"]  # fmt: skip
+
+    assert finding.old == "num_nodes=0"
+    assert "at least 1" in finding.note
+
+
+def test_every_argument_of_today_is_the_same():
+    """Independent of the table: give each argument its default, and nothing must change."""
+    defaults = {name: default for name, default in defaults_of_trainer().items() if name not in ("plugins", "max_time")}
+    script = in_a_trainer(", ".join(f"{name}={value!r}" for name, value in defaults.items() if name != "logger"))
+
+    assert news(script) == []
+    assert len(found(script, "same")) >= len(defaults)
+
+
+def defaults_of_trainer():
+    parameters = inspect.signature(sg.Trainer.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name not in ("self", "layers")}
+
+
+def test_what_the_trainer_refuses_is_found():
+    """Independent of the table: stratagem itself says which of Lightning's arguments it does not take."""
+    for argument in ("gpus", "tpu_cores", "ipus", "num_processes", "auto_select_gpus", "replace_sampler_ddp",
+                     "resume_from_checkpoint", "checkpoint_callback", "weights_summary", "progress_bar_refresh_rate",
+                     "process_position", "amp_backend", "amp_level", "auto_lr_find", "auto_scale_batch_size",
+                     "track_grad_norm", "terminate_on_nan", "truncated_bptt_steps", "flush_logs_every_n_steps",
+                     "log_gpu_memory", "weights_save_path", "stochastic_weight_avg", "move_metrics_to_cpu",
+                     "multiple_trainloader_mode", "reload_dataloaders_every_epoch", "distributed_backend", "min_steps",
+                     "reload_dataloaders_every_n_epochs", "prepare_data_per_node", "benchmark", "model_registry",
+                     "enable_autolog_hparams", "not_even_of_lightning"):  # fmt: skip
+        with pytest.raises(ConfigError):
+            sg.Trainer(**{argument: 1})
+        assert len(found(in_a_trainer(f"{argument}=1"))) == 2, argument
+
+
+def test_arguments_in_a_dict_are_looked_at():
+    script = "import pytorch_lightning as pl\noptions = dict(gpus=1)\npl.Trainer(logger=False, **options)\n"
+    assert (2, "gpus=1", 'accelerator="gpu", devices=1') in found(script)
+
+    script = "import pytorch_lightning as pl\npl.Trainer(logger=False, **vars(args))\n"
+    assert [old for _, old, _ in found(script, "check")] == ["Trainer(**vars(args))"]
+
+
+def test_a_constant_is_followed():
+    script = 'from pytorch_lightning import Trainer\nKIND = "ddp_cpu"\nTrainer(strategy=KIND, logger=False)\n'
+
+    assert news(script) == ['accelerator="cpu", strategy="ddp_spawn"']
+
+
+def test_fp16_on_a_cpu_and_the_default_logger_are_to_be_checked():
+    checks = found("import pytorch_lightning as pl\npl.Trainer(precision=16)", "check")
+
+    assert [old for _, old, _ in checks] == ["Trainer() without logger=", "precision=16"]
+
+
+# --- Callbacks, loggers, strategies ------------------------------------------------------------------------------
+
+
+def test_options_without_a_name_get_one():
+    script = 'from lightning.pytorch.callbacks import EarlyStopping\nEarlyStopping("val_loss", 0.1)\n'
+
+    assert news(script) == ["EarlyStopping(monitor='val_loss', min_delta=0.1)"]
+
+
+def test_options_are_compared_with_the_plugin_that_is_installed():
+    script = (
+        "from pytorch_lightning.callbacks import ModelCheckpoint\n"
+        "ModelCheckpoint(monitor='a', save_top_k=2, mode='max', period=3, no_such=1)\n"
+    )
+
+    assert news(script) == ["every_n_epochs=", "nothing"]
+    assert sum("ModelCheckpoint(" in old for _, old, _ in found(script, "same")) == 3
+
+
+def test_comm_hooks_move_to_the_trainer():
+    script = (
+        "from lightning.pytorch.strategies import DDPStrategy\nDDPStrategy(static_graph=True, ddp_comm_hook=hook)\n"
+    )
+
+    assert news(script) == ['Trainer(comm_hook="fp16_compress")']
+
+
+def test_a_callback_of_ones_own_is_rewritten():
+    script = (
+        "import lightning as L\nclass Mine(L.Callback):\n"
+        "    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, unused=0): pass\n"
+        "    def on_validation_epoch_start(self, trainer, pl_module): pass\n"
+        "    def helper(self): pass\n"
+    )
+
+    assert [new for line, _, new in found(script) if line > 2] == [
+        "@hookimpl def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)",
+        "@hookimpl def on_validation_start(self, trainer, module)",
+    ]
+
+
+# --- Modules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def validation_epoch_end(self, outputs): pass", "def on_validation_epoch_end(self)"),
+        ("def training_epoch_end(self, outs): pass", "def on_train_epoch_end(self)"),
+        ("def training_step(self, batch, batch_idx, optimizer_idx): pass", "automatic_optimization = False"),
+        ("def on_train_batch_end(self, o, b, i): pass", "def on_train_batch_end(self, outputs, batch, batch_idx)"),
+        ("def setup(self, stage): pass", "def configure_model(self)"),
+        ("def configure_sharded_model(self): pass", "def configure_model(self)"),
+        ("def on_after_backward(self): pass", "def on_before_optimizer_step(self, optimizer)"),
+    ],
+)
+def test_methods_that_nobody_would_call(old, new):
+    assert news(in_a_module(old)) == [new]
+
+
+def test_methods_that_are_called_stay():
+    body = "\n".join(
+        [
+            "def training_step(self, batch, batch_idx): self.log('a', 1, prog_bar=True, sync_dist=True)",
+            "def validation_step(self, batch, batch_idx, dataloader_idx=0): return self.hparams.width",
+            "def training_step_end(self, output): return output",
+            "def on_train_epoch_end(self): print(self.current_epoch, self.global_step, self.trainer.callback_metrics)",
+            "def on_train_batch_end(self, outputs, batch, batch_idx): self.toggle_optimizer(self.optimizers())",
+            "def train_dataloader(self): return self.trainer.world_size",
+            "def configure_optimizers(self): return [opt], [{'scheduler': s, 'interval': 'step'}]",
+        ]
+    )
+
+    assert news(in_a_module(body)) == []
+
+
+@pytest.mark.parametrize(
+    "returned", ["[a, b]", "a, b", "[a, b], [s]", "[{'optimizer': a}, {'optimizer': b, 'frequency': 2}]"]
+)
+def test_several_optimizers_are_stepped_by_hand(returned):
+    news_of = news(in_a_module(f"def configure_optimizers(self):\n    return {returned}"))
+    assert "automatic_optimization = False" in news_of
+
+    by_hand = f"automatic_optimization = False\ndef configure_optimizers(self):\n    return {returned}"
+    assert not [old for _, old, _ in found(in_a_module(by_hand)) if "optimizers" in old.split()]
+
+
+@pytest.mark.parametrize("returned", ["a", "[a]", "[a], [s]", "[a], []", "{'optimizer': a, 'lr_scheduler': s}"])
+def test_one_optimizer_stays(returned):
+    assert news(in_a_module(f"def configure_optimizers(self):\n    return {returned}")) == []
+
+
+def test_a_monitor_moves_beside_its_scheduler():
+    script = in_a_module(
+        "def configure_optimizers(self):\n    return {'optimizer': a, 'lr_scheduler': s, 'monitor': 'x'}"
+    )
+
+    assert news(script) == ["in the dict under lr_scheduler, beside scheduler"]
+
+
+def test_what_a_module_has_no_more():
+    script = in_a_module(
+        "def on_fit_start(self):\n    self.logger.log_metrics({})\n    self.all_gather(1)\n    self.print(1)"
+    )
+
+    assert [new.partition("(")[0] for new in news(script)] == [
+        "self.trainer.logger", "self.trainer.run.collectives.all_gather", "self.trainer.print",
+    ]  # fmt: skip
+
+
+def test_an_attribute_that_the_module_makes_is_its_own():
+    assert news(in_a_module("def __init__(self):\n    self.freeze = 1\ndef forward(self): return self.freeze")) == []
+
+
+def test_devices_by_name_are_to_be_checked():
+    body = "def training_step(self, batch):\n    x.cuda(); x.to('cuda:0'); x.to(device); x.to(self.device); x.to(torch.float16)"
+
+    assert [old for _, old, _ in found(in_a_module(body), "check")] == ["x.cuda()", "x.to('cuda:0')", "x.to(device)"]
+
+
+def test_a_class_whose_base_is_elsewhere_is_known_by_its_methods():
+    script = (
+        "from mine import Base\nclass Net(Base):\n"
+        "    def training_step(self, batch): pass\n"
+        "    def configure_optimizers(self): pass\n"
+        "    def test_epoch_end(self, outputs): pass\n"
+    )
+
+    assert found(script) == [(5, "def test_epoch_end(self, outputs)", "def on_test_epoch_end(self)")]
+
+
+# --- The trainer at work -----------------------------------------------------------------------------------------
+
+
+def at_work(body):
+    return f"import pytorch_lightning as pl\nrunner = pl.Trainer(logger=False)\n{body}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("runner.tune(model)", 'callbacks=["learning_rate_finder", "batch_size_finder"]'),
+        ("runner.tuner.lr_find(model)", 'callbacks=["learning_rate_finder", "batch_size_finder"]'),
+        ("runner.fit(model, train_dataloader=a)", "train_dataloaders="),
+        ("runner.test(model, test_dataloaders=a)", "dataloaders="),
+        ("runner.strategy.barrier()", "trainer.run.collectives.barrier()"),
+        ("runner.lightning_module", "trainer.module"),
+        ("pl.Trainer.from_argparse_args(args)", "stratagem.Trainer.from_cli()"),
+        ("os.environ['PL_TRAINER_MAX_EPOCHS'] = '1'", '"STRATAGEM_TRAINER_MAX_EPOCHS"'),
+        ("Net.load_from_checkpoint(path, map_location='cpu')", "the CPU, then .to(device)"),
+        ("pl.seed_everything(1, True)", "seed_everything(1, workers=...)"),
+    ],
+)
+def test_calls_that_moved(old, new):
+    assert new in [n for line, _, n in found(at_work(old)) if line == 3]
+
+
+def test_calls_that_stay():
+    body = "runner.fit(model, datamodule=d, ckpt_path='last')\nrunner.validate(model, loader)\nrunner.mine = 1\nrunner.mine"
+
+    assert [row for row in found(at_work(body)) if row[0] > 2] == []
+
+
+def test_a_test_without_a_model_uses_other_weights():
+    assert [new for _, _, new in found(at_work("runner.test()"), "check")] == ['trainer.test(ckpt_path="best")']
+    assert found(at_work("runner.test(ckpt_path='best')\nrunner.test(model)"), "check") == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if trainer.is_global_zero:\n    trainer.save_checkpoint('a')",
+        "if self.trainer.global_rank == 0 and verbose:\n    self.trainer.save_checkpoint('a')",
+        "def save(trainer):\n    if trainer.global_rank != 0:\n        return\n    trainer.save_checkpoint('a')",
+        "def save(trainer):\n    if not trainer.is_global_zero:\n        return\n    trainer.save_checkpoint('a')",
+        "@pl.utilities.rank_zero_only\ndef save(trainer):\n    trainer.save_checkpoint('a')",
+        "if trainer.is_global_zero:\n    pass\nelse:\n    trainer.strategy.barrier()",
+    ],
+)
+def test_what_one_rank_does_alone_is_found(script):
+    assert [new for _, old, new in found(at_work(script)) if " under " in old] == ["all ranks call it"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if trainer.is_global_zero:\n    print('done')\ntrainer.save_checkpoint('a')",
+        "if epoch == 0:\n    trainer.save_checkpoint('a')",
+        "if trainer.is_global_zero:\n    model.test()",
+    ],
+)
+def test_what_all_ranks_do_is_no_deadlock(script):
+    assert [old for _, old, _ in found(at_work(script)) if " under " in old] == []
+
+
+# --- The command -------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_tells_whether_something_must_change(tmp_path, capsys):
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text("import lightning as L\n")
+    new.write_text("import stratagem as sg\n\n\nclass Net(sg.Module):\n    pass\n")
+
+    assert main(["migrate", str(new)]) == 0
+    assert capsys.readouterr().out == "nothing to change, nothing to check\n"
+    assert main(["migrate", str(new), str(old)]) == 1
+    assert f"  {old}:1: import lightning as L -> import stratagem as sg\n" in capsys.readouterr().out
+
+
+def test_same_is_shown_on_demand_and_json_is_for_programs(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("from lightning.pytorch import Trainer\nTrainer(max_epochs=3, logger=False)\n")
+
+    main(["migrate", str(script)])
+    assert "max_epochs" not in capsys.readouterr().out
+    main(["migrate", str(script), "--all"])
+    assert f"{script}:2: max_epochs=3\n" in capsys.readouterr().out
+    assert main(["migrate", str(script), "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["line"], row["certainty"], row["new"]) == (1, "change", "from stratagem import Trainer")
+
+
+def test_a_folder_means_the_scripts_in_it(tmp_path, capsys):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text("import lightning")
+
+    assert main(["migrate", str(tmp_path)]) == 1
+    assert "a.py:1:" in capsys.readouterr().out
+
+
+def test_the_script_is_not_run(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(f"import lightning\nopen({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(7)\n")
+
+    assert main(["migrate", str(script)]) == 1
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("absent.py", None, "cannot be read (No such file or directory); expected a Python script."),
+        ("two.py", b"print 'x'", "is not Python ("),
+        ("bytes.py", b"\x00\xff\xfe", "; expected a Python 3 script."),
+        ("deep.py", b"(" * 100000, "; expected a Python 3 script."),
+        ("book.ipynb", b"{}", "is a notebook; expected a Python script; run `jupyter nbconvert --to script"),
+        ("empty", "folder", "is a folder without a .py file"),
+    ],
+)
+def test_what_is_no_script_is_an_error_of_one_sentence(tmp_path, capsys, name, content, sentence):
+    path = tmp_path / name
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+
+    assert main(["migrate", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stratagem: {path} ")
+    assert sentence in line
+
+
+# --- The page ----------------------------------------------------------------------------------------------------
+
+
+def block(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
+
+
+def test_the_old_script_of_the_page_must_change_and_the_new_one_runs(tmp_path, capsys):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(block("py"))
+    after.write_text(block("python"))
+
+    assert main(["migrate", str(before)]) == 1
+    said = capsys.readouterr().out
+    for word in ("LightningModule", "validation_epoch_end", '"monitor"', "gpus=-1", "accelerator='ddp'",
+                 "EarlyStopping('val_loss')", "progress_bar_refresh_rate=0", "is_global_zero"):  # fmt: skip
+        assert word in said
+    assert main(["migrate", str(after)]) == 0
+    assert capsys.readouterr().out.startswith("nothing to change, nothing to check")
+    done = subprocess.run(
+        [sys.executable, "after.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def test_the_table_of_the_page_says_what_the_command_says():
+    rows = re.findall(r"^\| `(Trainer\(\w+=[^|]*\))` \| `([^|]*)` \|$", PAGE.read_text(), re.MULTILINE)
+
+    assert len(rows) > 15
+    for old, new in rows:
+        assert new in news(f"from pytorch_lightning import Trainer\n{old[:-1]}, logger=False)"), old
+
+
+def test_what_the_page_calls_the_same_exists():
+    same = PAGE.read_text().partition("The same:")[2].partition("\n\n")[0]
+    known = {
+        *dir(sg.Module), *dir(sg.Trainer), *defaults_of_trainer(), "training_step_end",
+        "callback_metrics", "seed_everything", "self",
+    }  # fmt: skip
+    strategies = {"ddp", "ddp_spawn", "ddp_notebook", "fsdp"}
+    for name in re.findall(r"`(?:self\.)?(\w+)", same):
+        assert name in known | strategies or name == "limit_", name
+    assert all(today.has_plugin("strategy", name) for name in strategies)
+
+
+def test_what_the_page_calls_missing_is():
+    missing = PAGE.read_text().partition("## What is missing")[2]
+
+    for argument in re.findall(r"`(min_steps|reload_dataloaders_every_n_epochs|benchmark|model_registry)`", missing):
+        assert argument not in today.trainer_arguments()
+    assert not today.has_plugin("strategy", "deepspeed")
+    assert not today.has_plugin("accelerator", "tpu")
+    assert not today.has_plugin("precision", "transformer-engine")
+    with pytest.raises(ConfigError):
+        sg.Trainer(check_val_every_n_epoch=None)
