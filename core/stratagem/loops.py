@@ -80,6 +80,8 @@ class TrainLoop:
         by_norm = self.settings.gradient_clip_algorithm == "norm"
         self.max_norm: float | None = clip if by_norm else None
         self.max_value: float | None = None if by_norm else clip
+        #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
+        self.validate_every: float | None = None
         self.batch_start = trainer.events.listener("on_train_batch_start")
         self.batch_end = trainer.events.listener("on_train_batch_end")
         self.before_step = trainer.events.listener("on_before_optimizer_step")
@@ -157,6 +159,8 @@ class TrainLoop:
         self.accumulate = trainer.accumulate_grad_batches
         if position.batches_done == 0:
             trainer.events.emit("on_train_epoch_start")
+        between = trainer.batches_between_validations
+        self.validate_every = None if math.isinf(between) else between
         if not position.validated:
             self._validate()  # the run that is resumed was stopped before it
         start = position.batches_done
@@ -216,8 +220,8 @@ class TrainLoop:
         trainer.last_outputs = outputs
         position = self.position
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
-        every = trainer.batches_between_validations
-        position.validated = not ((batch_idx + 1) % every == 0 or (is_last and math.isinf(every)))
+        every = self.validate_every
+        position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
         trainer.log_step()
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
@@ -243,7 +247,7 @@ class TrainLoop:
             return
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:
-                config.step(self.trainer.callback_metrics if config.plateau else {})
+                config.step(self.trainer)
 
     def _closure_step(self, batch: Any, batch_idx: int) -> Any:
         """Let the optimizer evaluate the model: once or many times, all ranks seeing the same loss."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stratagem.config import structure
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError
+from stratagem.monitoring import monitored
 from stratagem.options import at_least
+
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
 
 _FORMS = "an optimizer, a list of them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'"
 
@@ -42,20 +46,18 @@ class LRSchedulerConfig:
                 do='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
             )  # fmt: skip
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Step the scheduler, with its metric if it watches one."""
+    def step(self, trainer: Trainer) -> None:
+        """Step the scheduler, with its metric if it watches one. Collective then.
+
+        Raises:
+            ConfigError: nobody logged the metric, or ranks logged different values.
+        """
         if not self.plateau:
             self.scheduler.step()
             return
-        value = metrics.get(str(self.monitor))
+        value = monitored(trainer, "lr_scheduler", str(self.monitor), self.strict)
         if value is not None:
             self.scheduler.step(value)
-        elif self.strict:
-            raise ConfigError(
-                f"lr_scheduler.monitor is {self.monitor!r}, which nobody logged",
-                expected=f"one of {', '.join(sorted(metrics)) or 'the logged metrics (there are none)'}",
-                do=nearest(str(self.monitor), metrics),
-            )
 
 
 def read(configured: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:

@@ -486,7 +486,7 @@ class Trainer:
         self.publish_epoch(self.book)
         for config in () if self.run.manual else self.lr_scheduler_configs:  # by hand means these, too
             if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
-                config.step(self.callback_metrics)
+                config.step(self)
         self.position.epoch_ended = True
 
     # --- Metrics -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem as sg
+from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Gan,
@@ -89,6 +90,24 @@ def test_reduce_on_plateau(strategy, world_size):
         # The step above happens before the epoch's end is told to the module, below as in `Plateau`.
         assert found_rates[1:] == pytest.approx(rates[:-1])
         assert relative_difference(found, weights) < 1e-5
+
+
+class Alone(Plateau):
+    """Each rank logs its own loss: their learning rates would part."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", float(self.global_rank))
+
+
+def _plateau_alone(rank, world_size):
+    trainer = sg.Trainer(strategy="ddp", devices=world_size, max_epochs=2, **QUIET)
+    with pytest.raises(ConfigError, match="lr_scheduler.monitor 'val_loss' is 0 on rank 0, 1 on rank 1") as caught:
+        trainer.fit(Alone(), share(trainer, BATCHES), share(trainer, VALIDATION))
+    return str(caught.value)
+
+
+def test_a_rate_that_would_differ_between_ranks_is_refused():
+    assert len(set(run_in_processes(_plateau_alone, 2))) == 1
 
 
 # --- A GAN -------------------------------------------------------------------------------------------------------

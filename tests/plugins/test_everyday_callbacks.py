@@ -324,10 +324,10 @@ def _find_rate(rank, world_size, strategy, folder):
     finder = LearningRateFinder(min_lr=1e-6, max_lr=10.0, num_training_steps=60, plot=f"{folder}/rates.png")
     made = sg.Trainer(strategy=strategy, devices=world_size, callbacks=finder, max_epochs=1, logger=False, **QUIET)
     module = Tunable()
-    made.fit(module, loader())
+    made.fit(module, loader(16, 16))
     reference = Tunable(lr=finder.suggestion)
     again = sg.Trainer(strategy=strategy, devices=world_size, max_epochs=1, logger=False, **QUIET)
-    again.fit(reference, loader())
+    again.fit(reference, loader(16, 16))
     same = all(torch.equal(weights_of(made)[n], v) for n, v in weights_of(again).items())
     return finder.suggestion, module.lr, module.hparams.lr, same, len(finder.results["lr"])
 

@@ -156,12 +156,17 @@ def _two_ranks(rank, world_size, folder):
     callback = ModelCheckpoint(monitor="score", dirpath=Path(folder))
     trainer = sg.Trainer(max_epochs=3, strategy="ddp", devices=2, callbacks=callback, **QUIET)
     loader = DataLoader(TensorDataset(*data(16)), 4)
-    trainer.fit(Divergent([3.0, 2.0, 1.0]), loader, loader)
-    return Path(callback.best_model_path).name
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(Divergent([3.0, 2.0, 1.0]), loader, loader)
+    return str(caught.value)
 
 
-def test_rank_0_decides_for_all(tmp_path):
-    assert run_in_processes(_two_ranks, 2, str(tmp_path)) == ["epoch=2-step=6.ckpt"] * 2
+def test_a_metric_that_differs_between_ranks_decides_nothing(tmp_path):
+    for message in run_in_processes(_two_ranks, 2, str(tmp_path)):
+        assert (
+            "model_checkpoint.monitor 'score' is 3 on rank 0, 1 on rank 1; expected one value on all ranks" in message
+        )
+        assert "sync_dist=True" in message
 
 
 # --- Two runs in one folder --------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.monitoring import monitored
 from stratagem.options import at_least
-from stratagem_callbacks.monitoring import monitored
 
 
 @define(eq=False, kw_only=True)

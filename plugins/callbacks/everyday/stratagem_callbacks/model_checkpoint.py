@@ -12,7 +12,8 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.errors import CheckpointError, ConfigError, nearest
+from stratagem.errors import CheckpointError, ConfigError
+from stratagem.monitoring import monitored
 from stratagem.options import at_least, at_least_or_unlimited
 from stratagem.places import place
 from stratagem_callbacks.occupied import occupy, vacate
@@ -22,8 +23,8 @@ from stratagem_callbacks.occupied import occupy, vacate
 class ModelCheckpoint(Callback):
     """Saves after validation (or each epoch, or every n steps) and keeps the `save_top_k` best by `monitor`.
 
-    Rank 0 decides from its own value of the monitored metric and all ranks follow; log it with ``sync_dist=True`` for
-    it to mean the whole data set. Without `monitor` the newest checkpoint is kept.
+    The monitored metric must be the same on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest
+    checkpoint is kept.
     """
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
@@ -142,7 +143,8 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self._last_step = trainer.global_step
-        plan = trainer.run.collectives.broadcast_object(self._plan(trainer) if trainer.is_global_zero else None)
+        score = None if self.monitor is None else monitored(trainer, "model_checkpoint", self.monitor)
+        plan = trainer.run.collectives.broadcast_object(self._plan(trainer, score) if trainer.is_global_zero else None)
         if isinstance(plan, ConfigError):
             raise plan
         path, score, doomed = plan
@@ -156,12 +158,11 @@ class ModelCheckpoint(Callback):
             for old in doomed:  # not before there is something better on the disk
                 trainer.run.saver.afterwards(functools.partial(_remove, trainer.checkpoint_format, place(old)))
 
-    def _plan(self, trainer: Any) -> tuple[str, float | None, list[str]] | ConfigError:
+    def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str]] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, and what to delete afterwards."""
+        if self.save_top_k == 0 or not self._is_wanted(score):
+            return "", score, []
         try:
-            score = self._score(trainer)
-            if self.save_top_k == 0 or not self._is_wanted(score):
-                return "", score, []
             path = self._path(trainer)
         except ConfigError as error:
             return error
@@ -171,19 +172,6 @@ class ModelCheckpoint(Callback):
         elif 0 < self.save_top_k <= len(self.best_k_models):
             doomed = [self._worst()]
         return path, score, doomed
-
-    def _score(self, trainer: Any) -> float | None:
-        if self.monitor is None:
-            return None
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None:
-            known = sorted(trainer.callback_metrics)
-            raise ConfigError(
-                f"model_checkpoint.monitor is {self.monitor!r}, which nobody logged",
-                expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
-                do=nearest(self.monitor, known) or f"log it with self.log({self.monitor!r}, ...)",
-            )
-        return float(value)
 
     def _is_wanted(self, score: float | None) -> bool:
         if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stratagem.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from stratagem.trainer import Trainer
 
-def monitored(trainer: Any, who: str, name: str, strict: bool = True) -> float | None:
+
+def monitored(trainer: Trainer, who: str, name: str, strict: bool = True) -> float | None:
     """Return the value of metric `name`; None if nobody logged it and that is not `strict`. Collective.
+
+    `who` decides by it, and is named in errors.
 
     Raises:
         ConfigError: nobody logged it, or ranks logged different values and would decide differently.
