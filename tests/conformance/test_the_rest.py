@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import ClassVar
 
 from stratagem import World
@@ -98,6 +99,52 @@ class TestGradientAccumulationScheduler(CallbackConformance):
 
 class TestLambda(CallbackConformance):
     plugin = {"name": "lambda", "on": {}}  # noqa: RUF012
+
+
+class TestTimer(CallbackConformance):
+    plugin = "timer"
+
+    def test_its_state_can_be_saved(self):
+        """Its state is time, which goes on: tests/plugins has a test of its own."""
+
+
+class TestTQDM(CallbackConformance):
+    plugin = "tqdm"
+
+
+class TestModelSummary(CallbackConformance):
+    plugin = "model_summary"
+
+
+class TestEMA(CallbackConformance):
+    plugin = {"name": "ema", "keep": False}  # noqa: RUF012
+
+
+class TestSpikeDetection(CallbackConformance):
+    plugin = "spike_detection"
+
+
+class TestOnExceptionCheckpoint(CallbackConformance):
+    plugin = "on_exception_checkpoint"
+
+
+class TestPredictionWriter(CallbackConformance):
+    plugin = {"name": "prediction_writer", "dirpath": tempfile.mkdtemp()}  # noqa: RUF012
+
+
+class TestSimpleProfiler(CallbackConformance):
+    plugin = {"name": "simple_profiler", "write": False}  # noqa: RUF012
+
+
+class TestPreemption(CallbackConformance):
+    plugin = "preemption"
+
+
+class TestReport(CallbackConformance):
+    plugin = {"name": "report", "path": f"{tempfile.mkdtemp()}/report.html"}  # noqa: RUF012
+
+    def test_its_state_can_be_saved(self):
+        """Its state is time, which goes on: tests/plugins has a test of its own."""
 
 
 class TestCSV(LoggerConformance):

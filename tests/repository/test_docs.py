@@ -198,6 +198,20 @@ def test_the_snippets_about_checkpoints_run(tmp_path):
     assert names["trainer"].global_step == 4
 
 
+def test_the_snippets_about_training_run(tmp_path, capsys):
+    names = {"sg": sg, "torch": torch, "folder": tmp_path, "batches": joined_batches(4, 8)}
+    steps = []
+    for source in snippets("docs/training.md"):
+        exec(source, names)
+        steps.append(names["trainer"].global_step)
+    assert steps == [2 + 4, 12, 4]
+    assert {path.name for path in (tmp_path / "look").iterdir()} >= {"report.html", "profile-simple-rank0.txt"}
+    output = capsys.readouterr().out
+    assert "Classifier: " in output
+    assert "optimizer step" in output
+    assert "val_loss" in output
+
+
 def test_the_snippets_about_sharding_run(tmp_path):
     for result in run_in_processes(_sharding_snippets, 2, tmp_path):
         assert result == [2, 2]

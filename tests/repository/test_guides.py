@@ -161,7 +161,8 @@ def size(model):
 
 def whole(model):
     """Return the model's parameters, gathered. Collective."""
-    return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+    parameters = dict(model.named_parameters()).items()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters}
 
 
 def units(trainer):
@@ -252,12 +253,12 @@ def test_several_devices_and_no_strategy_mean_ddp():
 
 
 def _sharded_state(rank, world_size):
-    trainer = fit(MyModel(), "ddp_sharded")
+    trainer = fit(Deep(), "ddp_sharded")
     return sum(tensor.numel() for state in trainer.optimizers[0].state.values() for tensor in state.values())
 
 
 def test_sharded_ddp_divides_the_optimizer_state():
-    moments = 2 * size(MyModel())
+    moments = 2 * size(Deep())
 
     states = run_in_processes(_sharded_state, 2)
 
@@ -321,17 +322,17 @@ def test_fsdp_divides_the_parameters(strategy, arguments):
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "layer"),
     [
-        {Block},
-        functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ({Block}, "module.blocks.{}"),
+        (functools.partial(size_based_auto_wrap_policy, min_num_params=1000), "module.blocks.{}.linear"),
+        (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), "module.blocks.{}"),
     ],
     ids=["classes", "size", "transformer"],
 )
-def test_fsdp_gathers_large_layers_one_by_one(policy):
+def test_fsdp_gathers_large_layers_one_by_one(policy, layer):
     for _, found, _, _ in run_in_processes(_fit_sharded, 2, FSDPStrategy(auto_wrap_policy=policy), {}):
-        assert found == ["", "module.blocks.0", "module.blocks.1"]
+        assert found == ["", layer.format(0), layer.format(1)]
 
 
 def _fit_transformer(rank, world_size):
@@ -461,7 +462,7 @@ class WrappedByHand(MyModel):
         self.model = nn.Sequential(linear_layer, nn.ReLU(), self.block)
         if self.recompute:
             apply_activation_checkpointing(self.model)
-        self.model[0].register_forward_hook(self.count)
+        self.linear_layer.register_forward_hook(self.count)
         self.calls = 0
 
     def count(self, *_):
@@ -1003,8 +1004,8 @@ def test_a_notebook_trains_what_cannot_be_pickled(strategy):
 
 
 def _patience(rank, world_size, strategy):
-    trainer = fit(MyModel(), strategy)
-    return trainer.run.collectives.group._get_backend(torch.device("cpu")).options._timeout
+    fit(MyModel(), strategy)
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 
 
 class TestWaiting:

@@ -8,6 +8,7 @@ from pathlib import Path
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.launch import is_echo
 from stratagem.options import more_than
 from stratagem.places import place
 
@@ -24,8 +25,8 @@ class OnExceptionCheckpoint(Callback):
     dirpath: Path | None = None
     #: Name; without an ending, the checkpoint format's own.
     filename: str = "on_exception"
-    #: Seconds to wait for the other ranks.
-    patience_s: float = field(default=10.0, validator=more_than(0))
+    #: Seconds to wait for the other ranks; they wait as long to learn of an error.
+    patience_s: float = field(default=3.0, validator=more_than(0))
 
     _training: bool = field(init=False, default=False)
 
@@ -39,9 +40,11 @@ class OnExceptionCheckpoint(Callback):
 
     @hookimpl
     def on_exception(self, trainer, exception):
-        if not self._training or (isinstance(exception, SystemExit) and exception.code in (None, 0)):
+        in_order = isinstance(exception, SystemExit) and exception.code in (None, 0)
+        was_training, self._training = self._training, False
+        # An error of the connection tells that a peer is gone: nobody will come.
+        if not was_training or in_order or is_echo(type(exception).__name__, str(exception)):
             return
-        self._training = False
         folder = place(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
         path = folder / self.filename
         if not path.suffix:
