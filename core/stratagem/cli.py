@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from stratagem import __version__, registry
 from stratagem.errors import StratagemError, nearest
+from stratagem.launch import REPORTS_VARIABLE
 from stratagem.plugin import KINDS
 
 
@@ -17,24 +19,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code: 0 done, 1 error (one sentence on stderr)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        parsed = _parser(arguments).parse_args(arguments)
+        parsed = parser(arguments).parse_args(arguments)
         return int(parsed.act(parsed))
     except StratagemError as error:
-        print(f"stratagem: {error}", file=sys.stderr)
+        if REPORTS_VARIABLE in os.environ:  # a launcher started this process, and shows what ended it
+            raise
+        # The notes are the traceback of a process that failed.
+        print(f"stratagem: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stratagem", description="Train PyTorch models; every part is a plugin.")
-    parser.add_argument("--version", action="version", version=f"stratagem {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the program's parser: with every subcommand, or of installed packages' only the one in `arguments`."""
+    program = argparse.ArgumentParser(prog="stratagem", description="Train PyTorch models; every part is a plugin.")
+    program.add_argument("--version", action="version", version=f"stratagem {__version__}")
+    commands = program.add_subparsers(metavar="COMMAND", required=True)
     _add_plugins(commands)
     _add_explain(commands)
     _add_doctor(commands)
     _add_discovered(commands, arguments)
-    return parser
+    return program
 
 
 def _add_doctor(commands: Any) -> None:
@@ -170,7 +176,6 @@ def _add_explain(commands: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    import os
     import runpy
 
     os.environ["STRATAGEM_EXPLAIN"] = "json" if arguments.json else "text"

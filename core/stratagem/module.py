@@ -43,6 +43,8 @@ class Module(nn.Module):
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
     automatic_optimization = True
+    #: False: a checkpoint may lack some of this module's weights, or hold others.
+    strict_loading = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -83,15 +83,21 @@ class Session:
 
     def _build(self) -> None:
         """Prepare data once per node, then build what does not exist yet."""
-        datamodule, run = self.job.datamodule, self.run
-        if datamodule is not None:
-            if self.trainer.local_rank == 0 and callable(getattr(datamodule, "prepare_data", None)):
-                datamodule.prepare_data()
-            run.collectives.barrier()
-            if callable(getattr(datamodule, "setup", None)):
-                datamodule.setup(self.job.stage)
-        if callable(setup := getattr(self.module, "setup", None)):
-            setup(self.job.stage)
+        run = self.run
+        parts = [part for part in (self.job.datamodule, self.module) if part is not None]
+        preparing = [part.prepare_data for part in parts if callable(getattr(part, "prepare_data", None))]
+        if preparing:
+            error = None
+            if self.trainer.local_rank == 0:
+                try:
+                    for prepare in preparing:
+                        prepare()
+                except Exception as caught:  # noqa: BLE001 - raised on all ranks
+                    error = caught
+            run.collectives.fail_together(error)
+        for part in parts:
+            if callable(setup := getattr(part, "setup", None)):
+                setup(self.job.stage)
         with run.init_context(empty=run.shards_parameters):
             self.module.configure_model()
 
@@ -190,7 +196,8 @@ class Session:
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
         if checkpoint is not None:
-            run.ask("load_model_state", state=checkpoint["state_dict"], module=self.module, strict=True)
+            strict = self.module.strict_loading
+            run.ask("load_model_state", state=checkpoint["state_dict"], module=self.module, strict=strict)
         loaders = [self._share(loader, stage) for loader in self._loaders()]
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")

@@ -78,7 +78,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
             "the checkpoint was not written by stratagem", expected="one to resume from",
             do="load its weights with load_from_checkpoint, or torch.load, and fit without ckpt_path",
         )  # fmt: skip
-    run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=True)
+    run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=trainer.module.strict_loading)
     if "loop" not in state:
         return
     restore_optimizers(trainer, state)

@@ -75,7 +75,8 @@ def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = Tru
     """
     own = module.state_dict()
     if strict:
-        _check_same("model state", "tensors", list(state), list(own))
+        way_out = "or set strict_loading = False on the module (strict=False) to load what fits"
+        _check_same("model state", "tensors", list(state), list(own), way_out)
     for name in [name for name in own if name in state]:
         mine, theirs = getattr(own[name], "shape", None), getattr(state[name], "shape", None)
         if mine != theirs:
@@ -93,7 +94,7 @@ def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:
     return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
 
 
-def _check_same(what: str, items: str, found: Iterable[str], expected: Iterable[str]) -> None:
+def _check_same(what: str, items: str, found: Iterable[str], expected: Iterable[str], way_out: str = "") -> None:
     found_set, expected_set = set(found), set(expected)
     missing, unknown = sorted(expected_set - found_set), sorted(found_set - expected_set)
     if missing or unknown:
@@ -101,7 +102,7 @@ def _check_same(what: str, items: str, found: Iterable[str], expected: Iterable[
         raise CheckpointError(
             f"{what} {' and '.join(part for part in parts if part)}",
             expected=f"the {items} of this model",
-            do="load it into the model that wrote it",
+            do=f"load it into the model that wrote it, {way_out}".rstrip(", "),
         )
 
 

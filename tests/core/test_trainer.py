@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, relative_difference, train_plainly
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -530,3 +531,140 @@ def test_hooks_that_no_first_party_plugin_answers_work_too():
 
     assert owner.batches == 4
     assert relative_difference(model.state_dict(), train_plainly(batches)[0]) < 1e-7
+
+
+# --- Checkpoints of other code -----------------------------------------------------------------------------------
+
+
+class Larger(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=5e-3, momentum=0.9)
+
+
+class Lenient(Larger):
+    strict_loading = False
+
+
+def test_a_checkpoint_of_other_code_names_what_differs_and_the_way_out(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    message = r"model state lacks 'more.bias', 'more.weight'; expected .*; load it into .* strict_loading = False"
+    with pytest.raises(sg.StratagemError, match=message):
+        sg.Trainer(max_epochs=2, **QUIET).fit(Larger(), joined_batches(2, 8), ckpt_path=tmp_path / "a.ckpt")
+    with pytest.raises(sg.StratagemError, match=message):
+        Larger.load_from_checkpoint(tmp_path / "a.ckpt")
+
+    lenient = sg.Trainer(max_epochs=2, **QUIET)
+    lenient.fit(Lenient(), joined_batches(2, 8), ckpt_path=tmp_path / "a.ckpt")
+    assert lenient.global_step == 4
+    assert torch.equal(
+        Larger.load_from_checkpoint(tmp_path / "a.ckpt", strict=False).net[0].weight, trainer.module.net[0].weight
+    )
+
+
+def test_a_checkpoint_by_somebody_else_is_not_resumed_from(tmp_path):
+    torch.save({"state_dict": Net().state_dict(), "epoch": 3, "global_step": 30}, tmp_path / "foreign.ckpt")
+    with pytest.raises(sg.StratagemError, match="was not written by stratagem; .*load_from_checkpoint"):
+        sg.Trainer(max_epochs=1, **QUIET).fit(Net(), joined_batches(2, 8), ckpt_path=tmp_path / "foreign.ckpt")
+
+
+# --- What a module may define --------------------------------------------------------------------------------------
+
+
+class Telling(Net):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def prepare_data(self):
+        self.told.append("prepare_data")
+
+    def setup(self, stage):
+        self.told.append(f"setup {stage}")
+
+    def teardown(self, stage):
+        self.told.append(f"teardown {stage}")
+
+    def validation_step(self, batch):
+        self.told.append("validation_step")
+
+    def train_dataloader(self):
+        return joined_batches(2, 8)
+
+    def val_dataloader(self):
+        return joined_batches(1, 8)
+
+
+for _name in (
+    "on_after_backward", "on_before_zero_grad", "on_validation_epoch_start", "on_validation_batch_start",
+    "on_predict_epoch_start", "on_predict_batch_start", "on_predict_epoch_end",
+):  # fmt: skip
+    setattr(Telling, _name, lambda self, _name=_name: self.told.append(_name))
+
+
+def test_a_module_is_told_of_more_than_plugins_are():
+    module = Telling()
+    trainer = sg.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(module)
+    step = ["on_after_backward", "on_before_zero_grad"]
+    validation = ["on_validation_epoch_start", "on_validation_batch_start", "validation_step"]
+    assert module.told == ["prepare_data", "setup fit", *step, *step, *validation, "teardown fit"]
+    module.told.clear()
+    trainer.predict(dataloaders=[batch[0] for batch in joined_batches(1, 8)])
+    assert module.told == [
+        "prepare_data", "setup predict", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_epoch_end",
+        "teardown predict",
+    ]  # fmt: skip
+
+
+def _unprepared(rank, world_size):
+    class Broken(Net):
+        def prepare_data(self):
+            raise OSError("no network")
+
+    with pytest.raises((OSError, sg.StratagemError), match="no network") as caught:
+        sg.Trainer(max_epochs=1, strategy="ddp", devices=world_size, **QUIET).fit(Broken(), joined_batches(2, 8))
+    return type(caught.value).__name__
+
+
+def test_data_that_cannot_be_prepared_end_all_ranks():
+    assert run_in_processes(_unprepared, 2) == ["OSError", "StratagemError"]
+
+
+def test_min_steps_outlive_should_stop():
+    class Stopper(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self, trainer):
+            trainer.should_stop = True
+
+    trainer = sg.Trainer(max_epochs=5, min_steps=5, callbacks=[Stopper()], **QUIET)
+    trainer.fit(Net(), joined_batches(3, 8))
+    assert trainer.global_step == 5
+
+
+class ByHand(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.criterion(self(batch[0]), batch[1])
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def test_schedulers_are_stepped_by_whoever_steps_optimizers():
+    trainer = sg.Trainer(max_epochs=3, **QUIET)
+    trainer.fit(ByHand(), joined_batches(2, 8))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**3)

@@ -462,7 +462,7 @@ class WrappedByHand(MyModel):
         self.model = nn.Sequential(linear_layer, nn.ReLU(), self.block)
         if self.recompute:
             apply_activation_checkpointing(self.model)
-        self.linear_layer.register_forward_hook(self.count)
+        self.linear_layer.register_forward_pre_hook(self.count)
         self.calls = 0
 
     def count(self, *_):
