@@ -8,7 +8,8 @@ TORCH  ?= torch==2.13.*
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
-DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics
+DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
+          tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic
 
 .PHONY: demo test test-all lint types clean
 

@@ -10,6 +10,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import nbclient
+import nbformat
+import pytest
+
 import stratagem as sg
 from stratagem.callbacks import ProgressBar
 from stratagem.testing.reference import Net, joined_batches
@@ -92,3 +96,36 @@ def test_no_rich_before_a_bar_is_needed():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert result.stdout.strip() == "False"
+
+
+# --- Notebooks ---------------------------------------------------------------------------------------------------
+
+CELL = """
+import nbclient
+import nbformat
+import pytest
+
+import stratagem as sg
+from stratagem.testing.reference import Net, joined_batches
+
+trainer = sg.Trainer(
+    max_epochs=2, accelerator="cpu", devices={devices}, logger=False, enable_checkpointing=False, callbacks={callbacks}
+)
+trainer.fit(Net(), joined_batches(20, 8))
+"""
+
+
+@pytest.mark.parametrize(("devices", "callbacks"), [(1, []), (2, []), (1, ["tqdm"])], ids=str)
+def test_a_real_notebook_shows_it(devices, callbacks):
+    """One line that is written over, for tqdm its own; also where training happens in copies of the kernel."""
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(CELL.format(devices=devices, callbacks=callbacks))]
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    text = "".join(output.get("text", "") for output in outputs)
+    last = [line.rpartition("\r")[2] for line in text.splitlines() if "epoch 2/2" in line][-1]
+
+    assert "loss" in last
+    assert "20/20" in last or "tqdm" in callbacks
+    assert f"{devices} process" in text
+    assert all("Traceback" not in str(output) for output in outputs)

@@ -128,13 +128,17 @@ class ProgressBar(Callback):
 
     def _open(self, trainer: Any, training: bool = True) -> None:
         self._close()
-        drawn = (sys.stdout.isatty() or in_notebook()) and not trainer.settings.barebones
-        self._view = self._bar(training) if drawn else _Lines()
+        drawn = sys.stdout.isatty() and not trainer.settings.barebones
+        self._view = self._bar(training) if drawn else self._notebook_bar(training) if in_notebook() else _Lines()
         self._due = 0.0
 
     def _bar(self, training: bool) -> Any:
         """Return what draws where something can be drawn."""
         return _Bar(training)
+
+    def _notebook_bar(self, training: bool) -> Any:
+        """Return what draws in a notebook."""
+        return _Rewritten()
 
     def _close(self) -> None:
         view, self._view, self._due = self._view, None, math.inf
@@ -191,6 +195,46 @@ class _Lines:
 
     def close(self) -> None:
         pass
+
+
+class _Rewritten(_Lines):
+    """One line that is written again and again: every notebook shows that, also from a copy of its process."""
+
+    def __init__(self) -> None:
+        self.width = 0
+        self.title, self.done, self.total = "", 0, 0.0
+
+    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+        of = "" if math.isinf(total) else f"/{int(total)}"
+        self._write(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
+        if final:
+            self._end_line()
+
+    def start_pass(self, title: str, total: float) -> None:
+        self.evaluating, self.title, self.done, self.total = True, title, 0, total
+        self.due = 0.0
+
+    def advance(self) -> None:
+        self.done += 1
+        if time.perf_counter() >= self.due:
+            self.due = time.perf_counter() + 0.25
+            self._write(f"{self.title}  batch {self.done}" + ("" if math.isinf(self.total) else f"/{int(self.total)}"))
+
+    def end_pass(self) -> None:
+        self.evaluating = False
+
+    def close(self) -> None:
+        self._end_line()
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(f"\r{text:<{self.width}}")
+        sys.stdout.flush()
+        self.width = len(text)
+
+    def _end_line(self) -> None:
+        if self.width:
+            print(flush=True)
+            self.width = 0
 
 
 class _Bar:

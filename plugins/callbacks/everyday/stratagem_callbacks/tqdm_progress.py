@@ -22,6 +22,9 @@ class TQDMProgressBar(ProgressBar):
             raise ConfigError("the tqdm progress bar needs tqdm", do="run `pip install tqdm`") from None
         return _TQDM(tqdm, training)
 
+    def _notebook_bar(self, training: bool) -> Any:
+        return self._bar(training)
+
 
 class _TQDM:
     evaluating = False
