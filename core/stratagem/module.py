@@ -113,6 +113,15 @@ class Module(nn.Module):
     def global_step(self) -> int:
         return self.trainer.global_step
 
+    @property
+    def logger(self) -> Any:
+        """The trainer's first logger, or None."""
+        return self.trainer.logger
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+        self.trainer.print(*values, **options)
+
     def log(self, name: str, value: Tensor | float, **options: Any) -> None:
         """Record one number under `name`.
 

@@ -29,16 +29,7 @@ _METHODS: Final[dict[str, tuple[str, str]]] = {
     "on_batch_end": ("def on_train_batch_end(self, outputs, batch, batch_idx)", ""),
     "on_pretrain_routine_start": ("def on_fit_start(self)", ""),
     "on_pretrain_routine_end": ("def on_fit_start(self)", ""),
-    "on_validation_epoch_start": ("def on_validation_start(self)", ""),
-    "on_test_epoch_start": ("def on_test_start(self)", ""),
-    "on_predict_epoch_start": ("def on_predict_start(self)", ""),
-    "on_predict_epoch_end": ("def on_predict_end(self)", ""),
-    "on_validation_batch_start": (_IN_THE_STEP, ""),
-    "on_test_batch_start": (_IN_THE_STEP, ""),
-    "on_predict_batch_start": (_IN_THE_STEP, ""),
-    "on_after_backward": ("def on_before_optimizer_step(self, optimizer)", "once for each step of the optimizer"),
     "on_before_backward": ("the end of training_step", ""),
-    "on_before_zero_grad": ("def on_before_optimizer_step(self, optimizer)", ""),
     "optimizer_step": ("automatic_optimization = False", "and step in training_step; or a plugin's optimizer_step"),
     "optimizer_zero_grad": ("automatic_optimization = False", "and zero gradients in training_step"),
     "backward": ("automatic_optimization = False", "and manual_backward in training_step; or a plugin's hook backward"),
@@ -46,9 +37,6 @@ _METHODS: Final[dict[str, tuple[str, str]]] = {
     "lr_scheduler_step": ("a scheduler whose step() does it", ""),
     "configure_callbacks": ("Trainer(callbacks=)", ""),
     "configure_sharded_model": ("def configure_model(self)", "build only what does not exist yet"),
-    "setup": ("def configure_model(self)", "or on_fit_start; a DataModule has setup(stage)"),
-    "teardown": ("def on_fit_end(self)", "or on_validation_end, on_test_end, on_predict_end"),
-    "prepare_data": ("a DataModule's prepare_data", ""),
     "transfer_batch_to_device": ("a batch whose .to(device) does it", "or a plugin's hook transfer_batch"),
     "on_before_batch_transfer": (_IN_THE_STEP, ""),
     "on_after_batch_transfer": (_IN_THE_STEP, ""),
@@ -152,7 +140,6 @@ def optimizers(source: Source) -> Iterator[Finding]:
         for method in methods(cls):
             if method.name == "configure_optimizers":
                 yield from _configured(source, cls, method)
-                yield from _schedulers(source, cls, method)
 
 
 def _configured(source: Source, cls: ast.ClassDef, method: ast.AST) -> Iterator[Finding]:
@@ -168,22 +155,12 @@ def _configured(source: Source, cls: ast.ClassDef, method: ast.AST) -> Iterator[
             yield from _configuration(source, node)
 
 
-def _schedulers(source: Source, cls: ast.ClassDef, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    """A module that steps its optimizers by hand does not step its schedulers, if an epoch is their interval."""
-    steps = any(isinstance(node, ast.Attribute) and node.attr == "lr_schedulers" for node in ast.walk(cls))
-    if steps and _optimizes_by_hand(cls):
-        yield source.finding(
-            method, CHECK, "schedulers of a module that steps by hand", "",
-            'the trainer steps those with interval "epoch" at the end of each epoch; give "step" to step them yourself',
-        )  # fmt: skip
-
-
 def _configuration(source: Source, node: ast.Dict) -> Iterator[Finding]:
     keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
     if "scheduler" in keys:
         known, place = today.scheduler_options(), "leave it out"
     elif "optimizer" in keys:
-        known, place = frozenset({"optimizer", "lr_scheduler"}), "in the dict under lr_scheduler, beside scheduler"
+        known, place = frozenset({"optimizer", "lr_scheduler", "monitor"}), "in the dict under lr_scheduler, beside scheduler"
     else:
         return
     for key in keys:

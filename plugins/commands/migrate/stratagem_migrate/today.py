@@ -26,17 +26,7 @@ ROOMS = {
 #: Methods that a module may define or call besides those of the base class.
 _OPTIONAL_METHODS = {
     "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "training_step_end",
-    "validation_step_end", "test_step_end",
-}  # fmt: skip
-
-#: Plugins on their way into the catalog.
-_AWAITED = {
-    "callback": {
-        "timer", "ema", "stochastic_weight_averaging", "model_summary", "device_stats", "throughput",
-        "batch_size_finder", "learning_rate_finder", "backbone_finetuning", "prediction_writer",
-        "on_exception_checkpoint", "spike_detection", "gradient_norms", "preemption", "tqdm",
-    },
-    "logger": {"tensorboard", "wandb", "mlflow"},
+    "validation_step_end", "test_step_end", "setup", "teardown", "prepare_data",
 }  # fmt: skip
 
 
@@ -145,7 +135,7 @@ def _assigned(cls: type) -> frozenset[str]:
 def has_plugin(kind: str, name: str) -> bool:
     """Whether a plugin of that name is installed, or known to the catalog."""
     installed = {entry.name.lower() for entry in registry.entries(kind)}
-    known = {each.lower() for each in catalog.providers(kind)} | _AWAITED.get(kind, set())
+    known = {each.lower() for each in catalog.providers(kind)}
     return name.lower() in installed | known
 
 
