@@ -81,11 +81,11 @@ class Throughput(Callback):
     @hookimpl
     def on_validation_start(self):
         if self._times is not None:
-            self._times.clear()  # its time is not training's
+            self._times.clear()  # its time is not training's, nor that of saving after it
 
     @hookimpl
-    def on_validation_end(self):
-        if self._times is not None:
+    def on_train_batch_start(self):
+        if not self._times:
             self._mark()
 
     @hookimpl

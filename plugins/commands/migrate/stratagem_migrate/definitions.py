@@ -160,7 +160,8 @@ def _configuration(source: Source, node: ast.Dict) -> Iterator[Finding]:
     if "scheduler" in keys:
         known, place = today.scheduler_options(), "leave it out"
     elif "optimizer" in keys:
-        known, place = frozenset({"optimizer", "lr_scheduler", "monitor"}), "in the dict under lr_scheduler, beside scheduler"
+        known = frozenset({"optimizer", "lr_scheduler", "monitor"})
+        place = "in the dict under lr_scheduler, beside scheduler"
     else:
         return
     for key in keys:
