@@ -17,6 +17,7 @@ NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by i
 ``torch.cuda.memory_summary()``, ``nvidia-smi``             need GPUs
 a strategy chosen by ``if model_params < 1e9``              plain Python around a name
 ``etcd`` beside torchelastic                                torchrun meets without it
+``setup.py`` for the user's own project                     not about training
 ==========================================================  ==========================================================
 
 GPUs became CPU processes, four of them two, and billions of parameters a few hundred.
@@ -24,9 +25,11 @@ GPUs became CPU processes, four of them two, and billions of parameters a few hu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -252,15 +255,20 @@ def test_several_devices_and_no_strategy_mean_ddp():
     assert type(sg.Trainer(devices=1, **KEEPS_NOTHING).strategy) is not DDPStrategy
 
 
-def _sharded_state(rank, world_size):
-    trainer = fit(Deep(), "ddp_sharded")
+def _sharded_state(rank, world_size, strategy, arguments):
+    trainer = fit(Deep(), strategy, **arguments)
     return sum(tensor.numel() for state in trainer.optimizers[0].state.values() for tensor in state.values())
 
 
-def test_sharded_ddp_divides_the_optimizer_state():
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [("ddp_sharded", {}), ("auto", {"plugins": "ddp_sharded"})],
+    ids=["strategy", "plugins"],
+)
+def test_sharded_ddp_divides_the_optimizer_state(strategy, arguments):
     moments = 2 * size(Deep())
 
-    states = run_in_processes(_sharded_state, 2)
+    states = run_in_processes(_sharded_state, 2, strategy, arguments)
 
     assert sum(states) >= moments
     assert max(states) < 0.6 * moments
@@ -632,6 +640,7 @@ def test_a_checkpoint_is_kept_every_epoch_without_asking():
 
 
 def _keep_three(rank, world_size):
+    torch.manual_seed(0)
     checkpoint = ModelCheckpoint(
         dirpath="kept/", filename="model-{epoch:02d}", save_top_k=3, monitor="val_loss", save_last=True
     )
@@ -673,14 +682,34 @@ class SavesItself(MyModel):
         return loss
 
 
-def _save_within(rank, world_size):
-    return fit(SavesItself(), "ddp").global_step
+class SavesOnOneRank(MyModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 1000 == 0 and self.trainer.is_global_zero:
+            self.trainer.save_checkpoint(f"checkpoint_step_{batch_idx}.ckpt")
+        return loss
+
+
+def _save_within(rank, world_size, kind):
+    try:
+        return fit(kind(), "ddp").global_step
+    except sg.StratagemError as error:
+        return str(error)
 
 
 def test_a_module_saves_every_so_many_batches():
-    run_in_processes(_save_within, 2)
+    assert run_in_processes(_save_within, 2, SavesItself) == [2, 2]
 
     assert torch.load("checkpoint_step_1.ckpt", weights_only=True)["state_dict"].keys() == MyModel().state_dict().keys()
+
+
+def test_saving_where_a_rank_is_zero_works_alone_and_is_refused_among_others(monkeypatch):
+    sg.Trainer(**KEEPS_NOTHING).fit(SavesOnOneRank())
+    assert Path("checkpoint_step_0.ckpt").exists()
+    monkeypatch.setattr("stratagem.trainer.MEETING_S", 0.5)
+
+    for said in run_in_processes(_save_within, 2, SavesOnOneRank):
+        assert "save_checkpoint was called on rank 0 and on 1 of 2 ranks" in said
 
 
 # --- Precision and accumulation ----------------------------------------------------------------------------------
@@ -796,7 +825,7 @@ def shuffled():
 
 
 def with_workers():
-    return DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    return DataLoader(Numbers(), batch_size=4, num_workers=2, pin_memory=True, persistent_workers=True)
 
 
 def with_a_sampler():
@@ -1075,12 +1104,24 @@ def free_port():
 def start(command, **variables):
     """Start `command` in a folder with train.py."""
     Path("train.py").write_text(SCRIPT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def output(*processes):
-    said = [process.communicate(timeout=120) for process in processes]
+    """Wait for `processes`; return what they said. None of them is left, nor what they started."""
+    try:
+        said = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in processes] == [0] * len(processes), said
     return "".join(out for out, _ in said)
 
