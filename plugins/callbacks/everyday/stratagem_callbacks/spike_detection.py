@@ -22,7 +22,7 @@ class SpikeDetection(Callback):
     """Compares each batch's loss, averaged over ranks, with its running mean. Reads the loss on every step."""
 
     #: A loss this many times the running mean (or that mean plus `atol`, whichever is more) is a spike.
-    rtol: float = field(default=2.0, validator=more_than(1))
+    rtol: float = field(default=5.0, validator=more_than(1))
     #: At least so far above the running mean, in units of the loss.
     atol: float = field(default=0.0, validator=at_least(0))
     #: Batches before anything but a loss that is no finite number is a spike.
