@@ -2,7 +2,7 @@
 
     python benchmarks/callbacks.py [--steps 2000] [--rounds 5]
 
-The model and the method are those of overhead.py; every variant logs the loss on each step, with the bar, the CSV logger
+The model and the method are those of overhead.py; every variant logs the loss on each step, with bar, CSV logger
 and checkpoints on.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from overhead import Batches, Tiny, raw
 
 import stratagem as sg
+from overhead import Batches, Tiny, raw
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},

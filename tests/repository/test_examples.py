@@ -17,6 +17,7 @@ import stratagem as sg
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT, FILE = str(EXAMPLES / "digits.py"), str(EXAMPLES / "digits.yaml")
+PAGE = (EXAMPLES / "README.md").read_text()
 QUIET = ["--enable_progress_bar", "false", "--accelerator", "cpu"]
 TWO = ["--strategy", "ddp", "--devices", "2"]
 
@@ -132,8 +133,23 @@ def test_no_image_is_in_two_parts_and_every_process_makes_the_same_ones(module):
     assert len(set.union(*first)) == 1797
 
 
+def commands():
+    """Return what the page says to type, but for what other tests run."""
+    lines = re.findall(r"^    ((?:python|torchrun) examples/digits.py .*|torchrun .*)$", PAGE, re.MULTILINE)
+    return [line.partition("#")[0].split() for line in lines if "--strategy ddp --devices" not in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command[1:]))
+def test_what_the_page_says_to_type_works(command):
+    program, *arguments = [SCRIPT if word == "examples/digits.py" else word for word in command]
+    python = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else [])]
+    said = run(*python, *arguments, *([] if "--help" in arguments else [*QUIET, "--limit_train_batches", "2"]))
+
+    assert "--strategy" in said if "--help" in arguments else "test accuracy" in said
+
+
 def test_every_file_of_the_page_exists():
-    page = (EXAMPLES / "README.md").read_text()
-    named = set(re.findall(r"examples/([\w.]+)", page)) | set(re.findall(r"\]\(([\w.]+)\)", page))
+    named = set(re.findall(r"examples/([\w.]+)", PAGE)) | set(re.findall(r"\]\(([\w.]+)\)", PAGE))
 
     assert named == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")}
