@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.*
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
-          tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic
+          tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic scikit-learn jsonschema
 
 .PHONY: demo test test-all lint types clean
 

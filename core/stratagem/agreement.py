@@ -45,6 +45,8 @@ def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: tim
         if world.rank == 0:
             store.set("facts", json.dumps(dict(facts)))
         theirs = json.loads(store.get("facts"))
+        if theirs is None:
+            return  # rank 0 was started by hand: its node has no launcher to host what it would compare by
         if found := _difference(facts, theirs, world.rank):
             store.compare_set("verdict", "", found)
         if store.add("arrived", 1) == world.world_size:

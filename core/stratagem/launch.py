@@ -80,7 +80,7 @@ def host_store(world: World) -> tuple[World, Any]:
     The kernel picks the port and this process keeps it, so nobody can take it between choosing and using.
     """
     if world.node_rank != 0:
-        return world, None
+        return evolve(world, store_hosted=True), None  # by node 0's launcher, or by its rank 0, which says so there
     import torch.distributed as dist
 
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from stratagem.checkpoint import newest_whole
+from stratagem.checkpoint import newest_whole, read_any
 from stratagem.errors import CheckpointError
 from stratagem.places import place
 from stratagem.run import format_tag
@@ -148,19 +148,33 @@ def find(trainer: Trainer, path: str | Path | None) -> Path | None:
 def _best(trainer: Trainer) -> Path:
     if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
         return place(best)
+    for folder in _folders(trainer):  # an earlier process's callback wrote down which one it was
+        newest = newest_whole(folder, trainer.checkpoint_format)
+        states = {} if newest is None else read_any(newest).get("callbacks", {})
+        for state in states.values():
+            named = place(state.get("best_model_path", "") if isinstance(state, dict) else "")
+            found = [path for path in (named, folder / named.name) if named.name and path.exists()]
+            if found:
+                return found[0]
     raise CheckpointError(
         'ckpt_path is "best"', expected="a callback that has saved a best checkpoint", do="fit first, with a monitor"
     )
 
 
-def _last(trainer: Trainer) -> Path | None:
+def _folders(trainer: Trainer) -> list[Path]:
+    """Return where checkpoints of this run may be."""
     folders = [callback.folder(trainer) for callback in trainer.callbacks if hasattr(callback, "folder")]
-    for folder in [*folders, trainer.default_root_dir]:
-        if (newest := newest_whole(place(folder), trainer.checkpoint_format)) is not None:
+    return [place(folder) for folder in [*folders, trainer.default_root_dir]]
+
+
+def _last(trainer: Trainer) -> Path | None:
+    folders = _folders(trainer)
+    for folder in folders:
+        if (newest := newest_whole(folder, trainer.checkpoint_format)) is not None:
             return newest
     if trainer.world.generation != "0":
         return None  # restarted before the first checkpoint: start afresh
-    places = " or ".join(str(folder) for folder in [*folders, trainer.default_root_dir])
+    places = " or ".join(map(str, folders))
     raise CheckpointError('ckpt_path is "last"', expected=f"a whole checkpoint in {places}", do="fit without it")
 
 

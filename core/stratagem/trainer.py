@@ -160,8 +160,12 @@ class Trainer:
         return cls(layers=[from_file(path)], **arguments)
 
     @classmethod
-    def from_cli(cls, argv: Sequence[str] | None = None) -> Trainer:
+    def from_cli(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Trainer:
         """Make a trainer from the command line: ``--strategy ddp --strategy.static_graph true --devices 2``.
+
+        Args:
+            argv: the words after the program's name; those of this process if not given.
+            defaults: arguments for what neither a file, nor the environment, nor the command line says.
 
         ``--config run.yaml`` reads a file first, ``--help`` shows all arguments and the chosen plugins' options. A
         mistake ends the program with one sentence and exit code 1.
@@ -169,7 +173,8 @@ class Trainer:
         arguments = sys.argv[1:] if argv is None else argv
         try:
             line, config, wants_help = from_arguments(arguments)
-            files = [from_file(config)] if config is not None else []
+            files = [Layer("the script's defaults", dict(defaults))] if defaults else []
+            files += [from_file(config)] if config is not None else []
             if not wants_help:
                 return cls(layers=[*files, line])
             from stratagem.inspection import cli_help

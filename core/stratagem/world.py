@@ -368,6 +368,8 @@ def _store(world: World, timeout: timedelta) -> Any:
     _meetings += 1
     hosts = world.is_global_zero and not world.store_hosted
     store = dist.TCPStore(world.main_address, world.main_port, is_master=hosts, timeout=timeout)
+    if hosts:  # launchers of other nodes wait for what rank 0's launcher would have said: see `agree_before_connecting`
+        store.set(f"stratagem/agreement/{world.generation}/{_meetings}/facts", "null")
     # A store that outlives the run still holds the addresses of the last group that met there.
     return dist.PrefixStore(f"stratagem/{world.generation}/{_meetings}", store)
 

@@ -109,6 +109,32 @@ def test_last_and_best_without_a_checkpoint_are_refused(tmp_path):
         sg.Trainer(default_root_dir=tmp_path, **QUIET).fit(Noisy(), loader(), ckpt_path="best")
 
 
+def test_best_is_found_by_another_process(tmp_path):
+    """What the callback of an earlier run wrote down is enough."""
+    options = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    keep = {"name": "model_checkpoint", "monitor": "watched", "save_top_k": 2}
+    earlier = sg.Trainer(max_epochs=3, callbacks=[keep], **options)
+    module = Worse()
+    earlier.fit(module, loader(), loader())
+    best = earlier.checkpoint_callback.best_model_path
+    assert "epoch=0" in best
+
+    fresh, other = sg.Trainer(callbacks=[keep], **options), Worse()
+    fresh.validate(other, loader(), ckpt_path="best")
+    saved = sg.Trainer(**options)
+    expected = Worse()
+    saved.validate(expected, loader(), ckpt_path=best)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected.parameters(), strict=True))
+    assert not torch.equal(next(other.parameters()), next(module.parameters()))
+
+
+class Worse(Noisy):
+    """Every epoch is worse than the one before."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("watched", float(self.trainer.current_epoch))
+
+
 def test_another_world_size_reads_it_and_says_what_it_cannot_keep(tmp_path):
     run_in_processes(_ddp, 2, str(tmp_path / "a.ckpt"), None)
 

@@ -219,7 +219,9 @@ class Spiking(Net):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 9.0])
 def test_a_spike_is_an_error_a_stop_or_a_warning(tmp_path, bad):
     losses = [1.0, 1.1, 0.9, 1.0, bad, 1.0]
-    with pytest.raises(sg.StratagemError, match=r"the loss is \S+ in batch 4 of epoch 0, after a running mean of (1|0.9)"):
+    with pytest.raises(
+        sg.StratagemError, match=r"the loss is \S+ in batch 4 of epoch 0, after a running mean of (1|0.9)"
+    ):
         trainer(tmp_path, SpikeDetection(warmup=3), logger=False).fit(Spiking(losses), BATCHES)
     stopping = SpikeDetection(warmup=3, on_spike="stop")
     made = trainer(tmp_path, stopping, logger=False)

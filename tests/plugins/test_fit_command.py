@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -110,7 +109,8 @@ class Demanding(Net):
         sizes: Sizes | None = None,
         block: nn.Module | None = None,
         blocks: list[nn.Module] = (),
-        named: dict[str, nn.Module] | None = None,
+        named: dict[str, nn.Module] | pathlib.Path | None = None,
+        pair: tuple[nn.Module, Data] | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         act: Callable[[torch.Tensor], torch.Tensor] = torch.tanh,
         dtype: torch.dtype = torch.float32,
@@ -215,7 +215,9 @@ def refused(capsys, *words):
 
 def built(capsys, arguments, *words):
     """Return what the constructor of `Demanding` got."""
-    write(model={"class_path": "net.Demanding", "init_args": arguments}, trainer=RUN["trainer"] | {"fast_dev_run": True})
+    write(
+        model={"class_path": "net.Demanding", "init_args": arguments}, trainer=RUN["trainer"] | {"fast_dev_run": True}
+    )
     code = main(["fit", "run.yaml", *words])
     assert code == 0, capsys.readouterr().err
     return sys.modules["net"].GOT[-1]
@@ -274,7 +276,14 @@ def test_toml_says_the_same():
 
 
 def test_the_command_line_overrides_the_file():
-    words = ["--model.width", "5", "--data.batch-size=16", "--trainer.max_epochs", "1", "--trainer.default_root_dir=here"]
+    words = [
+        "--model.width",
+        "5",
+        "--data.batch-size=16",
+        "--trainer.max_epochs",
+        "1",
+        "--trainer.default_root_dir=here",
+    ]
     assert main(["fit", "run.yaml", *words, "--seed", "4"]) == 0
     state = read_any("here/checkpoints/last.ckpt")
 
@@ -324,7 +333,7 @@ def test_measuring_prints_a_table(capsys, stage):
     module, batch = model(6), data().data.tensors
 
     assert name == "val_loss"
-    assert float(value) == pytest.approx(float(module.loss(batch)), rel=1e-4)
+    assert float(value) == pytest.approx(module.loss(batch).item(), rel=1e-4)
 
 
 def test_predict_says_where_predictions_could_go(capsys):
@@ -345,6 +354,15 @@ def test_predict_writes_with_the_callback(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_measuring_in_two_processes_prints_one_table(strategy):
+    result = program("validate", "run.yaml", "--trainer.strategy", strategy, "--trainer.devices", 2)
+
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"val_loss +\d+\.\d+\n", result.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_two_processes_train_as_one_with_twice_the_batch(strategy):
     words = ["--trainer.strategy", strategy, "--trainer.devices", 2, "--data.batch_size", 4]
     result = program("fit", "run.yaml", *words)
@@ -353,8 +371,6 @@ def test_two_processes_train_as_one_with_twice_the_batch(strategy):
     assert Path("rank0.txt").read_text() != Path("rank1.txt").read_text()
     sys.path.insert(0, os.getcwd())
     assert difference(weights(), trained_by_a_script(batch_size=8)) < 1e-6
-    sixteen = program("validate", "run.yaml", "--ckpt_path", "last", *words)
-    assert sixteen.stdout.count("val_loss") == 1
 
 
 # --- Exit codes --------------------------------------------------------------------------------------------------
@@ -420,14 +436,20 @@ def test_ctrl_c_and_preemption_have_their_codes(name, code, processes):
         ({"model": "Net"}, r"model is 'Net' \(file run.yaml\); expected package.module.Class"),
         ({"model": "missing.Net"}, r"there is no module 'missing'"),
         ({"model": "net.Nett"}, r"net has no 'Nett'; .*did you mean 'Net'"),
-        ({"model": "torch.nn.Linear"}, r"model is torch.nn.Linear \(file run.yaml\), a class; expected a stratagem.Module"),
+        (
+            {"model": "torch.nn.Linear"},
+            r"model is torch.nn.Linear \(file run.yaml\), a class; expected a stratagem.Module",
+        ),
         ({"model": "net.Data"}, r"model is net.Data .*expected a stratagem.Module"),
         ({"model": "net.returns_data"}, r"model is net.returns_data .*a function; expected a stratagem.Module"),
         ({"model": "net.GOT"}, r"model is net.GOT .*an object; expected a stratagem.Module"),
         ({"model": "net.lies"}, r"model is net.lies .*returned a Linear; expected a stratagem.Module"),
         ({"data": "net.Net"}, r"data is net.Net .*expected a stratagem.DataModule"),
         ({"data": {"class_path": "net.Data", "init_args": {"batchsize": 3}}}, r"data sets 'batchsize' .*'batch_size'"),
-        ({"data": {"class_path": "net.Data", "init_args": {"shuffle": "no"}}}, r"data.shuffle is 'no' \(file run.yaml\)"),
+        (
+            {"data": {"class_path": "net.Data", "init_args": {"shuffle": "no"}}},
+            r"data.shuffle is 'no' \(file run.yaml\)",
+        ),
         ({"trainer": {"max_epoch": 3}}, r"file run.yaml sets 'max_epoch', .*did you mean 'max_epochs'"),
         ({"trainer": {"max_epochs": "3"}}, r"max_epochs is '3' \(file run.yaml\); expected an integer"),
         ({"trainer": {"strategy": {"name": "ddp", "statik_graph": True}}}, r"static_graph"),
@@ -522,11 +544,18 @@ def test_a_checkpoint_names_no_class_that_is_imported(tmp_path):
 def test_inner_objects_are_built_wherever_they_stand(capsys):
     relu, linear = {"class_path": "torch.nn.ReLU"}, {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2}}
     linear["init_args"]["out_features"] = 3
-    got = built(capsys, {"needed": 1, "block": linear, "blocks": [relu, linear], "named": {"a": relu}})
+    inner = {
+        "block": linear,
+        "blocks": [relu, linear],
+        "named": {"a": relu},
+        "pair": [relu, {"class_path": "net.Data"}],
+    }
+    got = built(capsys, {"needed": 1} | inner)
 
     assert got["block"].weight.shape == (3, 2)
     assert [type(each) for each in got["blocks"]] == [torch.nn.ReLU, torch.nn.Linear]
     assert type(got["named"]["a"]) is torch.nn.ReLU
+    assert [type(each).__name__ for each in got["pair"]] == ["ReLU", "Data"]
 
 
 def test_values_become_what_annotations_say(capsys):
@@ -544,6 +573,7 @@ def test_values_become_what_annotations_say(capsys):
     assert got["sizes"] == sys.modules["net"].Sizes(3, 2, 1.0)
     assert got["optimizer"]([parameter]).param_groups[0]["lr"] == 0.25
     assert got["act"] is torch.relu
+    assert got["optimizer"].func is torch.optim.AdamW
     assert got["dtype"] is torch.bfloat16
     assert got["kind"] is torch.nn.Bilinear
     assert got["color"] is sys.modules["net"].Color.BLUE
@@ -571,19 +601,49 @@ def test_text_of_the_line_is_parsed_by_the_annotation(capsys):
 
 
 @pytest.mark.parametrize(
+    ("act", "value"),
+    [
+        ({"class_path": "torch.nn.LeakyReLU", "init_args": {"negative_slope": 0.5}}, -0.5),
+        ({"class_path": "torch.nn.functional.leaky_relu", "init_args": {"negative_slope": 0.25}}, -0.25),
+    ],
+)
+def test_something_to_call_is_an_object_or_a_function_with_its_arguments(capsys, act, value):
+    got = built(capsys, {"needed": 1, "act": act})
+
+    assert float(got["act"](torch.tensor(-1.0))) == value
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block": {"class_path": "torch.nn.ReLU", "init_args": {"inplce": True}}}, r"model.block sets 'inplce' .*'inplace'"),
+        (
+            {"block": {"class_path": "torch.nn.ReLU", "init_args": {"inplce": True}}},
+            r"model.block sets 'inplce' .*'inplace'",
+        ),
         ({"block": {"class_path": "torch.nn.ReLU", "inplace": True}}, r"'inplace' beside class_path .*under init_args"),
         ({"block": {"class_path": "net.Data"}}, r"model.block is net.Data \(file run.yaml\); expected a Module"),
-        ({"block": {"class_path": "torch.nn.functional.gelu"}}, r"model.block"),
+        (
+            {"block": {"class_path": "net.returns_data"}},
+            r"model.block is <net.Data .* \(file run.yaml\); expected a Module",
+        ),
         ({"block": 3}, r"model.block is 3 \(file run.yaml\); expected a Module or None"),
         ({"block": {"class_path": "torch.pi"}}, r"which nothing can be built from"),
-        ({"blocks": [{"class_path": "torch.nn.Nope"}]}, r"model.blocks\[0\] is 'torch.nn.Nope' .*torch.nn has no 'Nope'"),
+        (
+            {"blocks": [{"class_path": "torch.nn.Nope"}]},
+            r"model.blocks\[0\] is 'torch.nn.Nope' .*torch.nn has no 'Nope'",
+        ),
+        (
+            {"named": {"a": {"class_path": "net.Data"}}},
+            r"model.named.a is net.Data \(file run.yaml\); expected a Module",
+        ),
+        ({"pair": [{"class_path": "net.Data"}] * 2}, r"model.pair is .* \(file run.yaml\)"),
         ({"sizes": {"width": 3, "dept": 3}}, r"model.sizes sets 'dept' .*did you mean 'depth'"),
         ({"sizes": {"depth": 3}}, r"model.sizes lacks 'width'"),
         ({"sizes": {"width": "3"}}, r"model.sizes.width is '3'"),
-        ({"sizes": {"width": 3, "ratio": "1e-3"}}, r"model.sizes.ratio is '1e-3' .*write 0.001, as YAML takes 1e-3 for text"),
+        (
+            {"sizes": {"width": 3, "ratio": "1e-3"}},
+            r"model.sizes.ratio is '1e-3' .*write 0.001, as YAML takes 1e-3 for text",
+        ),
         ({"small": "1e-5"}, r"model.small is '1e-5' .*write 1.0e-05"),
         ({"color": "green"}, r"model.color is 'green' .*'red' or 'blue'"),
         ({"dtype": "torch.bfloat17"}, r"torch has no 'bfloat17'"),
@@ -653,18 +713,13 @@ def test_the_printed_configuration_can_be_fed_back(capsys, monkeypatch):
     assert sys.modules["net"].GOT[-1]["dtype"] is torch.float64
 
 
-def test_the_printed_configuration_leaves_secrets_out(capsys, install_logger):
+def test_the_printed_configuration_leaves_secrets_out(capsys):
     write(trainer=RUN["trainer"] | {"logger": {"name": "remote", "api_key": "hush", "project": "mine"}})
     text = printed(capsys)
 
     assert "hush" not in text
     assert text.startswith("# trainer.logger.api_key is left out")
     assert yaml.safe_load(text)["trainer"]["logger"] == {"name": "remote", "project": "mine"}
-
-
-@pytest.fixture
-def install_logger():
-    """Printing takes names as they are, so no package is needed behind this one."""
 
 
 def test_explain_shows_the_stack_and_where_values_are_from(capsys):
@@ -740,7 +795,7 @@ def test_the_schema_takes_choices_of_plugins(validator, trainer):
 def test_the_schema_points_at_what_is_wrong(validator, sections, where):
     errors = list(validator.iter_errors(RUN | sections))
 
-    assert [list(error.absolute_path) for error in errors][0] == where
+    assert where in [list(error.absolute_path) for error in errors]
 
 
 def test_the_schema_describes_options_with_their_comments(validator):

@@ -144,7 +144,7 @@ def commands():
 def test_what_the_page_says_to_type_works(command):
     program, *arguments = [SCRIPT if word == "examples/digits.py" else word for word in command]
     python = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else [])]
-    said = run(*python, *arguments, *([] if "--help" in arguments else [*QUIET, "--limit_train_batches", "2"]))
+    said = run(*python, *arguments, *([] if "--help" in arguments else [*QUIET, "--max_epochs", "2"]))
 
     assert "--strategy" in said if "--help" in arguments else "test accuracy" in said
 
