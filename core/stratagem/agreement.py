@@ -23,17 +23,18 @@ _DO = "start every rank with the same code, files, variables and packages"
 _meetings = 0
 
 
-def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: timedelta) -> None:
+def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: timedelta) -> bool:
     """Compare `facts` with rank 0's, over the store that a launcher hosts: no group is needed, and none can hang.
 
-    Does nothing where nobody hosts a store yet; `agree` then has to do.
+    Returns:
+        Whether that was done. Where nobody hosts a store yet it is not, and `agree` has to do.
 
     Raises:
         ConfigError: on every rank, with the rank and the first differences.
         LaunchError: the others did not come within `timeout`.
     """
     if world.world_size == 1 or not world.store_hosted or world.main_port is None:
-        return
+        return False
     import torch.distributed as dist
 
     global _meetings
@@ -46,7 +47,7 @@ def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: tim
             store.set("facts", json.dumps(dict(facts)))
         theirs = json.loads(store.get("facts"))
         if theirs is None:
-            return  # rank 0 was started by hand: its node has no launcher to host what it would compare by
+            return False  # rank 0 was started by hand: its node has no launcher to host what it would compare by
         if found := _difference(facts, theirs, world.rank):
             store.compare_set("verdict", "", found)
         if store.add("arrived", 1) == world.world_size:
@@ -60,6 +61,7 @@ def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: tim
         ) from error
     if verdict != "agreed":
         raise ConfigError(verdict, expected="the same on all ranks", do=_DO)
+    return True
 
 
 def agree(collectives: Collectives, facts: Mapping[str, Any]) -> None:

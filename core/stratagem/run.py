@@ -231,9 +231,9 @@ class Run:
     def _join(self, world: World) -> None:
         """Join the other ranks, once it is known that they were started alike."""
         facts = lock.facts(self) if world.world_size > 1 else {}
-        agree_before_connecting(world, facts, self.stack.strategy.join_timeout())
+        compared = agree_before_connecting(world, facts, self.stack.strategy.join_timeout())
         self.collectives = self.ask("connect", world=world)
-        if not world.store_hosted:
+        if not compared:
             agree(self.collectives, facts)
 
     def _check_world(self, world: World) -> None:

@@ -1,0 +1,103 @@
+"""``stratagem completion bash``: what a shell needs to complete subcommands, options and names of plugins."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from stratagem import Command, registry
+from stratagem.config import option_types
+from stratagem.plugin import KINDS
+from stratagem.settings import CHOICES, TrainerSettings
+
+SHELLS = ("bash", "zsh", "fish")
+
+_INSTALL = """\
+bash:  stratagem completion bash > ~/.local/share/bash-completion/completions/stratagem
+zsh:   stratagem completion zsh > ~/.zfunc/_stratagem      (with ~/.zfunc in fpath, before compinit)
+fish:  stratagem completion fish > ~/.config/fish/completions/stratagem.fish
+
+The names of plugins are those installed now: run it again after installing others.
+"""
+
+
+class Completion(Command):
+    """``stratagem completion``"""
+
+    help = "print a script that lets a shell complete commands, options and names of plugins"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.epilog = _INSTALL
+        parser.add_argument("shell", choices=SHELLS)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        print(script(arguments.shell))
+        return 0
+
+
+def script(shell: str) -> str:
+    """Return the completion script for `shell`, made from all parsers of the program."""
+    import shtab
+
+    from stratagem.cli import parser
+
+    program = parser()
+    for name, command in _subparsers(program):
+        _add_names(command)
+        if name in _OF_RUN_FILES:
+            _add_run_file(command)
+    return str(shtab.complete(program, shell=shell))
+
+
+#: Subcommands that read a run file and its options.
+_OF_RUN_FILES = ("fit", "validate", "test", "predict")
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield name, inner
+                yield from _subparsers(inner)
+
+
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    """Let arguments that take names offer those there are, and arguments that take paths offer files."""
+    for action in parser._actions:
+        if action.dest == "kind":
+            action.choices = tuple(KINDS)
+        elif action.dest == "name" and "plugins" in parser.prog and not parser.prog.endswith(" new"):
+            action.choices = tuple(dict.fromkeys(entry.name for entry in registry.entries() if entry.kind in KINDS))
+        elif action.dest in _PATHS and action.choices is None:
+            _complete_files(action)
+
+
+#: Names of arguments that are paths, in the parsers of the core and of the commands of this package.
+_PATHS = ("file", "script", "html", "into")
+
+
+def _complete_files(action: argparse.Action) -> None:
+    import shtab
+
+    action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def _add_run_file(parser: argparse.ArgumentParser) -> None:
+    """Declare what a run file's reader takes from the line by itself: here it is needed for its names alone."""
+    for name in ("--model", "--data", "--seed"):
+        parser.add_argument(name)
+    _complete_files(parser.add_argument("--ckpt_path"))
+    for name, annotation in option_types(TrainerSettings).items():
+        action = parser.add_argument(f"--trainer.{name}", choices=_choices(name, annotation))
+        if name in ("default_root_dir", "lock"):
+            _complete_files(action)
+
+
+def _choices(name: str, annotation: Any) -> tuple[str, ...] | None:
+    if name in CHOICES:
+        return tuple(dict.fromkeys(entry.name for entry in registry.entries(CHOICES[name])))
+    if annotation is bool:
+        return ("true", "false")
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else None

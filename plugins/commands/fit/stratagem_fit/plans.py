@@ -1,0 +1,298 @@
+"""Objects that are yet to be built: find their classes, check their arguments against the signature, then call."""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import functools
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import attrs
+from attrs import frozen
+
+from stratagem.config import convert, describe
+from stratagem.errors import ConfigError, nearest
+from stratagem_fit.runfile import Said, Spec, parse_text
+from stratagem_fit.signatures import (
+    UNNAMED,
+    annotations_of,
+    in_plain_words,
+    is_class,
+    item_of,
+    members,
+    parameters,
+    wants_object,
+)
+
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@frozen(kw_only=True)
+class Plan:
+    """A call that is yet to be made."""
+
+    #: Where it stands, as the command line would name it: "model.encoder".
+    path: str
+    #: None where a mapping fills a dataclass: the annotation names the class.
+    class_path: str | None
+    origin: str
+    target: Callable[..., Any]
+    #: Converted to what the signature says; may hold further plans.
+    arguments: dict[str, Any]
+    #: Who said which argument.
+    origins: dict[str, str]
+    #: Arguments that were given as the path of an object.
+    paths: dict[str, str]
+    #: The argument wants something to call: keep the arguments for that call.
+    partial: bool = False
+
+    def build(self) -> Any:
+        """Make the call, inner ones first. What the user's own code raises gets a note that says where this was."""
+        types_of = annotations_of(self.target)
+        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        for name, value in self.arguments.items():
+            if _holds_plan(value):
+                arguments[name] = _convert(
+                    arguments[name], types_of.get(name, Any), f"{self.path}.{name}", self.origins[name]
+                )
+        if self.partial:
+            return functools.partial(self.target, **arguments)
+        try:
+            return self.target(**arguments)
+        except Exception as error:
+            error.add_note(f"while building {self.path} ({self.origin})")
+            raise
+
+
+def plan_section(path: str, spec: Spec, base: type[Any], kind: str) -> Plan:
+    """Return the plan for section `path` of a run file, which must become a `base`.
+
+    Raises:
+        ConfigError: the class is not there, or is another kind of thing; arguments that do not fit it.
+    """
+    said = spec.class_path
+    target = find(said.value, path, said.origin)
+    wrong = not issubclass(target, base) if isinstance(target, type) else not inspect.isroutine(target)
+    if wrong or _returns_another(target, base):
+        raise ConfigError(
+            f"{path} is {said.value} ({said.origin}), {_what(target)}",
+            expected=f"a {kind}, or a function that returns one",
+        )
+    return _plan(target, spec, path)
+
+
+def find(class_path: str, path: str, origin: str) -> Any:
+    """Import what `class_path` names. An error within the module is the user's own and is raised as it is.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+    """
+    where = f"{path} is {class_path!r} ({origin})"
+    if not _DOTTED.fullmatch(class_path):
+        raise ConfigError(where, expected="package.module.Class")
+    module, names = _import(class_path.split("."), where)
+    found: Any = module
+    for name in names:
+        if not hasattr(found, name):
+            raise ConfigError(
+                f"{where} and {getattr(found, '__name__', found)} has no {name!r}",
+                expected="the name of a class in it",
+                do=nearest(name, [each for each in dir(found) if not each.startswith("_")]),
+            )
+        found = getattr(found, name)
+    return found
+
+
+def _import(parts: list[str], where: str) -> tuple[types.ModuleType, list[str]]:
+    """Import the longest beginning of `parts` that is a module; return it, and the rest of `parts`."""
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            return importlib.import_module(name), parts[cut:]
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if name != missing and not name.startswith(f"{missing}."):
+                raise  # a module that the user's module imports
+    raise ConfigError(
+        f"{where} and there is no module {parts[0]!r}",
+        expected="a module beside the run file, in the current directory, or an installed one",
+    )
+
+
+def _returns_another(function: Any, base: type[Any]) -> bool:
+    """Whether the annotation of a function says that it returns no `base`."""
+    if isinstance(function, type):
+        return False
+    returned = annotations_of(function).get("return", Any)
+    return is_class(returned) and not issubclass(returned, base) and not issubclass(base, returned)
+
+
+def _what(target: Any) -> str:
+    return "a class" if isinstance(target, type) else "a function" if inspect.isroutine(target) else "an object"
+
+
+# --- Arguments ---------------------------------------------------------------------------------------------------
+
+
+def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any) -> Plan:
+    wanted, annotations, title = parameters(target), annotations_of(target), spec.class_path.value or target.__name__
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in wanted.values())
+    named = {name: each for name, each in wanted.items() if each.kind not in UNNAMED}
+    for name, value in spec.arguments.items():
+        if name not in named and not takes_all:
+            raise ConfigError(
+                f"{path} sets {name!r} ({_origin(value)}), which {title} does not take",
+                expected=", ".join(named) or "no arguments", do=nearest(name, named),
+            )  # fmt: skip
+    partial = _is_factory(target, annotation)
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in spec.arguments]
+    if missing and not partial:
+        raise ConfigError(
+            f"{path} lacks {missing[0]!r} ({spec.class_path.origin})",
+            expected=f"a value, as {title} has no default for it", do=f"add it, or --{path}.{missing[0]}",
+        )  # fmt: skip
+    arguments = {
+        name: _argument(value, annotations.get(name, Any), f"{path}.{name}", named.get(name))
+        for name, value in spec.arguments.items()
+    }
+    return Plan(
+        path=path, class_path=spec.class_path.value or None, origin=spec.class_path.origin, target=target,
+        arguments=arguments, origins={name: _origin(value) for name, value in spec.arguments.items()},
+        paths={name: value.value for name, value in spec.arguments.items() if _was_imported(value, arguments[name])},
+        partial=partial,
+    )  # fmt: skip
+
+
+def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Parameter | None) -> Any:
+    """Return `value` of the run file as the plan of an object, or as what `annotation` says."""
+    if isinstance(value, Spec):
+        target = find(value.class_path.value, path, value.class_path.origin)
+        _check_class(target, value, annotation, path)
+        return _plan(target, value, path, annotation)
+    if isinstance(value, dict):
+        item = item_of(annotation, dict)
+        return {key: _argument(each, item, f"{path}.{key}", None) for key, each in value.items()}
+    if isinstance(value, list):
+        item = item_of(annotation, list)
+        return [_argument(each, item, f"{path}[{index}]", None) for index, each in enumerate(value)]
+    if (filled := _dataclass_for(value, annotation)) is not None:
+        given = {name: Said(each, value.origin) for name, each in value.value.items()}
+        return _plan(filled, Spec(Said("", value.origin), given), path)
+    if value.text and in_plain_words(annotation) is Any:
+        value = Said(parse_text(value.value), value.origin)
+    _check_number(value, annotation, path, parameter)
+    return _converted(value, annotation, path)
+
+
+def _converted(said: Said, annotation: Any, path: str) -> Any:
+    try:
+        return _convert(said.value, annotation, path, said.origin, text=said.text)
+    except ConfigError:
+        # What neither a number nor a text can be: a class, a function, torch.bfloat16.
+        if not (isinstance(said.value, str) and _DOTTED.fullmatch(said.value) and wants_object(annotation)):
+            raise
+        return _convert(find(said.value, path, said.origin), annotation, path, said.origin)
+
+
+def _was_imported(value: Any, argument: Any) -> bool:
+    plain = (str, int, float, Path, timedelta, enum.Enum, list, tuple, dict, set, frozenset, Plan)
+    return isinstance(value, Said) and isinstance(value.value, str) and not isinstance(argument, (*plain, type(None)))
+
+
+def _convert(value: Any, annotation: Any, path: str, origin: str, *, text: bool = False) -> Any:
+    try:
+        return convert(value, in_plain_words(annotation), path, text=text)
+    except ConfigError as error:
+        do = error.do or _advice(value, annotation, text)
+        raise ConfigError(f"{error.found} ({origin})", expected=error.expected, do=do) from None
+
+
+def _check_number(said: Said, annotation: Any, path: str, parameter: inspect.Parameter | None) -> None:
+    """Refuse ``1e-3`` of a YAML file, which is text there, for an argument whose default alone says it is a number."""
+    default = None if parameter is None else parameter.default
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if is_number and in_plain_words(annotation) is Any and (advice := _advice(said.value, float, said.text)):
+        raise ConfigError(f"{path} is {said.value!r} ({said.origin})", expected="a number", do=advice)
+
+
+def _advice(value: Any, annotation: Any, text: bool) -> str:
+    numbers = {int, float} & set(members(in_plain_words(annotation)))
+    if text or not numbers or not isinstance(value, str):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    import yaml
+
+    return f"write {yaml.safe_dump(number).split()[0]}, as YAML takes {value} for text"
+
+
+def _check_class(target: Any, spec: Spec, annotation: Any, path: str) -> None:
+    """Refuse a class that the argument's annotation rules out, before anything is built."""
+    found = f"{path} is {spec.class_path.value} ({spec.class_path.origin})"
+    if not callable(target):
+        raise ConfigError(f"{found}, which nothing can be built from", expected="a class or a function")
+    wanted = [member for member in members(in_plain_words(annotation)) if member is not type(None)]
+    if not isinstance(target, type) or not all(map(is_class, wanted)) or _is_factory(target, annotation):
+        return
+    if wanted and not issubclass(target, tuple(wanted)):
+        raise ConfigError(found, expected=" or ".join(map(describe, wanted)))
+
+
+def _is_factory(target: Any, annotation: Any) -> bool:
+    """Whether something to call is wanted and `target` itself is it: then the call is the receiver's to make.
+
+    That is so for a function, for a T where ``Callable[..., T]`` is wanted, and for a class whose objects cannot be
+    called.
+    """
+    for member in members(annotation):
+        if collections.abc.Callable not in (member, get_origin(member)):
+            continue
+        if not isinstance(target, type) or not issubclass(target, collections.abc.Callable):  # type: ignore[arg-type]
+            return True
+        returned = (get_args(member) or (Any,))[-1]
+        if is_class(returned) and issubclass(target, returned):
+            return True
+    return False
+
+
+def _dataclass_for(said: Said, annotation: Any) -> type[Any] | None:
+    """Return the dataclass (or attrs class) that a mapping is meant to fill."""
+    if not isinstance(said.value, Mapping) or not all(isinstance(key, str) for key in said.value):
+        return None
+    classes = [member for member in members(annotation) if isinstance(member, type)]
+    return next((each for each in classes if attrs.has(each) or hasattr(each, "__dataclass_fields__")), None)
+
+
+# --- Small things ------------------------------------------------------------------------------------------------
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, Plan):
+        return value.build()
+    if isinstance(value, dict):
+        return {key: _built(each) for key, each in value.items()}
+    return [_built(each) for each in value] if isinstance(value, list) else value
+
+
+def _holds_plan(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(_holds_plan(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Plan)
+
+
+def _origin(value: Any) -> str:
+    if isinstance(value, Said):
+        return value.origin
+    if isinstance(value, Spec):
+        return value.class_path.origin
+    origins = [_origin(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return ", ".join(dict.fromkeys(origins))

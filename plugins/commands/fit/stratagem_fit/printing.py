@@ -1,0 +1,153 @@
+"""A run file with everything in it: what was said, and the defaults for the rest."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from stratagem import registry
+from stratagem.config import convert, option_types
+from stratagem.errors import ConfigError
+from stratagem.layers import from_environment
+from stratagem.redaction import redact
+from stratagem.resolver import make
+from stratagem.settings import CHOICES, PluginOption, TrainerSettings, gather
+from stratagem_fit.job import Job
+from stratagem_fit.plans import Plan, find
+from stratagem_fit.runfile import parse_text
+from stratagem_fit.signatures import parameters
+
+#: What a run file cannot say.
+_UNSPEAKABLE = object()
+
+
+def render(job: Job) -> str:
+    """Return the complete configuration of `job` as YAML that is a run file again."""
+    import yaml
+
+    secrets: list[str] = []
+    sections: dict[str, Any] = {"seed": job.file.seed, "model": _object(job.model)}
+    if job.data is not None:
+        sections["data"] = _object(job.data)
+    sections["trainer"] = _without_secrets(_trainer(job), "trainer", secrets)
+    sections["ckpt_path"] = job.file.ckpt_path
+    notes = "".join(f"# {name} is left out: it looks like a secret\n" for name in secrets)
+    return notes + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+# --- Objects -----------------------------------------------------------------------------------------------------
+
+
+def _object(plan: Plan) -> dict[str, Any]:
+    defaults = {
+        name: plain(each.default)
+        for name, each in parameters(plan.target).items()
+        if each.default is not each.empty and name not in plan.arguments and each.kind is not each.POSITIONAL_ONLY
+    }
+    given = {name: plan.paths.get(name) or _data(value) for name, value in plan.arguments.items()}
+    if plan.partial:
+        defaults = {}  # the rest is for whoever calls it
+    known = {name: value for name, value in defaults.items() if value is not _UNSPEAKABLE}
+    arguments = {name: given.get(name, known.get(name)) for name in [*_ordered(plan, given, known)]}
+    return {"class_path": plan.class_path, "init_args": arguments} if plan.class_path else arguments
+
+
+def _ordered(plan: Plan, given: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
+    names = [name for name in parameters(plan.target) if name in given or name in known]
+    return [*names, *(name for name in given if name not in names)]
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, Plan):
+        return _object(value)
+    if isinstance(value, dict):
+        return {key: _data(each) for key, each in value.items()}
+    return [_data(each) for each in value] if isinstance(value, list) else plain(value)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as a run file would say it, or a mark that it cannot."""
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        items = {key: plain(each) for key, each in value.items()}
+        return _UNSPEAKABLE if _UNSPEAKABLE in items.values() else items
+    if isinstance(value, list | tuple | set | frozenset):
+        each = [plain(item) for item in value]
+        return _UNSPEAKABLE if any(item is _UNSPEAKABLE for item in each) else each
+    return _path_of(value) if isinstance(value, type) or inspect.isroutine(value) else _UNSPEAKABLE
+
+
+def _path_of(value: Any) -> Any:
+    """Return the path under which a class or function can be imported, if it has one."""
+    path = f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    try:
+        return path if find(path, "", "") is value else _UNSPEAKABLE
+    except (ConfigError, ImportError):
+        return _UNSPEAKABLE
+
+
+# --- The trainer -------------------------------------------------------------------------------------------------
+
+
+def _trainer(job: Job) -> dict[str, Any]:
+    file, line = job.file.trainer
+    settings = gather(TrainerSettings, {}, [file, from_environment(), line])
+    arguments: dict[str, Any] = {}
+    for name in option_types(TrainerSettings):
+        value = getattr(settings, name)
+        options = settings.options.get(CHOICES.get(name, ""), {})
+        if name == "default_root_dir" and name not in settings.origins:
+            value = "."  # wherever it is run
+        if options and isinstance(value, str) and value != "auto":
+            value = {"name": value, **_parsed(CHOICES[name], value, options)}
+        elif options:
+            kind = CHOICES[name]
+            arguments |= {f"{kind}.{option}": plain(_guess(each)) for option, each in options.items()}
+        arguments[name] = plain(value)
+    return arguments
+
+
+def _parsed(kind: str, name: str, options: Mapping[str, PluginOption]) -> dict[str, Any]:
+    """Return `options` of the plugin called `name`; text is parsed by the type of the option."""
+    if not any(option.text for option in options.values()):
+        return {name: option.value for name, option in options.items()}
+    entry = registry.find(kind, name)
+    target = entry.load()
+    types = option_types(target if isinstance(target, type) else type(make(entry, {})))
+    return {
+        option: convert(each.value, types[option], f"{kind}.{option}", text=True)
+        if each.text and option in types
+        else each.value
+        for option, each in options.items()
+    }
+
+
+def _guess(option: PluginOption) -> Any:
+    return parse_text(option.value) if option.text else option.value
+
+
+def _without_secrets(value: Any, path: str, left_out: list[str]) -> Any:
+    """Return `value` without the items of mappings that should not be shown; their names go to `left_out`."""
+    if isinstance(value, list):
+        return [_without_secrets(each, f"{path}[{index}]", left_out) for index, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, each in value.items():
+        inner = f"{path}.{name}"
+        if not isinstance(each, dict | list) and redact(str(name), each) != each:
+            left_out.append(inner)
+        else:
+            kept[name] = _without_secrets(each, inner, left_out)
+    return kept

@@ -1,0 +1,285 @@
+"""What a run file and the command line after it say, merged; every value keeps who said it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from stratagem.config import convert
+from stratagem.errors import ConfigError, nearest
+from stratagem.layers import Layer, from_file
+from stratagem.settings import TrainerSettings, moved, option_names
+
+#: The keys at the top of a run file.
+SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")
+#: The keys of a mapping that stands for an object to be built.
+SPEC_KEYS = ("class_path", "init_args")
+#: Switches of the command line, which take no value.
+SWITCHES = ("print_config", "explain")
+
+_LINE = "command line"
+
+
+@frozen
+class Said:
+    """A value, and who said it."""
+
+    value: Any
+    origin: str
+    #: The value is text, to be parsed by the type of what it sets.
+    text: bool = False
+
+
+@define(eq=False)
+class Spec:
+    """An object that is to be built; arguments are of `Said`, of other specs, or lists and dictionaries of these."""
+
+    class_path: Said
+    arguments: dict[str, Any] = field(factory=dict)
+
+
+@define(eq=False, kw_only=True)
+class RunFile:
+    """What was said, section by section."""
+
+    path: Path
+    seed: int | None
+    model: Spec
+    data: Spec | None
+    #: What the file and the command line say about the trainer, weakest first.
+    trainer: list[Layer]
+    ckpt_path: str | None
+    #: Switches that were given.
+    switches: frozenset[str]
+
+
+def read(path: str | Path, words: Sequence[str]) -> RunFile:
+    """Read the run file at `path`, overridden by `words` of the command line.
+
+    Raises:
+        ConfigError: no such file, an unknown section or key, or a value of the wrong type.
+    """
+    path = Path(path)
+    origin = f"file {path.name}"
+    sections = _sections(path, origin)
+    specs = {name: _section_spec(sections.get(name), origin, name) for name in ("model", "data")}
+    plain = {name: Said(sections.get(name), origin) for name in ("seed", "ckpt_path")}
+    file, line, switches = _trainer(sections.get("trainer"), origin), Layer(_LINE, text=True), set()
+    for name, value in sorted(_pairs(words), key=lambda pair: _depth(pair[0])):
+        section, _, rest = name.partition(".")
+        if name in SWITCHES and value is None:
+            switches.add(name)
+        elif section in specs:
+            specs[section] = _override(specs[section], section, rest, _needs_value(name, value))
+        elif section == "trainer" and rest:
+            line.set(rest, "true" if value is None else value)
+        elif name in plain:
+            plain[name] = Said(_needs_value(name, value), _LINE, text=True)
+        else:
+            raise ConfigError(f"{_LINE} sets {name!r}", expected="what a run file has", do=_meant(name))
+    if specs["model"] is None:
+        raise ConfigError(f"{origin} names no model", expected="model: package.module.Class")
+    return RunFile(
+        path=path, seed=_typed("seed", plain["seed"], int | None), model=specs["model"], data=specs["data"],
+        trainer=[file, line], ckpt_path=_typed("ckpt_path", plain["ckpt_path"], str | None),
+        switches=frozenset(switches),
+    )  # fmt: skip
+
+
+def parse_text(text: str) -> Any:
+    """Return what `text` of the command line means where no type tells: JSON if it is that, else the text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None if text.lower() == "none" else {"true": True, "false": False}.get(text.lower(), text)
+
+
+# --- The file ----------------------------------------------------------------------------------------------------
+
+
+def _sections(path: Path, origin: str) -> dict[str, Any]:
+    try:
+        layer = from_file(path)
+    except ConfigError as error:
+        if not error.found.endswith("at its top level"):
+            raise
+        raise ConfigError(error.found, expected=f"a mapping with {', '.join(SECTIONS)}") from None
+    dotted = [f"{kind}.{option}" for kind, options in layer.options.items() for option in options]
+    for name in [*layer.values, *dotted]:
+        if name not in SECTIONS:
+            raise ConfigError(f"{origin} has {name!r} at its top level", expected=", ".join(SECTIONS), do=_meant(name))
+    return layer.values
+
+
+def _meant(name: str) -> str:
+    """Say where `name` belongs, or which name is like it."""
+    arguments = option_names(TrainerSettings)
+    if name.partition(".")[0] in arguments:
+        return f"did you mean 'trainer.{name}'"
+    first, dot, rest = name.partition(".")
+    close = nearest(first, [*SECTIONS, *(switch.replace("_", "-") for switch in SWITCHES)])
+    if close:
+        return close[:-1] + (f".{rest}'" if dot else "'")
+    if moved(name):
+        return moved(name)
+    close = nearest(name, arguments)
+    return close.replace("'", "'trainer.", 1) if close else "see docs/run-files.md"
+
+
+def _trainer(content: Any, origin: str) -> Layer:
+    layer = Layer(origin)
+    for name, value in _mapping(content if content is not None else {}, "trainer", origin).items():
+        layer.set(name, value)
+    return layer
+
+
+def _mapping(content: Any, path: str, origin: str) -> Mapping[str, Any]:
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} is {content!r} ({origin})", expected="a mapping of names to values")
+    return content
+
+
+def _section_spec(content: Any, origin: str, path: str) -> Spec | None:
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return Spec(Said(content, origin))
+    if not isinstance(content, Mapping) or "class_path" not in content:
+        keys = [str(key) for key in content] if isinstance(content, Mapping) else []
+        hint = next((hint for key in keys if (hint := nearest(key, SPEC_KEYS))), "")
+        raise ConfigError(
+            f"{path} is {_short(content)} ({origin})",
+            expected="package.module.Class, or a mapping with class_path and init_args", do=hint,
+        )  # fmt: skip
+    return _spec(content, origin, path)
+
+
+def _spec(content: Mapping[str, Any], origin: str, path: str) -> Spec:
+    for key in content:
+        if key not in SPEC_KEYS:
+            raise ConfigError(
+                f"{path} has the key {key!r} beside class_path ({origin})", expected="class_path and init_args",
+                do=nearest(str(key), SPEC_KEYS) or "arguments of the class go under init_args",
+            )  # fmt: skip
+    if not isinstance(content["class_path"], str):
+        raise ConfigError(f"{path}.class_path is {content['class_path']!r} ({origin})", expected="package.module.Class")
+    given = content.get("init_args")
+    arguments = _mapping({} if given is None else given, f"{path}.init_args", origin)
+    return Spec(
+        Said(content["class_path"], origin),
+        {name: tree(value, origin, f"{path}.{name}") for name, value in arguments.items()},
+    )
+
+
+def tree(value: Any, origin: str, path: str) -> Any:
+    """Return `value` with each mapping that has a ``class_path`` as a `Spec`."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        return _spec(value, origin, path)
+    if not _has_spec(value):
+        return Said(value, origin)
+    if isinstance(value, Mapping):
+        return {key: tree(item, origin, f"{path}.{key}") for key, item in value.items()}
+    return [tree(item, origin, f"{path}[{index}]") for index, item in enumerate(value)]
+
+
+def _has_spec(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "class_path" in value or any(_has_spec(item) for item in value.values())
+    return isinstance(value, list) and any(_has_spec(item) for item in value)
+
+
+# --- The command line --------------------------------------------------------------------------------------------
+
+
+def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and the text of each ``--name value`` or ``--name=value``; None for a name alone."""
+    rest = list(words)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
+        name, equals, value = flag.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if name in SWITCHES and not equals:
+            yield name, None
+        elif equals:
+            yield name, value
+        else:
+            yield name, rest.pop(0) if rest and _is_value(rest[0]) else None
+
+
+def _is_value(word: str) -> bool:
+    """Whether `word` is no flag: anything but a dash and a letter or two dashes; -3 is a value."""
+    return not word.startswith("--") and not (word[:1] == "-" and word[1:2].isalpha())
+
+
+def _depth(name: str) -> int:
+    """Classes are chosen before their arguments are set, in whatever order they were written."""
+    return name.removesuffix(".class_path").replace(".init_args.", ".").count(".")
+
+
+def _needs_value(name: str, value: str | None) -> str:
+    if value is None:
+        raise ConfigError(f"--{name} has no value", expected=f"--{name} VALUE, or --{name}=VALUE")
+    return value
+
+
+def _override(spec: Spec | None, section: str, rest: str, text: str) -> Spec:
+    """Return `spec` with what ``--section.rest text`` says."""
+    if rest in ("", "class_path"):
+        said = parse_text(text) if text.lstrip().startswith("{") else text
+        chosen = _section_spec(said, _LINE, section)
+        assert chosen is not None
+        same = spec is not None and spec.class_path.value == chosen.class_path.value
+        return spec if same and spec is not None and isinstance(said, str) else chosen
+    if spec is None:
+        raise ConfigError(f"{_LINE} sets {section}.{rest!s} and there is no {section}", do=f"add --{section} CLASS")
+    _set(spec.arguments, rest.replace("init_args.", "").split("."), text, section)
+    return spec
+
+
+def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> None:
+    """Set one of `arguments`, or an argument of one of them."""
+    name, *inner = names
+    path = f"{path}.{name}"
+    present = arguments.get(name)
+    if not inner:
+        value = parse_text(text) if "class_path" in text else None
+        is_spec = isinstance(value, dict | list) and _has_spec(value)
+        arguments[name] = tree(value, _LINE, path) if is_spec else Said(text, _LINE, text=True)
+    elif inner == ["class_path"]:
+        if not (isinstance(present, Spec) and present.class_path.value == text):
+            arguments[name] = Spec(Said(text, _LINE))
+    elif isinstance(present, Spec | dict):
+        _set(present if isinstance(present, dict) else present.arguments, inner, text, path)
+    elif isinstance(present, Said) and isinstance(present.value, Mapping):
+        value = _with_item(present.value, inner, parse_text(text), path)
+        arguments[name] = Said(value, f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE))
+    else:
+        raise ConfigError(
+            f"{_LINE} sets {path}.{'.'.join(inner)} and {path} is no object with arguments",
+            expected=f"a class for {path}", do=f"add --{path}.class_path package.module.Class",
+        )  # fmt: skip
+
+
+def _with_item(mapping: Mapping[str, Any], names: list[str], value: Any, path: str) -> dict[str, Any]:
+    name, *inner = names
+    if inner and not isinstance(mapping.get(name), Mapping):
+        raise ConfigError(f"{_LINE} sets {path}.{'.'.join(names)} and {path}.{name} is no mapping")
+    return {**mapping, name: _with_item(mapping[name], inner, value, f"{path}.{name}") if inner else value}
+
+
+def _typed(name: str, said: Said, annotation: Any) -> Any:
+    try:
+        return convert(said.value, annotation, name, text=said.text)
+    except ConfigError as error:
+        raise ConfigError(f"{error.found} ({said.origin})", expected=error.expected, do=error.do) from None
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
