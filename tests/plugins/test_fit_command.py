@@ -737,7 +737,8 @@ def test_explain_shows_the_stack_and_where_values_are_from(capsys):
 
 @pytest.fixture(scope="module")
 def validator():
-    jsonschema = pytest.importorskip("jsonschema")
+    import jsonschema
+
     from stratagem_fit.schema import schema
 
     jsonschema.Draft202012Validator.check_schema(schema())
