@@ -1,0 +1,181 @@
+"""What a run leaves behind, in bounded memory: curves that keep their minima and maxima, and a few totals.
+
+[Note: buckets]
+A curve holds at most `LIMIT` buckets. A bucket covers ``width`` steps and knows the lowest, mean and highest value seen
+in them; at first ``width`` is 1 and a bucket is a point. When there are too many, ``width`` doubles and neighbours are
+merged, so that every part of the run keeps the same resolution however long it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from attrs import define, field
+
+#: Buckets of one curve; more make checkpoints larger, and no screen is that wide.
+LIMIT = 2000
+#: Beyond it a value is taken for infinite: differences of such values would overflow.
+_HUGE = 1e300
+
+
+@define(eq=False)
+class Series:
+    """One curve over optimizer steps; see [Note: buckets]."""
+
+    #: Which stage logged it: "train" or "validate".
+    stage: str = "train"
+    width: int = 1
+    #: Mean step of each bucket.
+    steps: list[float] = field(factory=list)
+    lows: list[float] = field(factory=list)
+    means: list[float] = field(factory=list)
+    highs: list[float] = field(factory=list)
+    counts: list[int] = field(factory=list)
+    #: The last value, which may be NaN; None before the first.
+    last: float | None = None
+    #: The lowest and the highest value, each with its step.
+    least: tuple[float, int] | None = None
+    most: tuple[float, int] | None = None
+    #: How many values were NaN or infinite, and the step of the first.
+    not_finite: int = 0
+    first_not_finite: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def values_seen(self) -> int:
+        return sum(self.counts) + self.not_finite
+
+    def add(self, step: int, value: float) -> None:
+        """Put `value` at `step`, which is not before the last one."""
+        self.last = value
+        if not abs(value) < _HUGE:
+            self.not_finite += 1
+            self.first_not_finite = step if self.first_not_finite is None else self.first_not_finite
+            return
+        if self.least is None or value < self.least[0]:
+            self.least = (value, step)
+        if self.most is None or value > self.most[0]:
+            self.most = (value, step)
+        self._append(step, value, value, value, 1)
+        if len(self) > LIMIT:
+            self._coarsen(LIMIT * 3 // 4)
+
+    def thinned(self, limit: int, factor: float = 1.0) -> Series:
+        """Return a copy with at most `limit` buckets, its values multiplied by `factor`, which is positive."""
+        copy = Series(
+            self.stage, self.width, list(self.steps), [v * factor for v in self.lows], [v * factor for v in self.means],
+            [v * factor for v in self.highs], list(self.counts), not_finite=self.not_finite,
+            first_not_finite=self.first_not_finite,
+        )  # fmt: skip
+        copy._coarsen(limit)
+        return copy
+
+    def _append(self, step: float, low: float, mean: float, high: float, count: int) -> None:
+        """Add a bucket at the end, or merge it into the last one if both cover the same steps."""
+        if not self.steps or self.steps[-1] // self.width != step // self.width:
+            for values, value in zip(self._columns(), (step, low, mean, high, count), strict=True):
+                values.append(value)
+            return
+        total = self.counts[-1] + count
+        self.steps[-1] += (step - self.steps[-1]) * count / total
+        self.means[-1] += (mean - self.means[-1]) * count / total
+        self.lows[-1], self.highs[-1] = min(self.lows[-1], low), max(self.highs[-1], high)
+        self.counts[-1] = total
+
+    def _coarsen(self, limit: int) -> None:
+        while len(self) > limit:
+            buckets = list(zip(*self._columns(), strict=True))
+            self.width *= 2
+            for values in self._columns():
+                values.clear()
+            for bucket in buckets:
+                self._append(*bucket)
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.steps, self.lows, self.means, self.highs, self.counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values; the buckets as one tensor of five rows."""
+        names = ("stage", "width", "last", "not_finite", "first_not_finite")
+        with torch.inference_mode(False):
+            buckets = torch.tensor(self._columns(), dtype=torch.float64, device="cpu")
+        extremes = {"least": self.least and list(self.least), "most": self.most and list(self.most)}
+        return {name: getattr(self, name) for name in names} | extremes | {"buckets": buckets}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Series:
+        """Build the series that returned `state`."""
+        state = dict(state)
+        steps, lows, means, highs, counts = state.pop("buckets").tolist()
+        for name in ("least", "most"):
+            state[name] = state[name] and (state[name][0], int(state[name][1]))
+        columns = {"steps": steps, "lows": lows, "means": means, "highs": highs, "counts": [int(c) for c in counts]}
+        return cls(**state, **columns)
+
+
+_CURVES = ("metrics", "rates", "speed", "memory")
+_TOTALS = ("seconds", "train_seconds", "steps", "batches", "first_step")
+
+
+@define(eq=False)
+class History:
+    """All curves of a run and its totals, over every fit that it was resumed in."""
+
+    #: Logged metrics by name.
+    metrics: dict[str, Series] = field(factory=dict)
+    #: Learning rates by parameter group.
+    rates: dict[str, Series] = field(factory=dict)
+    #: "steps/s" and "samples/s".
+    speed: dict[str, Series] = field(factory=dict)
+    #: Bytes, by what holds them.
+    memory: dict[str, Series] = field(factory=dict)
+    #: Results of validation and tests after training, by name.
+    results: dict[str, float] = field(factory=dict)
+    #: Seconds from start to end, and those in which it trained rather than validated.
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    #: Optimizer steps and batches of those seconds.
+    steps: int = 0
+    batches: int = 0
+    #: Where the record begins, and where it was taken up again.
+    first_step: int = 0
+    resumed: list[int] = field(factory=list)
+    #: How the last fit ended: "status", "detail", and for an exception "error" and "frames".
+    outcome: dict[str, Any] = field(factory=dict)
+
+    def put(self, curves: str, name: str, step: int, value: float, stage: str = "train") -> None:
+        """Add a value to the curve `name`, new or not."""
+        known: dict[str, Series] = getattr(self, curves)
+        if name not in known:
+            known[name] = Series(stage)
+        known[name].add(step, value)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(getattr(self, curves) for curves in _CURVES)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of any curve."""
+        ends = [series.steps[-1] for curves in _CURVES for series in getattr(self, curves).values() if len(series)]
+        return math.ceil(max(ends, default=self.first_step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        curves = {
+            name: {key: series.state_dict() for key, series in getattr(self, name).items()} for name in _CURVES
+        }  # fmt: skip
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        rest = {"results": dict(self.results), "resumed": list(self.resumed), "outcome": dict(self.outcome)}
+        return curves | totals | rest
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> History:
+        """Build the history that returned `state`."""
+        curves = {name: {key: Series.from_state(each) for key, each in state[name].items()} for name in _CURVES}
+        rest = {name: dict(state[name]) for name in ("results", "outcome")}
+        return cls(**curves, **{name: state[name] for name in _TOTALS}, **rest, resumed=list(state["resumed"]))
