@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stratagem.plugin import CheckpointFormat
 
 #: Layout of the state that checkpoint formats store.
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 
 _STAGED = ".staged"
 _CHUNK = 1 << 20

@@ -81,6 +81,12 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=trainer.module.strict_loading)
     if "loop" not in state:
         return
+    if "ranks" not in state:
+        raise CheckpointError(
+            "the checkpoint is by an earlier stratagem, which kept other things for resuming",
+            expected="one by this version",
+            do="load its weights with load_from_checkpoint, and fit without ckpt_path",
+        )
     restore_optimizers(trainer, state)
     position.load_state_dict(state["loop"])
     restore_plugins(trainer, state)

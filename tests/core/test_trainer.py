@@ -668,3 +668,14 @@ def test_schedulers_are_stepped_by_whoever_steps_optimizers():
     trainer = sg.Trainer(max_epochs=3, **QUIET)
     trainer.fit(ByHand(), joined_batches(2, 8))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**3)
+
+
+def test_a_checkpoint_of_an_earlier_layout_says_so(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    state["rng"] = {"now": [rank["random"] for rank in state.pop("ranks")]}
+    torch.save(state, tmp_path / "old.ckpt")
+    with pytest.raises(sg.StratagemError, match="an earlier stratagem.*load_from_checkpoint"):
+        sg.Trainer(max_epochs=2, **QUIET).fit(Net(), joined_batches(2, 8), ckpt_path=tmp_path / "old.ckpt")

@@ -251,3 +251,17 @@ def test_on_two_ranks_with_every_kind_of_loader(tmp_path, strategy):
     cells = [(k, w, {"strategy": strategy, "checkpoint": "sharded"} | o, b) for k, w, o, b in plain + others]
 
     assert run_in_processes(_compare, 2, str(tmp_path), cells, limit_s=120) == [[], []]
+
+
+def test_a_finished_runs_checkpoint_loads_and_returns(tmp_path):
+    module = Normalized()
+    finished = sg.Trainer(max_epochs=2, **QUIET)
+    finished.fit(module, loader())
+    finished.save_checkpoint(tmp_path / "end.ckpt")
+    again, trainer = Normalized(), sg.Trainer(max_epochs=2, **QUIET)
+    trainer.fit(again, loader(), ckpt_path=tmp_path / "end.ckpt")
+
+    assert (trainer.global_step, trainer.current_epoch) == (finished.global_step, 2)
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
+    )
