@@ -73,11 +73,11 @@ def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Apply `state`. Weights alone make a fresh start."""
     run, position = trainer.run, trainer.position
-    if "format" not in state:
-        raise CheckpointError(
-            "the checkpoint was not written by stratagem", expected="one to resume from",
-            do="load its weights with load_from_checkpoint, or torch.load, and fit without ckpt_path",
-        )  # fmt: skip
+    if "format" not in state and run.is_global_zero:
+        warnings.warn(
+            "the checkpoint was not written by stratagem: its weights are taken, and training begins at step 0",
+            stacklevel=2,
+        )
     run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=trainer.module.strict_loading)
     if "loop" not in state:
         return

@@ -567,12 +567,6 @@ def test_a_checkpoint_of_other_code_names_what_differs_and_the_way_out(tmp_path)
     )
 
 
-def test_a_checkpoint_by_somebody_else_is_not_resumed_from(tmp_path):
-    torch.save({"state_dict": Net().state_dict(), "epoch": 3, "global_step": 30}, tmp_path / "foreign.ckpt")
-    with pytest.raises(sg.StratagemError, match="was not written by stratagem; .*load_from_checkpoint"):
-        sg.Trainer(max_epochs=1, **QUIET).fit(Net(), joined_batches(2, 8), ckpt_path=tmp_path / "foreign.ckpt")
-
-
 # --- What a module may define --------------------------------------------------------------------------------------
 
 

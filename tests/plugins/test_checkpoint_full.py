@@ -99,7 +99,10 @@ def test_weights_of_another_program_are_accepted(tmp_path):
     torch.save({"state_dict": Net(seed=7).state_dict(), "epoch": 3}, tmp_path / "foreign.ckpt")
     model = Net()
 
-    sg.Trainer(max_epochs=0, **QUIET).fit(model, joined_batches(1, 8), ckpt_path=tmp_path / "foreign.ckpt")
+    with pytest.warns(
+        UserWarning, match="not written by stratagem: its weights are taken, and training begins at step 0"
+    ):
+        sg.Trainer(max_epochs=0, **QUIET).fit(model, joined_batches(1, 8), ckpt_path=tmp_path / "foreign.ckpt")
 
     assert torch.equal(model.net[0].weight, Net(seed=7).net[0].weight)
 
