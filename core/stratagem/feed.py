@@ -48,8 +48,6 @@ class Window:
 
     #: Number of its first batch in the epoch.
     start: int
-    #: The mark of that batch, and of what was read ahead.
-    marks: dict[int, dict[str, Any]]
     #: As they were when that batch was about to be used.
     buffers: dict[str, Tensor]
 
@@ -59,15 +57,17 @@ class Feed:
 
     def __init__(self, loader: Any, num_batches: float, run: Run, module: nn.Module) -> None:
         self.loader, self.num_batches, self.run, self.module = loader, num_batches, run, module
-        self.looks_ahead = math.isinf(num_batches)
+        # A limit is no promise of the loader's.
+        self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
         self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         #: Batches before this one were used by the run that is resumed, in a window that was still open.
         self.replay_until = 0
         self._window: Window | None = None
         self._resumed: dict[str, Any] | None = None
         self._now: dict[str, Any] | None = None
-        #: The marks of this batch and the one read ahead, where they may be needed.
+        #: The marks of the open window's batches, of this batch and of the one read ahead, where they may be needed.
         self._marks: dict[int, dict[str, Any]] = {}
+        self._accumulate = 1
         self._buffers = _Buffers(module)
 
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
@@ -87,17 +87,21 @@ class Feed:
         done, window = position.batches_done, self._window
         if not done or position.epoch_done:
             return {}
-        state: dict[str, Any] = {"marks": {n: mark for n, mark in self._marks.items() if n == done}}
+        state: dict[str, Any] = {"marks": {n: mark for n, mark in self._marks.items() if n == done}, "accumulate": 1}
         if self.stateful and not state["marks"]:
             state["marks"][done] = {"loader": self.loader.state_dict()}
         if window is not None and window.start < done:
-            state["marks"] = window.marks
+            state["marks"], state["accumulate"] = dict(self._marks), self._accumulate
             state["window"] = {"start": window.start, "buffers": {n: b.cpu() for n, b in window.buffers.items()}}
         return state
 
     def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
         """Let the next epoch begin where `state` was taken, with the random state `now`."""
         self._resumed, self._now = state, now
+
+    def go_on_from_here(self) -> None:
+        """Take the present random state for that of the run that is resumed: what it had still to do has been done."""
+        self._now = self.random_state()
 
     def set_out(self, position: Position) -> None:
         """Put back the random state of a run that is resumed, right before its next epoch (or the rest of one)."""
@@ -120,12 +124,18 @@ class Feed:
     def epoch(self, position: Position, accumulate: int) -> Iterator[tuple[int, Any, bool]]:
         """Yield ``(batch_idx, batch, is_last)`` from where `position` stands to the end of its epoch."""
         set_epoch(self.loader, position.epoch)
+        self._accumulate = accumulate
         resumed, self._resumed = self._resumed or {}, None
         now, self._now = self._now, None
         window, marks = resumed.get("window"), resumed.get("marks", {})
         first, self.replay_until, self._marks = position.batches_done, 0, {}
         if window is not None:
-            first, self.replay_until = window["start"], position.batches_done
+            first = window["start"]
+            if resumed["accumulate"] != accumulate:  # its batches begin a window of another length
+                position.batches_done, window, now = first, None, marks.get(first, {}).get("random")
+                marks = {n: mark for n, mark in marks.items() if n <= first + self.looks_ahead}
+            else:
+                self.replay_until = position.batches_done
         iterator = self._open(position, first, marks.get(first, {}).get("loader"))
 
         def read(number: int) -> Any:
@@ -145,8 +155,9 @@ class Feed:
                 batch = ahead
                 if batch_idx == first and self._ended(batch is _END):
                     return
-                ahead = _END if batch is _END else read(batch_idx + 1)
-                is_last = self._ended(ahead is _END)
+                at_limit = batch_idx + 1 >= self.num_batches
+                ahead = _END if at_limit or batch is _END else read(batch_idx + 1)
+                is_last = at_limit or self._ended(ahead is _END)
             else:
                 batch = read(batch_idx)
                 is_last = batch_idx + 1 >= self.num_batches
@@ -156,7 +167,7 @@ class Feed:
             if window is not None and batch_idx == first:
                 self._buffers.restore(window["buffers"])
             if accumulate > 1 and batch_idx % accumulate == 0:
-                self._window = Window(batch_idx, dict(self._marks), self._buffers.copies())
+                self._window = Window(batch_idx, self._buffers.copies())
             yield batch_idx, batch, is_last
             if window is not None and batch_idx + 1 == self.replay_until:
                 assert now is not None
@@ -176,6 +187,10 @@ class Feed:
         if state is not None and self.stateful:
             self.loader.load_state_dict(state)
             return iter(self.loader)
+        if position.epoch and getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
+            # Workers that persist draw their seed once, in the first epoch, and the order of this one comes after that.
+            iter(self.loader)
+            self.restore_random_state(position.epoch_random_state)
         iterator: Iterator[Any] = iter(self.loader)
         began = time.monotonic()
         for _ in range(first):
@@ -191,12 +206,16 @@ class Feed:
 
     def _mark(self, number: int, accumulate: int) -> None:
         """Remember how things are before batch `number` is read, if resuming may have to read it again."""
-        if not (self.looks_ahead or (accumulate > 1 and number % accumulate == 0)):
+        if not (self.looks_ahead or accumulate > 1):
             return
         mark = {"random": self.random_state()}
-        if self.stateful:
+        begins = number % accumulate == 0
+        if self.stateful and (self.looks_ahead or begins):
             mark["loader"] = self.loader.state_dict()
-        self._marks = {n: old for n, old in self._marks.items() if self.looks_ahead and n == number - 1}
+        kept = number - 1 if self._window is None else self._window.start
+        if begins and not self.looks_ahead:
+            kept = number
+        self._marks = {n: old for n, old in self._marks.items() if n >= kept}
         self._marks[number] = mark
 
     def _ended(self, here: bool) -> bool:

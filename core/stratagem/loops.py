@@ -64,6 +64,10 @@ class Position:
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
+#: Seconds that a rank which is told to stop waits for the others to be told, before it says that it is alone.
+MEETING_S = 60.0
+
+
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
@@ -80,6 +84,8 @@ class TrainLoop:
         by_norm = self.settings.gradient_clip_algorithm == "norm"
         self.max_norm: float | None = clip if by_norm else None
         self.max_value: float | None = None if by_norm else clip
+        #: All ranks know that training is to stop.
+        self.told_to_stop = False
         #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
         self.validate_every: float | None = None
         self.batch_start = trainer.events.listener("on_train_batch_start")
@@ -142,7 +148,7 @@ class TrainLoop:
         position, settings = self.position, self.settings
         if settings.max_epochs is not None and 0 <= settings.max_epochs <= position.epoch:
             return True
-        return self._out_of_steps() or (self._trained_enough() and (self.trainer.should_stop or self._out_of_time()))
+        return self._out_of_steps() or (self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()))
 
     def _trained_enough(self) -> bool:
         position, settings = self.position, self.settings
@@ -161,8 +167,11 @@ class TrainLoop:
             trainer.events.emit("on_train_epoch_start")
         between = trainer.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
+        if position.batches_done and position.batches_done >= self.feed.num_batches:
+            position.epoch_done = True  # an epoch had more batches in the run that is resumed
         if not position.validated:
             self._validate()  # the run that is resumed was stopped before it
+            self.feed.go_on_from_here()
         start = position.batches_done
         batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
         for batch_idx, batch, is_last in batches:
@@ -176,7 +185,9 @@ class TrainLoop:
                 self._validate()
             if self._stops_here():
                 break
-        if position.batches_done == start and start == 0:
+        if position.batches_done == start and start and not position.epoch_done:
+            position.epoch_done = True
+        if position.batches_done == 0:
             raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
         if position.epoch_done:
             trainer.end_epoch()
@@ -184,7 +195,15 @@ class TrainLoop:
     def _stops_here(self) -> bool:
         if self._out_of_steps():
             return True
-        return self._trained_enough() and (self.trainer.should_stop or self._out_of_time())
+        return self._trained_enough() and (self._is_told_to_stop() or self._out_of_time())
+
+    def _is_told_to_stop(self) -> bool:
+        """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
+        trainer, run = self.trainer, self.run
+        if trainer.should_stop and run.world_size > 1 and not self.told_to_stop:
+            run.collectives.meet("trainer.should_stop = True", MEETING_S)
+            self.told_to_stop = True
+        return trainer.should_stop
 
     def _validate(self) -> None:
         self.position.validated = True
@@ -196,7 +215,11 @@ class TrainLoop:
         book, trainer.book = trainer.book, MetricBook(default_on_step=True, collectives=run.collectives)
         try:
             trainer.book.batch = batch = run._transfer_batch(batch=batch, run=run)
+            if self.batch_start is not None:
+                self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
             run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
+            if self.after_backward is not None:
+                self.after_backward()  # and this the gradients
         finally:
             trainer.book = book
 

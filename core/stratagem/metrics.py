@@ -103,6 +103,8 @@ class MetricBook:
                 raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
             if value.dim():
                 value = value.reshape(())
+            if value.dtype in (torch.float16, torch.bfloat16):
+                value = value.float()  # a sum of many would lose them
         weight = 1.0
         if metric.on_epoch and metric.reduce_fx == "mean":
             weight = float(batch_size if batch_size is not None else infer_batch_size(self.batch))

@@ -164,8 +164,7 @@ class Module(nn.Module):
 
         For several optimizers stepped by hand: what belongs to the others costs no backward and collects nothing.
         """
-        if "_toggled" in self.__dict__:
-            raise ConfigError("toggle_optimizer was called twice", do="call untoggle_optimizer in between")
+        self.untoggle_optimizer()
         every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before = {id(parameter): (parameter, parameter.requires_grad) for parameter in every}
@@ -194,19 +193,15 @@ class Module(nn.Module):
         Raises:
             ConfigError: no such argument, or one that a checkpoint cannot hold.
         """
-        frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        local = frame.f_back.f_locals
+        given = _constructor_arguments(self, inspect.currentframe())
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        known = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
         for name in [*names, *ignored]:
-            if name not in known:
+            if name not in given:
                 raise ConfigError(
                     f"save_hyperparameters names {name!r}", expected=f"arguments of {type(self).__name__}.__init__",
-                    do=nearest(name, known),
+                    do=nearest(name, given),
                 )  # fmt: skip
-        chosen = {name: local[name] for name in (names or known) if name in local and name not in ignored}
+        chosen = {name: given[name] for name in (names or given) if name not in ignored}
         for name, value in chosen.items():
             _check_storable(type(self).__name__, name, value)
         self.hparams.update(chosen)
@@ -229,7 +224,9 @@ class Module(nn.Module):
 
         state = read_any(path)
         accepted = inspect.signature(cls.__init__).parameters
-        saved = {name: value for name, value in state.get("hyper_parameters", {}).items() if name in accepted}
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+        kept = state.get("hyper_parameters", {})
+        saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
         module = cls(**(saved | arguments))
         module.configure_model()
         load_weights(module, state["state_dict"], strict)
@@ -325,6 +322,24 @@ def takes(function: Any, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _constructor_arguments(module: Module, frame: Any) -> dict[str, Any]:
+    """Return what the constructors of `module` that are running were given; the most derived class's stand."""
+    found: dict[str, Any] = {}
+    frame = frame.f_back
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if not names or frame.f_locals.get(names[0]) is not module:
+            break
+        if frame.f_code.co_name == "__init__":
+            arguments = inspect.getargvalues(frame)
+            keywords = arguments.locals.get(arguments.keywords or "", {})
+            keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
+            own = {name: arguments.locals[name] for name in (*names[1:], *keyword_only) if name in arguments.locals}
+            found |= own | {name: value for name, value in keywords.items() if not name.startswith("_")}
+        frame = frame.f_back
+    return found
 
 
 def _check_storable(cls: str, name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ class Session:
         earlier, feed = trainer.feed, Feed(loader, trainer.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
             feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
-        trainer.feed = feed
+        trainer.feed, trainer.use_loader = feed, self.use_loader
         if resumed is not None:
             snapshot.restore(trainer, resumed)
         elif job.carried is not None:
@@ -127,8 +128,12 @@ class Session:
         trainer.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
-        with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-            TrainLoop(trainer, self, feed).fit()
+        trainer.fitting = True
+        try:
+            with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+                TrainLoop(trainer, self, feed).fit()
+        finally:
+            trainer.fitting = False
         run.saver.wait()
         trainer.events.emit("on_fit_end")
 
@@ -150,6 +155,14 @@ class Session:
                     do="choose a strategy that provides it (`stratagem plugins show NAME`)",
                 )
 
+    def use_loader(self, loader: Any) -> None:
+        """Train with `loader`, this process's share, in place of the one that is there."""
+        trainer = self.trainer
+        self._size_epochs(loader)
+        assert trainer.feed is not None
+        trainer.feed.loader, trainer.feed.num_batches = loader, trainer.num_training_batches
+        trainer.batch_size = getattr(loader, "batch_size", None)
+
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
         trainer, settings = self.trainer, self.settings
@@ -163,6 +176,10 @@ class Session:
             )
         limit = settings.overfit_batches or settings.limit_val_batches
         trainer.num_training_batches = size
+        if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
+            trainer.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
+            trainer.batches_between_validations = size
+            return
         trainer.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
         trainer.batches_between_validations = _validation_interval(settings.val_check_interval, size)
 
@@ -184,7 +201,9 @@ class Session:
     def validate(self) -> None:
         """Validate where the training loop says it is due."""
         trainer = self.trainer
-        if self.val_loaders and (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0:
+        if self.val_loaders and (
+            trainer.fast_dev_run or (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0
+        ):
             evaluate(trainer, "validate", self.val_loaders, trainer.num_val_batches)
 
     # --- Validate, test, predict ---------------------------------------------------------------------------------
@@ -236,6 +255,11 @@ class Session:
         return getattr(source, method)() if callable(getattr(source, method, None)) else None
 
     def _share(self, loader: Any, stage: str) -> Any:
+        if isinstance(loader, Mapping):
+            raise ConfigError(
+                f"the {stage} loader is a mapping ({', '.join(map(str, loader))})",
+                expected="a loader, or a list of them",
+            )
         if not hasattr(loader, "__iter__"):
             raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")
         if stage == "train" and self.settings.overfit_batches:
@@ -257,6 +281,11 @@ class Session:
             raise ConfigError(
                 f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
             )
+        if limit and int(size * limit) == 0:
+            raise ConfigError(
+                f"limit_{word}_batches is {limit}, and the loader has {int(size)} batches: none of them",
+                expected="a share that is at least one batch, or a whole number",
+            )
         return int(size * limit)
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
@@ -273,6 +302,11 @@ def _validation_interval(interval: float, epoch_size: float) -> float:
     if interval == 0:
         raise ConfigError("val_check_interval is 0", expected="at least one batch, or a share above 0.0")
     if isinstance(interval, float):
+        if math.isinf(epoch_size) and interval != 1.0:
+            raise ConfigError(
+                f"val_check_interval is {interval} and the training loader has no length",
+                expected="a whole number of batches",
+            )
         return math.inf if math.isinf(epoch_size) else max(1, int(epoch_size * interval))
     if interval > epoch_size:
         raise ConfigError(

@@ -10,7 +10,7 @@ from attrs import define
 
 from stratagem.checkpoint import newest_whole, read_any
 from stratagem.errors import CheckpointError
-from stratagem.places import place
+from stratagem.places import is_remote, place
 from stratagem.run import format_tag
 from stratagem.seeding import random_state
 from stratagem.state import load_weights
@@ -55,7 +55,7 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
         "random": random_state() if feed is None else feed.random_state(),
         "epoch_start": position.epoch_random_state,
-        "metrics": {} if position.epoch_ended else trainer.book.state_dict(),
+        "metrics": {} if position.epoch_ended else trainer.training_book.state_dict(),
         "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
     }
@@ -91,6 +91,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     position.load_state_dict(state["loop"])
     restore_plugins(trainer, state)
     ranks = state["ranks"]
+    trainer.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != trainer.world_size:
         warnings.warn(
             f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
@@ -103,7 +104,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         return
     mine = ranks[trainer.global_rank]
     position.epoch_random_state = mine["epoch_start"]
-    trainer.book.load_state_dict(mine["metrics"])
+    trainer.training_book.load_state_dict(mine["metrics"])
     trainer.callback_metrics.update(mine["callback_metrics"])
     own = dict(trainer.module.named_buffers())
     for name, saved in mine["buffers"].items():
@@ -175,9 +176,11 @@ def _folders(trainer: Trainer) -> list[Path]:
 
 def _last(trainer: Trainer) -> Path | None:
     folders = _folders(trainer)
-    for folder in folders:
-        if (newest := newest_whole(folder, trainer.checkpoint_format)) is not None:
-            return newest
+    found = [newest for folder in folders if (newest := newest_whole(folder, trainer.checkpoint_format)) is not None]
+    if found and any(is_remote(path) for path in found):
+        return found[0]
+    if found:
+        return max(found, key=lambda path: path.stat().st_mtime_ns)
     if trainer.world.generation != "0":
         return None  # restarted before the first checkpoint: start afresh
     places = " or ".join(map(str, folders))

@@ -126,6 +126,8 @@ class Trainer:
         self._accumulation = read_accumulation(self.settings.accumulate_grad_batches)
         self.position = Position()
         self.should_stop = False
+        #: A fit is under way in this process: what happens is part of training.
+        self.fitting = False
         self.sanity_checking = False
         self.module: Any = None
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
@@ -133,6 +135,8 @@ class Trainer:
         self.last_outputs: Any = None
         #: Called once after the current batch, when everybody has been told of its end; a callback that sets it stops.
         self.on_leaving: Callable[[], NoReturn] | None = None
+        #: Gives training another loader, while a fit starts.
+        self.use_loader: Callable[[Any], None] | None = None
         #: What hands the loop its batches, while training.
         self.feed: Feed | None = None
         #: Appended to metric names while one of several loaders is evaluated.
@@ -191,7 +195,8 @@ class Trainer:
 
     def _enter(self) -> None:
         """Begin a call in this process."""
-        self.book = MetricBook(True, self.run.collectives)
+        #: The metrics of the training epoch, and those of the stage that is at work.
+        self.training_book = self.book = MetricBook(True, self.run.collectives)
         self.events = Events(self)
         self._handles: list[OptimizerHandle] = []
         self._last_logged_step = -1
@@ -484,7 +489,9 @@ class Trainer:
 
     def end_epoch(self) -> None:
         """Reduce the epoch's metrics, step the schedulers, tell the callbacks."""
+        self.book.default_on_step = False
         self.events.module_first("on_train_epoch_end", then=self._publish_training_epoch)
+        self.book.default_on_step = True
         self.book.reset()
 
     def _publish_training_epoch(self) -> None:
@@ -515,10 +522,10 @@ class Trainer:
         step = self.position.global_step
         if not self.book.metrics:
             return
+        values = self.book.step_values()
+        self.callback_metrics.update(values)
         if step % self.settings.log_every_n_steps == 0 and step != self._last_logged_step and step:
             self._last_logged_step = step
-            values = self.book.step_values()
-            self.callback_metrics.update(values)
             self._to_loggers({name: v for name, v in values.items() if self.book.shown(name, "logger")})
 
     def publish_epoch(self, book: MetricBook) -> dict[str, Any]:
@@ -544,13 +551,23 @@ class Trainer:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        at_work = {"book", "events", "feed", "on_leaving", "_handles", "lr_scheduler_configs", "last_outputs"}
+        at_work = {
+            "book",
+            "training_book",
+            "events",
+            "feed",
+            "on_leaving",
+            "_handles",
+            "lr_scheduler_configs",
+            "last_outputs",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
         self.lr_scheduler_configs, self.last_outputs, self.feed, self.on_leaving = [], None, None, None
+        self.use_loader = None
 
 
 def raise_with_cause(error: BaseException, run: Run) -> NoReturn:

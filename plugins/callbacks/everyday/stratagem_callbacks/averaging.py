@@ -36,7 +36,8 @@ def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 class EMA(Callback):
     """Keeps an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
 
-    Validation and testing use the average; training goes on with the weights, and ends with the average in their place.
+    Validation during training uses the average; training goes on with the weights, and ends with the average in their
+    place.
     Costs one more copy of the parameters (of each rank's shards under a sharded strategy).
     """
 
@@ -46,7 +47,7 @@ class EMA(Callback):
     every_n_steps: int = field(default=1, validator=at_least(1))
     #: Optimizer steps before the average begins.
     start_step: int = field(default=0, validator=at_least(0))
-    #: Validate and test with the average.
+    #: Validate with the average while training.
     evaluate: bool = True
     #: Leave the average in the model when training ends.
     keep: bool = True
@@ -84,18 +85,11 @@ class EMA(Callback):
 
     @hookimpl(tryfirst=True)
     def on_validation_start(self, trainer):
-        self._swap_in(trainer)
+        if trainer.fitting:
+            self._swap_in(trainer)
 
-    @hookimpl(trylast=True)
+    @hookimpl(tryfirst=True)  # what is saved after validation is what training goes on with
     def on_validation_end(self, trainer):
-        self._swap_out(trainer)
-
-    @hookimpl(tryfirst=True)
-    def on_test_start(self, trainer):
-        self._swap_in(trainer)
-
-    @hookimpl(trylast=True)
-    def on_test_end(self, trainer):
         self._swap_out(trainer)
 
     @hookimpl
@@ -103,9 +97,11 @@ class EMA(Callback):
         if self.keep and self.average:
             self._put(trainer, self.average)
 
-    @hookimpl
-    def on_exception(self):
-        self._saved = {}
+    @hookimpl(tryfirst=True)
+    def on_exception(self, trainer):
+        if trainer.run.shards_parameters:
+            self._saved = {}  # putting them back would ask the other ranks
+        self._swap_out(trainer)
 
     def _swap_in(self, trainer: Any) -> None:
         if self.evaluate and self.average:
@@ -170,8 +166,23 @@ class StochasticWeightAveraging(Callback):
                 f"stochastic_weight_averaging found {len(trainer.optimizers)} optimizers", expected="one",
                 do="average the weights in your own loop of optimizers",
             )  # fmt: skip
+        module = trainer.module
+        normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+        if normalizes and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                "stochastic_weight_averaging computes running statistics again, and "
+                f"{type(module).__name__} has no forward",
+                expected="one that takes the first element of a batch",
+            )
+        if trainer.fast_dev_run:
+            return
         start = self._first_epoch(trainer)
-        if not 0 <= start < max(trainer.max_epochs, 1):
+        if isinstance(self.swa_epoch_start, float) and trainer.max_epochs < 0:
+            raise ConfigError(
+                f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}, a share of max_epochs=-1",
+                expected="the number of an epoch", do="set max_epochs, or swa_epoch_start to an epoch",
+            )  # fmt: skip
+        if not 0 <= start < (trainer.max_epochs if trainer.max_epochs > 0 else start + 1):
             raise ConfigError(
                 f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}",
                 expected=f"an epoch below max_epochs={trainer.max_epochs}, or a share of it from 0.0 to 1.0",
@@ -184,18 +195,33 @@ class StochasticWeightAveraging(Callback):
 
     @hookimpl
     def on_train_epoch_start(self, trainer):
-        if self._started or trainer.current_epoch < self._first_epoch(trainer):
+        if self._started or trainer.fast_dev_run or trainer.current_epoch < self._first_epoch(trainer):
             return
         self._started = True
-        (optimizer,) = trainer.optimizers
+        self._take_over(trainer, trainer.optimizers)
+
+    def _take_over(self, trainer: Any, optimizers: Any) -> None:
+        (optimizer,) = optimizers
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         scheduler = SWALR(optimizer, self.swa_lrs, self.annealing_epochs, self.annealing_strategy)
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
 
+    @hookimpl(wrapper=True)
+    def wrap_optimizers(self, run):
+        optimizers = yield
+        if self._started:  # a resumed run: the schedule that the checkpoint knows
+            self._take_over(run.trainer, optimizers)
+        return optimizers
+
+    @hookimpl
+    def on_load_checkpoint(self, checkpoint):
+        states = checkpoint.get("callbacks", {}).values()
+        self._started = any(state.get("swa_started", False) for state in states if isinstance(state, dict))
+
     @hookimpl
     def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch < self._first_epoch(trainer):
+        if not self._started or trainer.current_epoch < self._first_epoch(trainer):
             return
         self.count += 1
         with torch.no_grad():
@@ -207,7 +233,7 @@ class StochasticWeightAveraging(Callback):
 
     @hookimpl
     def on_train_end(self, trainer, module):
-        if not self.count or trainer.current_epoch < trainer.max_epochs:
+        if not self.count:
             return
         with torch.no_grad():
             for name, parameter in module.named_parameters():
@@ -219,8 +245,8 @@ class StochasticWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average so far."""
-        return {"count": self.count, "average": dict(self.average)}
+        return {"count": self.count, "average": dict(self.average), "swa_started": self._started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over an average."""
-        self.count, self.average = state["count"], dict(state["average"])
+        self.count, self.average, self._started = state["count"], dict(state["average"]), state["swa_started"]

@@ -61,7 +61,7 @@ class BackboneFinetuning(Callback):
     def wrap_optimizers(self, run):
         optimizers = yield
         if self._unfrozen:  # a resumed run: the group that the checkpoint knows
-            self._add_group(run.module, optimizers)
+            self._add_group(run.trainer, run.module, optimizers)
             for parameter in self._backbone(run.module).parameters():
                 parameter.requires_grad = True
         return optimizers
@@ -70,6 +70,11 @@ class BackboneFinetuning(Callback):
     def on_load_checkpoint(self, checkpoint):
         states = checkpoint.get("callbacks", {})
         self._unfrozen = any(state.get("backbone_unfrozen", False) for state in states.values())
+
+    @hookimpl
+    def on_train_start(self, module):
+        if not self._unfrozen and not self.train_bn:
+            self._backbone(module).eval()  # an epoch that is resumed within does not start again
 
     @hookimpl
     def on_train_epoch_start(self, trainer, module):
@@ -89,9 +94,9 @@ class BackboneFinetuning(Callback):
         for parameter in self._backbone(module).parameters():
             parameter.requires_grad = True
         self._backbone(module).train()
-        self._add_group(module, trainer.optimizers)
+        self._add_group(trainer, module, trainer.optimizers)
 
-    def _add_group(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _add_group(self, trainer: Any, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         if len(optimizers) != 1:
             raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
         (optimizer,) = optimizers
@@ -105,6 +110,16 @@ class BackboneFinetuning(Callback):
             )
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
         optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
+        for config in trainer.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if hasattr(scheduler, "max_lrs") or "max_lr" in optimizer.param_groups[0]:
+                raise ConfigError(
+                    f"backbone_finetuning adds a group of parameters, which {type(scheduler).__name__} cannot take",
+                    expected="another scheduler",
+                )
+            for name in ("base_lrs", "lr_lambdas"):
+                if isinstance(getattr(scheduler, name, None), list):
+                    getattr(scheduler, name).append(rate if name == "base_lrs" else scheduler.lr_lambdas[-1])
 
     def state_dict(self) -> dict[str, bool]:
         """Return whether the backbone learns already."""

@@ -12,7 +12,6 @@ from attrs import define, field
 from stratagem import Callback, hookimpl
 from stratagem.data import with_batch_size
 from stratagem.errors import ConfigError
-from stratagem.feed import length
 from stratagem.options import at_least
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
@@ -22,7 +21,7 @@ class BatchSizeFinder(Callback):
     """Before training, tries larger and larger batches until memory runs out, and trains with the last that fitted.
 
     In one process: where several share the work, one that runs out of memory leaves the others waiting. The trial steps
-    leave no trace. On a resumed run nothing happens.
+    leave no trace. A resumed run goes on with the size that was found.
     """
 
     #: Double until it fails, or then search between the last two.
@@ -43,7 +42,11 @@ class BatchSizeFinder(Callback):
 
     @hookimpl
     def on_fit_start(self, trainer, module):
-        if trainer.global_step or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
+            return
+        if trainer.global_step:
+            if self.optimal_batch_size is not None:
+                trainer.use_loader(with_batch_size(trainer.feed.loader, self.optimal_batch_size))
             return
         if trainer.world_size > 1:
             raise ConfigError(
@@ -56,13 +59,19 @@ class BatchSizeFinder(Callback):
         with rehearsal(trainer):
             size = self.optimal_batch_size = self._search(trainer, loader)
         trainer.print(f"batch_size_finder: {size}")
-        trainer.feed.loader = with_batch_size(loader, size)
-        trainer.feed.num_batches = trainer.num_training_batches = length(trainer.feed.loader)
-        trainer.batch_size = size
+        trainer.use_loader(with_batch_size(loader, size))
         if hasattr(module, self.attr_name):
             setattr(module, self.attr_name, size)
         if self.attr_name in module.hparams:
             module.hparams[self.attr_name] = size
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return what was found."""
+        return {"optimal_batch_size": self.optimal_batch_size}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Go on with what was found."""
+        self.optimal_batch_size = state["optimal_batch_size"]
 
     def _search(self, trainer: Any, loader: Any) -> int:
         largest = min(self.max_val or len(loader.dataset), len(loader.dataset))

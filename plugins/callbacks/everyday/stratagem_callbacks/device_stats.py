@@ -22,7 +22,7 @@ class DeviceStats(Callback):
 
     @hookimpl
     def on_train_start(self, trainer):
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )

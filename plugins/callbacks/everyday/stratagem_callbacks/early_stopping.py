@@ -51,7 +51,7 @@ class EarlyStopping(Callback):
 
     @hookimpl
     def on_validation_end(self, trainer):
-        if not (trainer.sanity_checking or self._after_training(trainer)) and trainer.run.optimizers:
+        if trainer.fitting and not self._after_training(trainer):
             self._check(trainer)
 
     @hookimpl

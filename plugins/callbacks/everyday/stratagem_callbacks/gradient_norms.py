@@ -26,7 +26,7 @@ class GradientNorms(Callback):
 
     @hookimpl
     def on_train_start(self, trainer):
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )

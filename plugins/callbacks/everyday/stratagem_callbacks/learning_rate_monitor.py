@@ -30,7 +30,7 @@ class LearningRateMonitor(Callback):
 
     @hookimpl
     def on_train_start(self, trainer):
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "learning_rate_monitor has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )

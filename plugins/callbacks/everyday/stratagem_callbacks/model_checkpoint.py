@@ -119,13 +119,21 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_validation_end(self, trainer):
-        if not trainer.sanity_checking and trainer.run.optimizers and not self._after_training(trainer):
+        if trainer.fitting and not self._after_training(trainer):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer):
         if self._after_training(trainer):
             self._save_if_due(trainer)
+
+    @hookimpl(trylast=True)
+    def on_train_end(self, trainer):
+        """Where training ends within an epoch there is nothing newer to keep than what it ended with."""
+        newest = self.monitor is None and self.every_n_train_steps is None and (self.save_top_k != 0 or self.save_last)
+        within = trainer.position.batches_done and not trainer.position.epoch_ended
+        if newest and within and trainer.global_step != self._last_step:
+            self._save(trainer)
 
     def _after_training(self, trainer: Any) -> bool:
         if self.save_on_train_epoch_end is None:
@@ -162,16 +170,16 @@ class ModelCheckpoint(Callback):
         """Decide on rank 0: where to save (nowhere: ""), the score, and what to delete afterwards."""
         if self.save_top_k == 0 or not self._is_wanted(score):
             return "", score, []
-        try:
-            path = self._path(trainer)
-        except ConfigError as error:
-            return error
         doomed = []
         if self.monitor is None:
-            doomed = [kept for kept in self.best_k_models if kept != path] if self.save_top_k == 1 else []
+            doomed = list(self.best_k_models) if self.save_top_k == 1 else []
         elif 0 < self.save_top_k <= len(self.best_k_models):
             doomed = [self._worst()]
-        return path, score, doomed
+        try:
+            path = self._path(trainer, doomed)
+        except ConfigError as error:
+            return error
+        return path, score, [old for old in doomed if old != path]
 
     def _is_wanted(self, score: float | None) -> bool:
         if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
@@ -198,13 +206,15 @@ class ModelCheckpoint(Callback):
 
     # --- Names ---------------------------------------------------------------------------------------------------
 
-    def _path(self, trainer: Any) -> str:
+    def _path(self, trainer: Any, doomed: list[str]) -> str:
+        """Return where to save: not where something is that is to be kept."""
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
         folder, suffix = self.folder(trainer), trainer.checkpoint_format.suffix
         path, version = folder / f"{name}{suffix}", 0
-        while self.enable_version_counter and path.exists() and str(path) not in self.best_k_models:
+        mine = doomed if self.monitor is not None else list(self.best_k_models)
+        while self.enable_version_counter and path.exists() and str(path) not in mine:
             version += 1
             path = folder / f"{name}-v{version}{suffix}"
         return str(path)

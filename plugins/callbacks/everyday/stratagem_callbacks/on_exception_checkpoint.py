@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 from attrs import define, field
 
@@ -30,6 +31,10 @@ class OnExceptionCheckpoint(Callback):
 
     _training: bool = field(init=False, default=False)
 
+    def folder(self, trainer: Any) -> Path:
+        """Return where it saves."""
+        return place(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
+
     @hookimpl
     def on_train_start(self):
         self._training = True
@@ -45,8 +50,7 @@ class OnExceptionCheckpoint(Callback):
         # An error of the connection tells that a peer is gone: nobody will come.
         if not was_training or in_order or is_echo(type(exception).__name__, str(exception)):
             return
-        folder = place(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
-        path = folder / self.filename
+        path = self.folder(trainer) / self.filename
         if not path.suffix:
             path = path.with_name(path.name + trainer.checkpoint_format.suffix)
         try:

@@ -25,6 +25,8 @@ from stratagem.errors import ConfigError, PeerError, nearest
 from stratagem.options import more_than
 from stratagem.places import place
 
+#: More batches than anybody has.
+_NO_LIMIT = 10**18
 #: Seconds after which a rank that does not answer is taken for dead.
 _PATIENCE_S = 300.0
 
@@ -57,6 +59,8 @@ class Preemption(Callback):
                 raise ConfigError(
                     f"preemption.signals names {name!r}", expected="signals of this system", do=nearest(name, known)
                 )
+            if name in ("SIGKILL", "SIGSTOP"):
+                raise ConfigError(f"preemption.signals names {name!r}", expected="a signal that a process can catch")
         if not 0 < self.exit_code < 256:
             raise ConfigError(f"preemption.exit_code is {self.exit_code}", expected="a number from 1 to 255")
 
@@ -68,7 +72,7 @@ class Preemption(Callback):
         return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_fit_start(self, trainer):
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "preemption obeys signals, and fit was called outside the main thread", expected="the main thread"
@@ -80,6 +84,7 @@ class Preemption(Callback):
         for name in self.signals:
             number = getattr(signal, name)
             self._earlier[number] = signal.signal(number, self._watch.signalled)
+        _let_workers_go_on(trainer.feed.loader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer):
@@ -89,8 +94,16 @@ class Preemption(Callback):
             trainer.on_leaving = functools.partial(self._leave, trainer)
 
     @hookimpl
-    def on_train_end(self):
+    def on_fit_end(self):
+        number = 0 if self._watch is None else self._watch.end()
         self._stop_watching()
+        if number:  # it came when training had ended: it does what it did before
+            signal.raise_signal(number)
+
+    @hookimpl
+    def on_train_end(self):
+        if self._watch is not None:
+            self._watch.post_no_limit()
 
     @hookimpl
     def on_exception(self):
@@ -121,6 +134,19 @@ class Preemption(Callback):
         self._earlier.clear()
 
 
+def _let_workers_go_on(loader: Any, numbers: list[int]) -> None:
+    """A signal to the whole group of processes must not take away the workers that the last batches come from."""
+    if getattr(loader, "num_workers", 0):
+        loader.worker_init_fn = functools.partial(_ignoring, numbers, loader.worker_init_fn)
+
+
+def _ignoring(numbers: list[int], then: Any, worker_id: int) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker_id)
+
+
 class _Watch:
     """One rank's eyes on the board; see [Note: agreeing on a step]."""
 
@@ -130,6 +156,7 @@ class _Watch:
         self.begun = 1
         self.requested = False
         self._signal = ""
+        self._number = 0
         self._wake = threading.Event()
         self._over = False
         self._last: int | None = None
@@ -138,7 +165,7 @@ class _Watch:
 
     def signalled(self, number: int, _: Any) -> None:
         """Handle a signal to this rank."""
-        self._signal = signal.Signals(number).name
+        self._number, self._signal = number, signal.Signals(number).name
         self._wake.set()
 
     def _look(self) -> None:
@@ -167,6 +194,15 @@ class _Watch:
             else:
                 time.sleep(0.01)
         return self._last
+
+    def post_no_limit(self) -> None:
+        """Tell the others that this rank has trained all there is: nobody is to stop before that."""
+        with contextlib.suppress(Exception):
+            self.board.put(f"begun/{self.rank}", str(_NO_LIMIT))
+
+    def end(self) -> int:
+        """Return the number of the signal that came to this rank and was not obeyed; 0 if there is none."""
+        return self._number
 
     def reason(self) -> str:
         """Return who was told to stop, and how."""

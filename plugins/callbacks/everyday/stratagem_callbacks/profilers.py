@@ -222,6 +222,8 @@ class PyTorchProfiler(Callback):
 
         self.trace = _folder(trainer, self.dirpath) / f"trace-rank{trainer.global_rank}.json"
         trace, wanted = self.trace, self.wait + self.warmup + self.active
+        if trainer.fast_dev_run:
+            return
         if trainer.num_training_batches * max(trainer.max_epochs, 1) < wanted and trainer.max_epochs > 0:
             raise ConfigError(
                 f"the pytorch profiler waits for {wanted} batches, and training has "

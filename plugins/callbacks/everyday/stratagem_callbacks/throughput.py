@@ -59,7 +59,7 @@ class Throughput(Callback):
 
     @hookimpl
     def on_train_start(self, trainer):
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError("throughput has no logger to log to", expected="a logger", do="drop logger=False, or it")
         self._times = deque(maxlen=self.window)
         self._totals = [0, 0, 0]
