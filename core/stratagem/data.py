@@ -223,9 +223,11 @@ def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def in_order(loader: Any) -> Any:
     """Return `loader` without shuffling: the same batches every epoch."""
-    if isinstance(loader, DataLoader) and type(loader.sampler) is RandomSampler and loader.batch_size is not None:
-        sampler = SequentialSampler(loader.dataset)
-        return _replace(
-            loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
-        )
-    return loader
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if type(loader.sampler) is SequentialSampler or not hasattr(loader.sampler, "__len__"):
+        return loader
+    shuffles = type(loader.sampler) is RandomSampler
+    # A sampler of another kind chooses, too: what it chose first is kept.
+    sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)
+    return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))

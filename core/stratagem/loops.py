@@ -126,8 +126,8 @@ class TrainLoop:
         trainer, position = self.trainer, self.position
         if position.epoch_ended:
             self._begin(position.epoch + 1)
-        trainer.events.emit("on_train_start")
         trainer.module.train()
+        trainer.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
         self.feed.set_out(position)
@@ -206,8 +206,8 @@ class TrainLoop:
         return trainer.should_stop
 
     def _validate(self) -> None:
-        self.position.validated = True
         self.session.validate()
+        self.position.validated = True
 
     def _again(self, batch: Any, batch_idx: int) -> None:
         """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
@@ -245,9 +245,11 @@ class TrainLoop:
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
         every = self.validate_every
         position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
-        trainer.log_step()
+        if trainer.book.metrics:
+            trainer.callback_metrics.update(trainer.book.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
+        trainer.log_step()
 
     def _step(self) -> None:
         run, optimizer = self.run, self.optimizer
@@ -328,6 +330,7 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
                 results = _by_loader(metrics, len(loaders))
             else:
                 trainer.events.emit(f"{event}_epoch_end")
+            trainer.position.validated = True  # what is saved from here on need not do it again
             trainer.events.emit(f"{event}_end")
     finally:
         book.reset()

@@ -234,7 +234,13 @@ class Session:
             raise ConfigError(
                 f"{self.job.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
             )
-        return [given] if self.job.stage == "fit" else several(given)
+        if self.job.stage != "fit":
+            return several(given)
+        if isinstance(given, list | tuple) and len(several(given)) > 1:
+            raise ConfigError(
+                f"fit got {len(given)} training loaders", expected="one", do="combine them in one iterable"
+            )
+        return [given]
 
     def _validation_loaders(self) -> list[Any]:
         given = self.job.val_loaders

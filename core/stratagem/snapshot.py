@@ -101,6 +101,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         window = ranks[0]["feed"].get("window")
         if window is not None:
             position.batches_done = window["start"]  # its gradients were other ranks'
+        if not position.epoch_done:  # as many samples
+            position.batches_done = position.batches_done * len(ranks) // trainer.world_size
         return
     mine = ranks[trainer.global_rank]
     position.epoch_random_state = mine["epoch_start"]

@@ -522,10 +522,9 @@ class Trainer:
         step = self.position.global_step
         if not self.book.metrics:
             return
-        values = self.book.step_values()
-        self.callback_metrics.update(values)
         if step % self.settings.log_every_n_steps == 0 and step != self._last_logged_step and step:
             self._last_logged_step = step
+            values = self.book.step_values()
             self._to_loggers({name: v for name, v in values.items() if self.book.shown(name, "logger")})
 
     def publish_epoch(self, book: MetricBook) -> dict[str, Any]:

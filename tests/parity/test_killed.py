@@ -149,3 +149,21 @@ def interrupt_a_child(folder, arguments, after):
     os.kill(int(workers[-1]), signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output
+
+
+def test_a_signal_to_the_whole_group_spares_the_loaders_workers(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, "program.py", "plain", "single_device", "1", "2"], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while len(steps(tmp_path)) < 9:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 75, output
+    assert (tmp_path / "checkpoints" / "preempted.ckpt").exists()

@@ -251,7 +251,7 @@ def _fail(rank, world_size, folder, only_rank):
     cls = Failing if only_rank in (None, rank) else Net
     made = sg.Trainer(
         strategy="ddp", devices=world_size, max_epochs=1, logger=False, default_root_dir=folder,
-        callbacks=OnExceptionCheckpoint(patience_s=2), **QUIET,
+        callbacks=OnExceptionCheckpoint(patience_s=30 if only_rank is None else 2), **QUIET,
     )  # fmt: skip
     try:
         made.fit(cls(), share(made, BATCHES))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import signal
 import threading
 import time
@@ -25,6 +26,8 @@ from stratagem.errors import ConfigError, PeerError, nearest
 from stratagem.options import more_than
 from stratagem.places import place
 
+#: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.
+_LINGER_S = 5.0
 #: More batches than anybody has.
 _NO_LIMIT = 10**18
 #: Seconds after which a rank that does not answer is taken for dead.
@@ -122,6 +125,9 @@ class Preemption(Callback):
         trainer.run.saver.wait()
         trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip
+        for worker in multiprocessing.active_children():
+            if worker.daemon:  # they have nothing left to do
+                worker.kill()
         raise SystemExit(self.exit_code)
 
     def _stop_watching(self) -> None:
@@ -142,9 +148,15 @@ def _let_workers_go_on(loader: Any, numbers: list[int]) -> None:
 
 def _ignoring(numbers: list[int], then: Any, worker_id: int) -> None:
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+        # The interpreter ends its workers by SIGTERM, too: they linger, rather than stay.
+        signal.signal(number, _linger if number == signal.SIGTERM else signal.SIG_IGN)
     if then is not None:
         then(worker_id)
+
+
+def _linger(*_: Any) -> None:
+    if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+        signal.setitimer(signal.ITIMER_REAL, _LINGER_S)
 
 
 class _Watch:
