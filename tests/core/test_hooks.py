@@ -23,7 +23,7 @@ LIFE = [
     "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_validation_start", "transfer_batch", "step_context",
     "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_start", "on_train_epoch_start",
     "on_train_batch_start", "scale_loss", "backward", "reduce_bucket", "on_before_optimizer_step", "clip_gradients",
-    "optimizer_step", "log_metrics", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+    "optimizer_step", "on_train_batch_end", "log_metrics", "on_train_epoch_end", "on_train_end", "on_fit_end",
     "model_state", "optimizer_state", "on_save_checkpoint", "save_checkpoint", "load_checkpoint", "on_load_checkpoint",
     "load_model_state", "load_optimizer_state", "on_test_start", "on_test_batch_end", "on_test_epoch_end",
     "on_test_end", "on_predict_start", "on_predict_batch_end", "on_predict_end", "on_exception", "teardown",

@@ -144,7 +144,9 @@ def interrupt_a_child(folder, arguments, after):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
     workers = [line.split()[0] for line in listed.stdout.splitlines() if "spawn_main" in line]
     os.kill(int(workers[-1]), signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import signal
 import threading
 import time
@@ -125,9 +124,6 @@ class Preemption(Callback):
         trainer.run.saver.wait()
         trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip
-        for worker in multiprocessing.active_children():
-            if worker.daemon:  # they have nothing left to do
-                worker.kill()
         raise SystemExit(self.exit_code)
 
     def _stop_watching(self) -> None:
