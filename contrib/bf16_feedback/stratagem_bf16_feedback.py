@@ -24,13 +24,13 @@ class BF16Feedback(CommHook):
     _owed: Any = field(init=False, factory=weakref.WeakKeyDictionary)
 
     @hookimpl
-    def reduce_bucket(self, bucket, average, run):
+    def reduce_bucket(self, bucket, run):
         owed = self._owed.setdefault(run, {})
         place = (bucket.index, bucket.buffer.numel())
         wanted = bucket.buffer + owed[place] if place in owed else bucket.buffer
         sent = wanted.bfloat16()
         owed[place] = torch.nan_to_num(wanted - sent, 0.0, 0.0, 0.0)  # an overflow is not owed
-        return average(sent).then(lambda future: bucket.buffer.copy_(future.value()))
+        return bucket.buffer.copy_((yield sent))
 
     def __getstate__(self):
         return {}

@@ -20,7 +20,8 @@ from stratagem.world import Collectives, TorchCollectives
 def connect(world: Any, run: Any) -> Collectives:
     if world.world_size == 1:
         return Collectives()
-    return TorchCollectives.connect(world, run.device, backend=run.stack.accelerator.plugin.backend)
+    backend, timeout = run.stack.accelerator.plugin.backend, run.stack.join_timeout()
+    return TorchCollectives.connect(world, run.device, backend=backend, timeout=timeout)
 
 
 def wrap_optimizers(optimizers: Any) -> Any:

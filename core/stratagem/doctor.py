@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stratagem import __version__, registry
+from stratagem import __version__, registry, tuning
 from stratagem.errors import PluginError
 from stratagem.inspection import check_entry
 from stratagem.plugin import KINDS
@@ -47,7 +47,9 @@ def examine() -> dict[str, Any]:
     """Return everything as plain data; ``problems`` lists what is wrong, in sentences."""
     packages = _packages()
     smoke = _smoke_run()
+    remarks = tuning.remarks(os.environ)
     problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
+    problems += [f"{name} is set and {remark.text}" for name, remark in remarks.items() if remark.is_mistake]
     if smoke["status"] != "ok":
         problems.append(f"two gloo processes could not talk to each other: {smoke['reason']}")
     return {
@@ -60,6 +62,7 @@ def examine() -> dict[str, Any]:
         "backends": _backends(),
         "packages": packages,
         "environment": _variables(),
+        "remarks": {name: remark.text for name, remark in remarks.items()},
         "smoke run": smoke,
         "problems": problems,
     }  # fmt: skip
@@ -82,7 +85,10 @@ def render(report: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in package["plugins"].items())
         lines.append(f"  {package['distribution']} {package['version']}: {package['status']} ({counts})")
         lines += [f"    {reason}" for reason in [*package["reasons"], *package["notes"]]]
-    lines += ["variables in force:", *(f"  {name}={value}" for name, value in report["environment"].items())]
+    lines.append("variables in force:")
+    for name, value in report["environment"].items():
+        remark = report["remarks"].get(name)
+        lines.append(f"  {name}={value}" + (f" ({remark})" if remark else ""))
     lines += [] if report["environment"] else ["  none"]
     lines.append(
         f"two gloo processes: {smoke['status']} in {smoke['seconds']} s"

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from stratagem.plugin import hookspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -143,13 +142,14 @@ def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
 
 
 @hookspec
-def reduce_bucket(
-    bucket: Bucket, average: Callable[[Tensor], torch.futures.Future[Tensor]], run: Run
-) -> torch.futures.Future[Tensor]:
-    """Comm hooks, stacked: return a future of ``bucket.buffer`` averaged over the ranks.
+def reduce_bucket(bucket: Bucket, collectives: Collectives, run: Run) -> Generator[Any, Any, Tensor]:
+    """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
 
-    `average` sends a tensor through the next hook, at the bottom an all-reduce mean. The run composes the stack once
-    (`Run.bucket_reducer`) and calls the implementations directly, not through pluggy.
+    What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
+    of the stack an all-reduce mean over the ranks of `collectives`; a future, such as of ``collectives.exchange_async``,
+    as what it holds. It may yield several times, equally often on all ranks. A plain function, without ``yield``,
+    returns its result at once. The run composes the stack once (`Run.bucket_reducer`) and calls the implementations
+    directly, not through pluggy.
     """
 
 

@@ -89,6 +89,8 @@ def render_stack(explained: dict[str, Any]) -> str:
     """Return `explained` as a tree for people."""
     processes = explained["processes"]
     lines = [f"{processes['per_node']} process(es) on each of {processes['nodes']} node(s)"]
+    if len(processes["devices"]) != processes["per_node"]:
+        lines[0] += f", each with {len(processes['devices'])} devices"
     lines += [f"  {name} = {entry['value']}  ({entry['origin']})" for name, entry in explained["arguments"].items()]
     for plugin in explained["plugins"]:
         package = f"{plugin['distribution']} {plugin['version']}" if plugin["distribution"] else "no package"

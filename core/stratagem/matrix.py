@@ -29,15 +29,17 @@ class Cell:
     precision: str
     comm_hook: str | None
     checkpoint: str
-    #: Processes that it was resolved for: two where the strategy can.
+    #: Processes that it was resolved for: two where the strategy can have them on one machine.
     world_size: int
+    #: Devices that they have: two where the strategy can have more than one.
+    devices: int
     #: Why the resolver refuses; None if it does not.
     reason: str | None
 
     @property
     def arguments(self) -> dict[str, object]:
         """What a Run or Trainer takes for this combination."""
-        return {name: getattr(self, name) for name in AXES} | {"devices": self.world_size}
+        return {name: getattr(self, name) for name in AXES} | {"devices": self.devices}
 
 
 def cells(
@@ -54,13 +56,13 @@ def cells(
     hooks: list[str | None] = [None, *names("comm_hook", True, only)]
     found = []
     for strategy in strategies:
-        world_size = _processes(strategy)
+        world_size, devices = _sizes(strategy)
         for precision, hook, checkpoint in itertools.product(
             names("precision", True, only), hooks, names("checkpoint", True, only)
         ):
             chosen = {"strategy": strategy, "precision": precision, "comm_hook": hook, "checkpoint": checkpoint}
-            reason = _refusal(chosen | {"accelerator": accelerator, "devices": world_size})
-            found.append(Cell(strategy, precision, hook, checkpoint, world_size, reason))
+            reason = _refusal(chosen | {"accelerator": accelerator, "devices": devices})
+            found.append(Cell(strategy, precision, hook, checkpoint, world_size, devices, reason))
     return found
 
 
@@ -80,12 +82,15 @@ def _is_class(entry: registry.Entry) -> bool:
         return True  # broken: its cells say so
 
 
-def _processes(strategy: str) -> int:
+def _sizes(strategy: str) -> tuple[int, int]:
+    """Return the numbers of processes and devices to try."""
     try:
         plugin = make(registry.find("strategy", strategy), {})
     except StratagemError:
-        return 1
-    return 2 if MULTI_PROCESS in plugin.capabilities.provides else 1
+        return 1, 1
+    if not plugin.process_per_device:
+        return 1, 2
+    return (2, 2) if MULTI_PROCESS in plugin.capabilities.provides else (1, 1)
 
 
 def _refusal(arguments: dict[str, object]) -> str | None:

@@ -277,9 +277,21 @@ class StepModule(nn.Module):
         self.__dict__["_compiled"] = {}
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        output = self.step(method, *arguments, **options)
+        return self.end(method, output) if method in self._ends else output
+
+    def step(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Run `method` of the user's module, and leave its end to the caller."""
         step = self._compiled.get(method) or self._step(method)
-        output = step(*arguments, **options)
-        return getattr(self.module, self._ends[method])(output) if method in self._ends else output
+        return step(*arguments, **options)
+
+    def has_end(self, method: str) -> bool:
+        """Whether the user's module defines ``{method}_end``."""
+        return method in self._ends
+
+    def end(self, method: str, output: Any) -> Any:
+        """Return what the user's ``{method}_end`` makes of `output`."""
+        return getattr(self.module, self._ends[method])(output)
 
     def _step(self, method: str) -> Any:
         step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)

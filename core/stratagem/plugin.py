@@ -25,6 +25,8 @@ from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
 if TYPE_CHECKING:
     import torch
 
+    from stratagem.run import Run
+
 hookspec: Final = pluggy.HookspecMarker("stratagem")
 hookimpl: Final = pluggy.HookimplMarker("stratagem")
 
@@ -39,6 +41,10 @@ GRADIENT_BUCKETS: Final = "gradient-buckets"
 NO_SYNC: Final = "no-sync"
 #: Every process can build the whole, unsharded state.
 FULL_STATE: Final = "full-state"
+#: The model is spread over ``run.peers`` alone, be they all ranks or a team of them.
+WITHIN_TEAM: Final = "within-team"
+#: Ranks train in teams, each with a model of its own for a while.
+TEAMS: Final = "teams"
 #: Parameters are sharded over processes.
 SHARDED_PARAMETERS: Final = "sharded-parameters"
 #: `clip_gradients` honours max_norm / max_value.
@@ -92,6 +98,7 @@ class Bucket:
     """A flat piece of gradients on its way to the other ranks; what a comm hook receives.
 
     For a hook that is stacked under another one, `buffer` is whatever the hook above sends and `parameters` is empty.
+    A hook's answers wait for the bucket that `is_last`: a strategy that says so of none waits for ever.
     """
 
     #: 1-D, any floating dtype; a hook may overwrite it.
@@ -111,7 +118,12 @@ class Bucket:
 
 @define(eq=False, kw_only=True)
 class Plugin:
-    """Base of every kind. A plugin with state to survive a restart defines `state_dict` and `load_state_dict`."""
+    """Base of every kind.
+
+    A plugin with state to survive a restart defines ``state_dict()`` and ``load_state_dict(state)``: rank 0's is kept.
+    One whose state differs from rank to rank defines ``rank_state(run)``, and ``load_rank_states(states, run)``, which
+    gets those of all ranks that saved, in rank order, in as many processes as there are now.
+    """
 
     #: The kind's name; set by the bases below.
     kind: ClassVar[str] = "plugin"
@@ -124,6 +136,10 @@ class Strategy(Plugin):
     """How the model is spread over processes, and stepped. Must answer `wrap_model`."""
 
     kind: ClassVar[str] = "strategy"
+    #: A process for each device of a node. False: one process uses them all (``run.devices``).
+    process_per_device: ClassVar[bool] = True
+    #: It works around another strategy, which is named after it: ``strategy=["mine", "another"]``.
+    outer: ClassVar[bool] = False
 
     def default_launcher(self) -> str | None:
         """The launcher to use when the user names none; None leaves it to the catalog."""
@@ -132,6 +148,10 @@ class Strategy(Plugin):
     def default_checkpoint(self) -> str | None:
         """Name of the checkpoint format this strategy insists on; None leaves it open."""
         return None
+
+    def default_comm_hooks(self) -> list[Any]:
+        """The comm hooks that this strategy's own options ask for, as a user would write them for ``comm_hook=``."""
+        return []
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
@@ -144,6 +164,10 @@ class Strategy(Plugin):
     def mesh(self, world: World) -> Mesh:
         """How this strategy arranges the processes; every process reads its own data unless overridden."""
         return Mesh(axes={"data": world.world_size}, rank=world.rank)
+
+    def processes_per_team(self, world: World, inner: Strategy) -> int:
+        """For an outer strategy: how many processes `inner`, inside it, spreads the model over (``run.peers``)."""
+        return world.world_size
 
 
 @define(eq=False, kw_only=True)
@@ -161,7 +185,15 @@ class CommHook(Plugin):
     """How gradients travel. Must implement `reduce_bucket`; several stack, the first is outermost."""
 
     kind: ClassVar[str] = "comm_hook"
+    #: It needs the gradients' shapes, which only the first hook of a stack sees.
+    outermost: ClassVar[bool] = False
+    #: It sends by collectives of its own rather than through the hook under it: it must be the last of a stack.
+    innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
+
+    def statistics(self, run: Run) -> dict[str, float]:
+        """Numbers worth logging, of this rank alone: asked between two steps, without collectives."""
+        return {}
 
 
 @define(eq=False, kw_only=True)

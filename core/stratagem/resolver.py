@@ -6,8 +6,10 @@ plugin is known by name (`catalog.toml` holds the defaults).
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -30,6 +32,7 @@ from stratagem.plugin import (
     Strategy,
 )
 from stratagem.settings import PluginOption
+from stratagem.world import DEFAULT_TIMEOUT
 
 #: What each kind must answer to be of any use.
 _DUTIES = {
@@ -73,7 +76,7 @@ class Stack:
     callbacks: list[Choice]
     loggers: list[Choice]
     others: list[Choice]
-    #: Device numbers that the processes of this node use, one each.
+    #: Device numbers that this node's processes use: one each, or all of them the only process.
     devices: tuple[int, ...]
     #: The user set `devices`, rather than leaving it to "auto".
     devices_given: bool
@@ -87,6 +90,20 @@ class Stack:
         strategy: Strategy = self.strategies[-1].plugin
         return strategy
 
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others: the outermost strategy that was told decides."""
+        answers = [choice.plugin.join_timeout() for choice in self.strategies]
+        return next((answer for answer in answers if answer != DEFAULT_TIMEOUT), DEFAULT_TIMEOUT)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.devices) if self.strategy.process_per_device else 1
+
+    def devices_of(self, local_rank: int) -> tuple[int, ...]:
+        """The device numbers of one process of this node."""
+        return self.devices[local_rank : local_rank + 1] if self.strategy.process_per_device else self.devices
+
     def choices(self) -> list[Choice]:
         """All plugins, in order."""
         return [
@@ -96,9 +113,16 @@ class Stack:
 
     def stateful(self) -> list[tuple[str, Any]]:
         """The plugins with state to survive a restart, by the key that it is saved under."""
+        return self._keyed("state_dict")
+
+    def stateful_by_rank(self) -> list[tuple[str, Any]]:
+        """The plugins with state that differs from rank to rank, likewise."""
+        return self._keyed("rank_state")
+
+    def _keyed(self, method: str) -> list[tuple[str, Any]]:
         keyed: dict[str, Any] = {}
         for choice in self.active():
-            if callable(getattr(choice.plugin, "state_dict", None)):
+            if callable(getattr(choice.plugin, method, None)):
                 key = f"{choice.kind}.{choice.name}"
                 # Two of a kind, say two checkpoint callbacks, are told apart by their order.
                 twins = sum(1 for other in keyed if other.partition("#")[0] == key)
@@ -126,16 +150,18 @@ def resolve(settings: Any) -> Stack:
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(_detect_accelerator())
     environment = chooser.one("environment", settings.environment) or chooser.refine(_detect_environment())
     given = settings.devices is not None and settings.devices != "auto"
-    devices = _devices(settings, accelerator, environment.plugin, given)
-    strategies = chooser.many("strategy", settings.strategy) or [
-        chooser.refine(_default_strategy(len(devices), settings.num_nodes, environment.plugin))
-    ]
+    strategies = chooser.many("strategy", settings.strategy)
+    one_each = not strategies or strategies[-1].plugin.process_per_device
+    devices = _devices(settings, accelerator, environment.plugin, told=given or not one_each)
+    strategies = strategies or [chooser.refine(_default_strategy(len(devices), settings.num_nodes, environment.plugin))]
+    if strategies[-1].plugin.outer:
+        strategies.append(_default("strategy", "strategy", f"the default inside {strategies[-1]}"))
     precision = chooser.one("precision", settings.precision) or chooser.refine(_default("precision", "precision"))
     policy = precision.plugin.policy()
     stack = Stack(
         strategies=strategies,
         precision=precision,
-        comm_hooks=chooser.many("comm_hook", settings.comm_hook),
+        comm_hooks=_comm_hooks(chooser, settings, strategies[-1]),
         environment=environment,
         launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
@@ -151,7 +177,9 @@ def resolve(settings: Any) -> Stack:
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
     )
     chooser.check_all_used()
+    _check_order(stack)
     _check_hooks(stack)
+    _check_sync_batchnorm(settings, stack)
     _check_capabilities(stack, _needs(settings, stack))
     return stack
 
@@ -361,6 +389,17 @@ def _checkpoint(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(chooser, "checkpoint", settings.checkpoint, strategy, strategy.plugin.default_checkpoint())
 
 
+def _comm_hooks(chooser: _Chooser, settings: Any, strategy: Choice) -> list[Choice]:
+    asked, wanted = chooser.many("comm_hook", settings.comm_hook), strategy.plugin.default_comm_hooks()
+    if asked and wanted:
+        raise ConfigError(
+            f"comm_hook is {[choice.name for choice in asked]} and {strategy} asks for comm hooks of its own",
+            expected="one of the two",
+        )
+    reason = f"{strategy} asks for it"
+    return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
+
+
 def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
     """Return what the user chose for `kind`, else what `strategy` wants, else the default."""
     asked = chooser.one(kind, value)
@@ -472,10 +511,11 @@ def _nothing_installed(kind: str) -> PluginError:
     return PluginError(f"no usable {kind} plugin is installed", do=f"run `pip install {' '.join(packages)}`")
 
 
-def _devices(settings: Any, accelerator: Choice, environment: Environment, given: bool) -> tuple[int, ...]:
+def _devices(settings: Any, accelerator: Choice, environment: Environment, *, told: bool) -> tuple[int, ...]:
+    """Return what `devices` means; where it was not `told`, the processes that exist have one each."""
     if accelerator.plugin.count() == 0:
         raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
-    if not given and environment.processes_exist() and (running := environment.local_processes()):
+    if not told and environment.processes_exist() and (running := environment.local_processes()):
         return tuple(range(running))
     return parse_devices("auto" if settings.devices is None else settings.devices, accelerator.plugin)
 
@@ -528,11 +568,44 @@ def _check_hooks(stack: Stack) -> None:
             )
 
 
+def _check_order(stack: Stack) -> None:
+    """Refuse strategies and comm hooks that cannot stand where they were put."""
+    for outer, inner in itertools.pairwise(stack.strategies):
+        if not outer.plugin.outer:
+            raise ConfigError(
+                f"strategy is {[choice.name for choice in stack.strategies]}, and {outer} wraps no other",
+                expected="strategies that do, and one inside them",
+                do=f"put {inner} before it, if that one does" if inner.plugin.outer else "drop one of them",
+            )
+    names = [choice.name for choice in stack.comm_hooks]
+    for place, choice in enumerate(stack.comm_hooks):
+        if choice.plugin.outermost and place > 0:
+            raise ConfigError(
+                f"comm_hook is {names}, and {choice} needs the shapes of the gradients, which only the first one sees",
+                expected=f"{[choice.name, *(name for name in names if name != choice.name)]}",
+            )
+        if choice.plugin.innermost and place + 1 < len(names):
+            raise ConfigError(
+                f"comm_hook is {names}, and {choice} sends by itself: {stack.comm_hooks[place + 1]} would get nothing",
+                expected=f"{[*(name for name in names if name != choice.name), choice.name]}",
+            )
+
+
+def _check_sync_batchnorm(settings: Any, stack: Stack) -> None:
+    """Refuse to synchronize what processes compute where a process has several devices."""
+    if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
+        raise ConfigError(
+            f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one process",
+            expected="a process for each device",
+            do="drop it, or choose a strategy that has one",
+        )
+
+
 def _needs(settings: Any, stack: Stack) -> dict[str, str]:
     """Return what the settings ask of the plugins: capability to the words the user wrote."""
     needs = {}
     running = stack.environment.plugin.local_processes() or 1
-    if len(stack.devices) * settings.num_nodes > 1 or running > 1:
+    if stack.num_processes * settings.num_nodes > 1 or running > 1:
         needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={settings.num_nodes}"
     if getattr(settings, "gradient_clip_val", None) is not None:
         word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE

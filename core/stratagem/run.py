@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from stratagem import defaults, hookspecs, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
@@ -43,12 +43,14 @@ from stratagem.errors import CheckpointError, ConfigError, PluginError, Stratage
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
+from stratagem.neighbours import Neighbours, explained
 from stratagem.places import place
-from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, Bucket, CheckpointFormat, PrecisionPolicy
+from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Stack, hook_implementations, resolve
 from stratagem.saving import Saver
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
+from stratagem.wire import Level, Wire
 from stratagem.world import Collectives, Mesh, World
 
 if TYPE_CHECKING:
@@ -113,12 +115,20 @@ class Run:
         self.world: World | None = None
         self.mesh: Mesh = Mesh(axes={})
         self.device = torch.device("cpu")
+        #: All devices of this process; `device` is the first of them.
+        self.devices: tuple[torch.device, ...] = (self.device,)
+        #: What all ranks say to each other.
         self.collectives: Collectives = Collectives()
+        #: What those ranks do that the strategy spreads the model over: all of them, or a team of an outer strategy's.
+        self.peers: Collectives = self.collectives
+        #: Where the other processes can be reached, to tell which one is gone.
+        self.neighbours: Neighbours | None = None
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
         #: The strategy has yet to ask for the comm hooks.
         self._reducer_is_due = False
+        self._wires: list[Wire] = []
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
         self.whole_state = not self.checkpoint_format.takes_shards
         self._whole_everywhere = False
@@ -148,7 +158,7 @@ class Run:
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        return len(self.stack.devices)
+        return self.stack.num_processes
 
     @property
     def devices_given(self) -> bool:
@@ -187,7 +197,7 @@ class Run:
         if EXPLAIN_VARIABLE in os.environ:
             self._explain_and_stop(os.environ[EXPLAIN_VARIABLE])
         if self.connected:
-            return main(self)
+            return self.carry_out(main)
         body = _ProcessBody(self, main)
         environment, launcher = self.stack.environment.plugin, self.stack.launcher.plugin
         alone = self.num_processes * self.settings.num_nodes == 1 and launcher.parent_trains
@@ -197,6 +207,16 @@ class Run:
         if not launcher.parent_trains:
             body.far_from_home, body.random_state = True, random_state()
         return self.hook.launch(main=body, run=self)
+
+    def carry_out(self, main: Callable[[Run], Any]) -> Any:
+        """Return what ``main(self)`` returns; if another rank makes it fail, say which one and how."""
+        try:
+            return main(self)
+        except BaseException as error:
+            cause = explained(error, self)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
 
     def explain(self) -> str:
         """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
@@ -219,8 +239,9 @@ class Run:
         accelerator = self.stack.accelerator.plugin
         self.world = self.ask("setup_environment")
         self._check_world(self.world)
-        self.mesh = self.stack.strategy.mesh(self.world)
-        self.device = accelerator.device(self.stack.devices[self.world.local_rank])
+        self.mesh = self._mesh(self.world)
+        self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))
+        self.device = self.devices[0]
         accelerator.activate(self.device)
         _set_determinism(self.settings.deterministic)
         self._join(self.world)
@@ -231,19 +252,44 @@ class Run:
     def _join(self, world: World) -> None:
         """Join the other ranks, once it is known that they were started alike."""
         facts = lock.facts(self) if world.world_size > 1 else {}
-        compared = agree_before_connecting(world, facts, self.stack.strategy.join_timeout())
+        compared = agree_before_connecting(world, facts, self.stack.join_timeout())
         self.collectives = self.ask("connect", world=world)
         if not compared:
             agree(self.collectives, facts)
+        if self.collectives.world_size > 1:
+            self.neighbours = Neighbours.meet(world, self.collectives)
+        size, every = self.team_world.world_size, range(world.world_size)
+        teams = [list(every[first : first + size]) for first in every[::size]]
+        self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
+
+    @property
+    def team_world(self) -> World:
+        """This process's place among its peers: what an inner strategy takes for the world."""
+        assert self.world is not None, "known once connected"
+        return _team_world(self.stack, self.world)
+
+    def _mesh(self, world: World) -> Mesh:
+        inner = _team_world(self.stack, world)
+        mesh = self.stack.strategy.mesh(inner)
+        if inner.world_size == world.world_size:
+            return mesh
+        return Mesh(axes={"team": world.world_size // inner.world_size, **mesh.axes}, rank=world.rank)
 
     def _check_world(self, world: World) -> None:
         """Refuse processes that somebody else started for a strategy that would train each of them alone."""
         strategy = self.stack.strategies[-1]
-        if world.world_size > 1 and MULTI_PROCESS not in strategy.plugin.capabilities.provides:
+        provided = {word for choice in self.stack.strategies for word in choice.plugin.capabilities.provides}
+        if world.world_size > 1 and MULTI_PROCESS not in provided:
             raise ConfigError(
                 f"{self.stack.environment} has {world.world_size} processes and {strategy} trains in one",
                 expected="a strategy that provides 'multi-process'",
                 do='choose one, such as the default (strategy="auto")',
+            )
+        if world.local_world_size > 1 and not strategy.plugin.process_per_device:
+            raise ConfigError(
+                f"{self.stack.environment} has {world.local_world_size} processes on this node, and {strategy} uses "
+                "all devices of a node from one",
+                expected="one process on each node",
             )
 
     def close(self) -> None:
@@ -255,15 +301,20 @@ class Run:
             self.saver.wait()
         finally:
             self.hook.teardown(run=self)
-            self.model, self.optimizers = None, []
+            self.model, self.optimizers, self._wires = None, [], []
+            if self.neighbours is not None:
+                self.neighbours.close()
             self.collectives.close()
 
     def __enter__(self) -> Run:
         self.connect()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        cause = explained(error, self) if error is not None and self.connected else error
         self.close()
+        if cause is not None and cause is not error:
+            raise cause from cause.__cause__
 
     # --- The model -----------------------------------------------------------------------------------------------
 
@@ -289,6 +340,7 @@ class Run:
         if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
             self._synchronize_batchnorm(module)
         self._reducer_is_due = True
+        self._wires = []
         self.model = self.ask("wrap_model", module=StepModule(module))
         self.optimizers = []
         if make_optimizers is not None:
@@ -353,26 +405,21 @@ class Run:
         """Return `batch` on the device, in the precision's dtype."""
         return self._transfer_batch(batch=batch, run=self)
 
-    def bucket_reducer(self) -> Callable[[Bucket], torch.futures.Future[Tensor]] | None:
-        """Return the stack of comm hooks as one function that averages a bucket; None if there is none."""
+    def bucket_reducer(self, over: Collectives | None = None) -> Wire | None:
+        """Return the stack of comm hooks as one function that averages a bucket; None if there is none.
+
+        Args:
+            over: the ranks to average over, if not all that the model is spread over (``run.peers``).
+        """
         self._reducer_is_due = False
         implementations = {impl.plugin: impl for impl in self.hook.reduce_bucket.get_hookimpls()}
-        hooks = [implementations[choice.plugin] for choice in self.stack.comm_hooks]
-        if not hooks:
+        found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
+        if not found:
             return None
-
-        def reduce(level: int, bucket: Bucket) -> torch.futures.Future[Tensor]:
-            if level == len(hooks):
-                return self.collectives.average_async(bucket.buffer)
-
-            def average(tensor: Tensor) -> torch.futures.Future[Tensor]:
-                return reduce(level + 1, Bucket(buffer=tensor, index=bucket.index, is_last=bucket.is_last))
-
-            given = {"bucket": bucket, "average": average, "run": self}
-            future: torch.futures.Future[Tensor] = hooks[level].function(*(given[n] for n in hooks[level].argnames))
-            return future
-
-        return functools.partial(reduce, 0)
+        levels = [Level(name, implementation.function, implementation.argnames) for name, implementation in found]
+        wire = Wire(levels, self.peers if over is None else over, self)
+        self._wires.append(wire)
+        return wire
 
     # --- The step ------------------------------------------------------------------------------------------------
 
@@ -432,16 +479,26 @@ class Run:
         """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
         if self._scale_loss is not None:
             loss = self._answered("scale_loss", self._scale_loss(loss=loss, run=self))
-        if self._backward is None:
-            loss.backward()
-        else:
-            self._answered("backward", self._backward(loss=loss, module=self.model, run=self))
+        try:
+            if self._backward is None:
+                loss.backward()
+            else:
+                self._answered("backward", self._backward(loss=loss, module=self.model, run=self))
+        except Exception:
+            self._raise_failure_of_hooks()
+            raise
         if self._reducer_is_due and self.sync_gradients:
             raise PluginError(
                 f"{self.stack.strategies[-1]} averaged past {self.stack.comm_hooks[0]}, which has no effect",
                 expected="a strategy that provides 'gradient-buckets' to call run.bucket_reducer()",
                 do="drop the comm hook, and tell the strategy's author",
             )
+
+    def _raise_failure_of_hooks(self) -> None:
+        """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that something did."""
+        for wire in self._wires:
+            if wire.failure is not None:
+                raise wire.failure
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
@@ -602,7 +659,8 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", "saver", *(f"_{name}" for name in _STEP_HOOKS)}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "neighbours"}
+        bound |= {f"_{name}" for name in _STEP_HOOKS}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -665,7 +723,7 @@ class _ProcessBody:
         join_supervision()
         run.connect()
         try:
-            return self.main(run)
+            return run.carry_out(self.main)
         finally:
             if run.far_from_home:
                 run.close()
@@ -703,6 +761,20 @@ def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
                 f"{choice} has a method {name} that is not marked as a hook", expected="@hookimpl above it",
                 do="add it (`from stratagem import hookimpl`), or call the method otherwise",
             )  # fmt: skip
+
+
+def _team_world(stack: Stack, world: World) -> World:
+    """Return the place of `world` among the processes that the innermost strategy spreads the model over."""
+    size = world.world_size
+    for choice, inner in itertools.pairwise(stack.strategies):
+        size = choice.plugin.processes_per_team(world, inner.plugin)
+    if size == world.world_size:
+        return world
+    here = min(size, world.local_world_size)
+    return evolve(
+        world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
+        num_nodes=size // here, node_rank=world.rank % size // here,
+    )  # fmt: skip
 
 
 def _close(reference: weakref.ref[Run]) -> None:

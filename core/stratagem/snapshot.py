@@ -16,6 +16,9 @@ from stratagem.seeding import random_state
 from stratagem.state import load_weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratagem.module import Module
     from stratagem.trainer import Trainer
 
 
@@ -58,6 +61,7 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "metrics": {} if position.epoch_ended else trainer.training_book.state_dict(),
         "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
+        "plugins": {key: plugin.rank_state(trainer.run) for key, plugin in trainer.run.stack.stateful_by_rank()},
     }
 
 
@@ -91,6 +95,12 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     position.load_state_dict(state["loop"])
     restore_plugins(trainer, state)
     ranks = state["ranks"]
+    if len(ranks) == trainer.world_size:
+        _restore_buffers(trainer.module, ranks[trainer.global_rank]["buffers"])
+    for key, plugin in run.stack.stateful_by_rank():
+        states = [rank.get("plugins", {}).get(key) for rank in ranks]
+        if None not in states:
+            plugin.load_rank_states(states, run)
     trainer.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != trainer.world_size:
         warnings.warn(
@@ -108,12 +118,15 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     position.epoch_random_state = mine["epoch_start"]
     trainer.training_book.load_state_dict(mine["metrics"])
     trainer.callback_metrics.update(mine["callback_metrics"])
-    own = dict(trainer.module.named_buffers())
-    for name, saved in mine["buffers"].items():
-        if name in own and own[name].shape == saved.shape:
-            own[name].copy_(saved)
     if trainer.feed is not None:
         trainer.feed.resume(mine["feed"], mine["random"])
+
+
+def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
+    own = dict(module.named_buffers())
+    for name, buffer in saved.items():
+        if name in own and own[name].shape == buffer.shape:
+            own[name].copy_(buffer)
 
 
 def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:

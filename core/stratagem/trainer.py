@@ -15,10 +15,9 @@ import torch
 
 from stratagem import snapshot
 from stratagem.data import DataModule
-from stratagem.errors import ConfigError, PeerError, StratagemError, nearest
+from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.events import Events
 from stratagem.feed import Feed
-from stratagem.launch import is_echo
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
 from stratagem.metrics import MetricBook
@@ -205,7 +204,8 @@ class Trainer:
         """Forget every metric that was published."""
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
-        self._bar_metrics: dict[str, Any] = {}
+        #: What callbacks and epochs have to show in the progress bar.
+        self.bar_metrics: dict[str, Any] = {}
 
     # --- What a user calls ---------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Trainer:
         for name, value in self.book.step_values().items():
             if self.book.shown(name, "prog_bar"):
                 shown[name] = value
-        return shown | self._bar_metrics
+        return shown | self.bar_metrics
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -473,9 +473,9 @@ class Trainer:
         self._enter()
         try:
             result = Session(self, job).work()
-        except BaseException as error:  # noqa: BLE001 - raised again, or as its cause
+        except BaseException as error:
             self.events.emit("on_exception", exception=error)
-            raise_with_cause(error, run)
+            raise
         return snapshot.Homecoming.pack(self, result, job.stage == "fit") if run.far_from_home else result
 
     def step_by_hand(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -535,7 +535,7 @@ class Trainer:
             self.callback_metrics[name] = value
             self.callback_metrics[name.removesuffix("_epoch")] = value
             if book.shown(name, "prog_bar"):
-                self._bar_metrics[name] = value
+                self.bar_metrics[name] = value
         if not self.sanity_checking:
             self._to_loggers({name: value for name, value in values.items() if book.shown(name, "logger")})
         return values
@@ -567,18 +567,6 @@ class Trainer:
         self.__dict__.update(state)
         self.lr_scheduler_configs, self.last_outputs, self.feed, self.on_leaving = [], None, None, None
         self.use_loader = None
-
-
-def raise_with_cause(error: BaseException, run: Run) -> NoReturn:
-    """Raise `error`, or what another rank says it died of if `error` is only the sound of that."""
-    if run.world_size > 1:
-        if is_echo(type(error).__name__, str(error)):
-            note = run.collectives.read_note()
-            if note is not None:
-                raise PeerError(note, do="this rank stops with it") from None
-        elif isinstance(error, Exception):
-            run.collectives.leave_note(f"rank {run.rank} failed with {type(error).__name__}: {str(error).rstrip('.')}")
-    raise error
 
 
 def _with_environment(layers: Sequence[Layer]) -> list[Layer]:

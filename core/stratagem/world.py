@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from stratagem.errors import ConfigError, LaunchError, StratagemError
+from stratagem.traffic import Traffic
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -51,7 +56,7 @@ class World:
 class Mesh:
     """The processes as named axes, outermost first; samplers, clipping and metrics ask it for sizes and positions.
 
-    Known names: ``data``, ``shard``, ``tensor``, ``pipeline``, ``context``. Ranks are laid out row by row.
+    Known names: ``team``, ``data``, ``shard``, ``tensor``, ``pipeline``, ``context``. Ranks are laid out row by row.
     """
 
     axes: dict[str, int]
@@ -70,13 +75,14 @@ class Mesh:
 
     @property
     def num_data_shards(self) -> int:
-        """How many parts a data set is cut into: the ``data`` and ``shard`` axes read different samples."""
-        return self.size("data") * self.size("shard")
+        """How many parts a data set is cut into: ``team``, ``data`` and ``shard`` axes read different samples."""
+        return self.size("team") * self.size("data") * self.size("shard")
 
     @property
     def data_shard(self) -> int:
         """Which of those parts this process reads."""
-        return self.position("data") * self.size("shard") + self.position("shard")
+        group = self.position("team") * self.size("data") + self.position("data")
+        return group * self.size("shard") + self.position("shard")
 
 
 class Board:
@@ -111,10 +117,19 @@ class _StoreBoard(Board):
 class Collectives:
     """What processes say to each other. This base is the conversation of a single process with itself.
 
-    Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape.
+    Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape. Ranks are
+    numbered within the conversation, from 0.
     """
 
     world_size = 1
+    rank = 0
+    #: torch's process group of these ranks, for engines that want one; None is its default group.
+    group: Any = None
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """Counts the bytes of the tensors that were sent; a conversation that was split off counts in the same place."""
+        return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         """Return the reduction of `tensor` over all ranks as a new tensor."""
@@ -131,6 +146,25 @@ class Collectives:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's `tensor` (equal shapes), in rank order."""
         return [tensor.clone()]
+
+    def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of every rank's 1-D `tensor` (equal sizes), one after the other in rank order: (ranks * n,)."""
+        return self.average_async(tensor.clone())
+
+    def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Cut the 1-D `tensor` into a piece for each rank; the future holds the pieces that this rank was sent."""
+        return self.average_async(tensor.clone())
+
+    def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        """Send `tensor` to rank `to`, and return what rank `source` sent (of the same shape)."""
+        return tensor.clone()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        """Return the conversation among the ranks of that group, of disjoint `groups`, which this rank is in.
+
+        All ranks call it, with the same groups.
+        """
+        return self
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `src`'s and return it."""
@@ -178,8 +212,8 @@ class Collectives:
         It outlives this process wherever a launcher hosts the store: ours do, and torchrun.
         """
 
-    def read_note(self) -> str | None:
-        """Return the note of a rank that ended, if it left one. Not collective."""
+    def read_note(self, limit_s: float = 2.0) -> str | None:
+        """Return the note of a rank that ended, if one leaves it within `limit_s` seconds. Not collective."""
         return None
 
     def board(self) -> Board:
@@ -209,8 +243,10 @@ class TorchCollectives(Collectives):
 
     def __init__(self, world: World, device: torch.device, *, owns_group: bool, group: Any = None) -> None:
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
-        self._rank, self._store, self._meetings = world.rank, _default_store(), 0
-        self._world, self._group = world, group
+        self.rank, self._store, self._meetings = world.rank, _default_store(), 0
+        self._world, self.group = world, group
+        #: How long a message may take.
+        self.timeout = DEFAULT_TIMEOUT
 
     @classmethod
     def connect(
@@ -226,7 +262,9 @@ class TorchCollectives(Collectives):
 
         if dist.is_initialized():
             _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
-            return cls(world, device, owns_group=False)
+            adopted = cls(world, device, owns_group=False)
+            adopted.timeout = timeout
+            return adopted
         try:
             dist.init_process_group(
                 backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -239,21 +277,25 @@ class TorchCollectives(Collectives):
             ) from error
         # A group may outlive its run: a script that drops its trainer must leave in order all the same.
         atexit.register(_leave_group)
-        return cls(world, device, owns_group=True)
+        joined = cls(world, device, owns_group=True)
+        joined.timeout = timeout
+        return joined
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         import torch.distributed as dist
 
         reduced = tensor.to(self.device, copy=True)
+        self._count("all_reduce", reduced)
         ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(reduced, ops[op], group=self._group)
+        dist.all_reduce(reduced, ops[op], group=self.group)
         return (reduced / self.world_size if op == "mean" else reduced).to(tensor.device)
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch.distributed as dist
 
+        self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
-        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self._group)
+        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
         return work.get_future().then(lambda future: future.value()[0])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -261,29 +303,81 @@ class TorchCollectives(Collectives):
         import torch.distributed as dist
 
         local = tensor.to(self.device).contiguous()
+        self._count("all_gather", local)
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(parts, local, group=self._group)
+        dist.all_gather(parts, local, group=self.group)
         return [part.to(tensor.device) for part in parts]
+
+    def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        self._count("all_gather", tensor)
+        whole = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        work = dist.all_gather_single(whole, tensor.contiguous(), async_op=True, group=self.group)
+        return work.get_future().then(lambda future: _settled(future, whole))
+
+    def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        self._count("exchange", tensor)
+        pieces = torch.empty_like(tensor)
+        work = dist.all_to_all_single(pieces, tensor.contiguous(), async_op=True, group=self.group)
+        return work.get_future().then(lambda future: _settled(future, pieces))
+
+    def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        import torch
+        import torch.distributed as dist
+
+        local = tensor.to(self.device).contiguous()
+        self._count("send", local)
+        received = torch.empty_like(local)
+        messages = [
+            dist.P2POp(dist.isend, local, group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        return received.to(tensor.device)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        import torch.distributed as dist
+
+        whole = dist.get_process_group_ranks(self.group)
+        mine: TorchCollectives | None = None
+        for ranks in groups:  # every rank takes part in making every group
+            group = dist.new_group([whole[rank] for rank in ranks], timeout=self.timeout)
+            if self.rank in ranks:
+                place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
+                mine = TorchCollectives(place, self.device, owns_group=False, group=group)
+        assert mine is not None, "every rank is in a group"
+        mine.timeout, mine.traffic = self.timeout, self.traffic
+        return mine
+
+    def _count(self, collective: str, tensor: torch.Tensor) -> None:
+        self.traffic.add(collective, tensor.nbytes, self.world_size)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         import torch.distributed as dist
 
         moved = tensor.to(self.device)
-        dist.broadcast(moved, src, group=self._group)
+        self._count("broadcast", moved)
+        dist.broadcast(moved, group=self.group, group_src=src)
         return tensor if moved is tensor else tensor.copy_(moved)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src, device=self.device, group=self._group)
+        dist.broadcast_object_list(box, device=self.device, group=self.group, group_src=src)
         return box[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def any(self, flag: bool) -> bool:
@@ -294,7 +388,7 @@ class TorchCollectives(Collectives):
     def barrier(self) -> None:
         import torch.distributed as dist
 
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
 
     def meet(self, what: str, limit_s: float) -> None:
         import torch.distributed as dist
@@ -308,16 +402,20 @@ class TorchCollectives(Collectives):
             self._store.wait([f"{key}/all"], timedelta(seconds=limit_s))
         except dist.DistError:
             came = self._store.add(key, 0)
-            message = f"{what} was called on rank {self._rank} and on {came} of {self.world_size} ranks"
+            message = f"{what} was called on rank {self.rank} and on {came} of {self.world_size} ranks"
             raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
 
     def leave_note(self, text: str) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with the rank that hosted it
             self._store.compare_set("stratagem/note", "", text)
 
-    def read_note(self) -> str | None:
+    def read_note(self, limit_s: float = 2.0) -> str | None:
+        deadline = time.monotonic() + limit_s
         with contextlib.suppress(Exception):
-            self._store.wait(["stratagem/note"], timedelta(seconds=2))
+            while not self._store.check(["stratagem/note"]):  # to wait in the store is to complain on stderr
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.05)
             return str(self._store.get("stratagem/note").decode())
         return None
 
@@ -328,7 +426,7 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
         return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group)
 
     def close(self) -> None:
@@ -336,6 +434,11 @@ class TorchCollectives(Collectives):
             self._owns_group = False
             atexit.unregister(_leave_group)
             _leave_group()
+
+
+def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
+    future.value()  # raises what went wrong on the way
+    return tensor
 
 
 #: How often this process has met others. All ranks meet equally often.

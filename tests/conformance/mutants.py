@@ -745,42 +745,39 @@ class StaleCopiesOfParameters(MixedPrecision):
 @mutant("test_averages_over_the_ranks")
 class SumsOverTheRanks(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average, run):
-        return super().reduce_bucket(bucket, average).then(lambda future: future.value().mul_(run.world_size))
+    def reduce_bucket(self, bucket, run):
+        return (yield from super().reduce_bucket(bucket, run)).mul_(run.world_size)
 
 
 @mutant("test_averages_over_the_ranks")
 class KeepsItsOwnGradients(FP16Compress):
     @hookimpl
     def reduce_bucket(self, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer)
-        return future
+        return bucket.buffer
 
 
 @mutant("test_does_not_wait")
 class WaitsForTheWire(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
-        arrived = average(bucket.buffer)
+    def reduce_bucket(self, bucket, collectives):
+        arrived = collectives.average_async(bucket.buffer)
         if not arrived.done() and not dist.is_initialized():
             raise RuntimeError("would wait for ever")
-        arrived.wait()
-        return arrived
+        return arrived.wait()
 
 
 @mutant("test_averages_over_the_ranks")
 class ReturnsSixteenBits(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
-        return average(bucket.buffer.half())
+    def reduce_bucket(self, bucket):
+        return (yield bucket.buffer.half())
 
 
 @mutant("test_what_is_not_finite_stays_so")
 class HidesOverflow(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
-        return super().reduce_bucket(bucket, average).then(lambda future: future.value().nan_to_num_(0, 0, 0))
+    def reduce_bucket(self, bucket, run):
+        return (yield from super().reduce_bucket(bucket, run)).nan_to_num_(0, 0, 0)
 
 
 @mutant("test_averages_over_the_ranks")
@@ -788,43 +785,44 @@ class OneScratchForAllBuckets(FP16Compress):
     """Kept from the first call; a bucket of another size gets what fits."""
 
     @hookimpl
-    def reduce_bucket(self, bucket, average):
+    def reduce_bucket(self, bucket):
         scratch = self.__dict__.setdefault("scratch", torch.zeros(64, dtype=torch.float16))
         scratch.resize_(bucket.buffer.numel()).copy_(bucket.buffer)
-        return average(scratch).then(lambda future: bucket.buffer.copy_(scratch.resize_(bucket.buffer.numel())))
+        yield scratch
+        return bucket.buffer.copy_(scratch.resize_(bucket.buffer.numel()))
 
 
 @mutant("test_averages_over_the_ranks")
 class DropsTheLastNumber(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
+    def reduce_bucket(self, bucket):
         rest = bucket.buffer[:-1].clone()
-        return average(rest).then(lambda future: torch.cat([future.value(), torch.zeros(1, dtype=rest.dtype)]))
+        return torch.cat([(yield rest), torch.zeros(1, dtype=rest.dtype)])
 
 
 @mutant("test_averages_over_the_ranks")
 class ClampsLargeGradients(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
-        return super().reduce_bucket(Bucket(buffer=bucket.buffer.clamp_(-1, 1)), average)
+    def reduce_bucket(self, bucket, run):
+        return (yield from super().reduce_bucket(Bucket(buffer=bucket.buffer.clamp_(-1, 1)), run))
 
 
 @mutant("test_averages_over_the_ranks")
 class EachRankRoundsForItself(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average, run):
+    def reduce_bucket(self, bucket, run):
         noise = 1e-4 * run.rank
-        return super().reduce_bucket(bucket, average).then(lambda future: future.value() * (1 + noise))
+        return (yield from super().reduce_bucket(bucket, run)) * (1 + noise)
 
 
 @mutant("test_averages_over_the_ranks")
 class Rank0SendsOnceMore(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average, run):
-        future = super().reduce_bucket(bucket, average)
+    def reduce_bucket(self, bucket, collectives, run):
+        averaged = yield from super().reduce_bucket(bucket, run)
         if run.rank == 0:
-            average(torch.zeros(1))
-        return future
+            collectives.average_async(torch.zeros(1))
+        return averaged
 
 
 @mutant("test_strategies_without_buckets")
@@ -835,9 +833,9 @@ class ForgetsToRequireBuckets(FP16Compress):
 @mutant("test_a_second_run_is_like_the_first")
 class WarmsUpOnceForAllRuns(FP16Compress):
     @hookimpl
-    def reduce_bucket(self, bucket, average):
+    def reduce_bucket(self, bucket, run):
         calls = self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
-        return average(bucket.buffer) if calls <= 3 else super().reduce_bucket(bucket, average)
+        return (yield bucket.buffer) if calls <= 3 else (yield from super().reduce_bucket(bucket, run))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@ from __future__ import annotations
 from stratagem.testing import CommHookConformance
 
 
+class TestAllReduce(CommHookConformance):
+    plugin = "allreduce"
+    tolerance = 1e-6
+    training_tolerance = 1e-6
+
+
 class TestFP16Compress(CommHookConformance):
     plugin = "fp16_compress"
     tolerance = 1e-3
@@ -13,3 +19,51 @@ class TestFP16Compress(CommHookConformance):
 
 class TestBF16Compress(CommHookConformance):
     plugin = "bf16_compress"
+
+
+class TestPowerSGD(CommHookConformance):
+    """From the third step on, as with buckets that DDP lays out anew after the first."""
+
+    plugin = {"name": "powersgd", "rank": 4, "start_powerSGD_iter": 2}  # noqa: RUF012
+    tolerance = None
+    training_tolerance = 5e-2
+
+
+class TestPowerSGDFromTheFirstStep(CommHookConformance):
+    """Without a memory of earlier steps there is nothing to wait for."""
+
+    plugin = {  # noqa: RUF012
+        "name": "powersgd", "rank": 4, "start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False,
+    }  # fmt: skip
+    tolerance = None
+    training_tolerance = 2e-1
+
+
+class TestBatchedPowerSGD(CommHookConformance):
+    plugin = {"name": "batched_powersgd", "rank": 4, "start_powerSGD_iter": 2}  # noqa: RUF012
+    tolerance = None
+    training_tolerance = 1e-1
+
+
+class TestInt8(CommHookConformance):
+    plugin = "int8"
+    tolerance = None
+    training_tolerance = 1e-2
+
+
+class TestInt8WithoutFeedback(CommHookConformance):
+    plugin = {"name": "int8", "error_feedback": False}  # noqa: RUF012
+    tolerance = 2e-2
+    training_tolerance = 2e-2
+
+
+class TestTopK(CommHookConformance):
+    plugin = {"name": "topk", "ratio": 0.25}  # noqa: RUF012
+    tolerance = None
+    training_tolerance = 1e-1
+
+
+class TestOneBit(CommHookConformance):
+    plugin = {"name": "one_bit", "start_iter": 0}  # noqa: RUF012
+    tolerance = None
+    training_tolerance = 2e-1

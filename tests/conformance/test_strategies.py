@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from torch import nn
 
@@ -67,3 +69,35 @@ class TestFSDPHybrid(StrategyConformance):
 class TestFSDPOnFour(StrategyConformance):
     plugin = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (3, 4)
+
+
+class TestDP(StrategyConformance):
+    plugin = "dp"
+    world_sizes = (1,)
+
+
+class TestDPOnThreeDevices(TestDP):
+    """One process; its batches are cut in three."""
+
+    test_random_numbers_are_left_alone = None  # parts draw one after the other, not as the whole batch does
+
+    def choose(self, **arguments):
+        return super().choose(**(arguments | {"devices": 3}))
+
+
+def _as_the_only_one_of_a_node(rank, world_size, function, *arguments):
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NODE_RANK=str(rank), GROUP_RANK=str(rank))
+    return function(rank, world_size, *arguments)
+
+
+class TestDDP2(StrategyConformance):
+    """Each process is a node of its own, with two devices."""
+
+    plugin = "ddp2"
+    test_random_numbers_are_left_alone = None
+
+    def choose(self, **arguments):
+        return super().choose(**(arguments | {"devices": 2, "num_nodes": arguments.get("devices", 1)}))
+
+    def run_in(self, function, world_size, *arguments):
+        return super().run_in(_as_the_only_one_of_a_node, world_size, function, *arguments)

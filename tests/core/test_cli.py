@@ -45,7 +45,7 @@ def test_show_of_a_preset_has_its_defaults(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plugins", "show", "dpd"], "no installed plugin is called 'dpd'; did you mean 'ddp'"),
+        (["plugins", "show", "ddpp"], "no installed plugin is called 'ddpp'; did you mean 'ddp'"),
         (["plugins", "list", "--kind", "strategies"], "kind 'strategies' is unknown; .*did you mean 'strategy'"),
         (["plugins", "show", "ddp", "--kind", "precision"], "precision 'ddp' is unknown"),
     ],

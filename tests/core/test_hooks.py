@@ -57,9 +57,9 @@ class Hook(sg.CommHook):
         self.seen = seen
 
     @sg.hookimpl
-    def reduce_bucket(self, bucket, average, run):
-        self.seen.setdefault("reduce_bucket", {"bucket": bucket, "average": average, "run": run})
-        return average(bucket.buffer)
+    def reduce_bucket(self, bucket, collectives, run):
+        self.seen.setdefault("reduce_bucket", {"bucket": bucket, "collectives": collectives, "run": run})
+        return (yield bucket.buffer)
 
 
 class Parametrised(Net):

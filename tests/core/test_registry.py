@@ -71,8 +71,8 @@ def test_two_packages_with_one_name_are_told_apart_by_distribution(install):
 
 
 def test_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(PluginError, match="strategy 'dpd' is unknown; expected one of.*did you mean 'ddp'"):
-        sg.Trainer(strategy="dpd", **QUIET)
+    with pytest.raises(PluginError, match="strategy 'ddpp' is unknown; expected one of.*did you mean 'ddp'"):
+        sg.Trainer(strategy="ddpp", **QUIET)
 
 
 def test_a_known_but_absent_plugin_names_its_package(monkeypatch):

@@ -1,19 +1,64 @@
-"""Compressed gradients are the average within the rounding of 16 bits, for many buckets, alone and stacked."""
+"""Compressed gradients do what the papers say: each hook beside a plain reference, in training, alone and stacked."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
+import pickle
+import warnings
+import zlib
 
 import pytest
 import torch
 
 import stratagem as sg
-from stratagem.comm_hooks import BF16Compress, FP16Compress
+from stratagem.comm_hooks import (
+    AllReduce,
+    BatchedPowerSGD,
+    BF16Compress,
+    FP16Compress,
+    Int8,
+    OneBit,
+    PowerSGD,
+    TopK,
+)
+from stratagem.errors import ConfigError, StratagemError
 from stratagem.plugin import Bucket
 from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem.testing.reference import (
+    Gan,
+    Net,
+    joined_batches,
+    loss_of,
+    part,
+    relative_difference,
+    train_module_plainly,
+    train_plainly,
+)
+from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem.traffic import wire_bytes
+from stratagem.world import Collectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+CPU = {"accelerator": "cpu"}
+#: Several buckets for a small model.
+DDP = {"name": "ddp", "bucket_cap_mb": 0.002}
+#: Each lossy hook, compressing as early as it may.
+LOSSY = {
+    "fp16_compress": {},
+    "bf16_compress": {},
+    "powersgd": {"rank": 2, "start_powerSGD_iter": 2},
+    "batched_powersgd": {"rank": 4, "start_powerSGD_iter": 2},
+    "int8": {},
+    "topk": {"ratio": 0.25},
+    "one_bit": {"start_iter": 0},
+}
+WITH_FEEDBACK = [name for name in LOSSY if name not in ("fp16_compress", "bf16_compress")]
+
+
+def chosen(name, **options):
+    return {"name": name} | LOSSY.get(name, {}) | options
 
 
 def _fit(rank, world_size, batches, comm_hook, precision):
@@ -48,25 +93,27 @@ def test_training_with_compressed_gradients_stays_close(comm_hook, tolerance, pr
     assert 1e-7 < difference < tolerance, "either not compressed, or not the average"
 
 
-def recorded(dtype):
-    """Return a stand-in for the wire that halves what it gets, and the dtypes it saw."""
-    seen = []
+class Recorded(Collectives):
+    """A wire that halves what it gets, and remembers the dtypes."""
 
-    def average(tensor):
-        seen.append(tensor.dtype)
-        future = torch.futures.Future()
-        future.set_result(tensor / 2)
-        return future
+    def __init__(self):
+        self.seen = []
 
-    return average, seen
+    def average_async(self, tensor):
+        self.seen.append(tensor.dtype)
+        return super().average_async(tensor / 2)
+
+
+def sent(hook, buffer):
+    """Return what came of sending `buffer` through `hook`, and the dtypes that travelled."""
+    wire = Recorded()
+    reduce = sg.Run(strategy="ddp", comm_hook=[hook], accelerator="cpu").bucket_reducer(over=wire)
+    return reduce(Bucket(buffer=buffer)).wait(), wire.seen
 
 
 @pytest.mark.parametrize(("hook", "dtype"), [(FP16Compress(), torch.float16), (BF16Compress(), torch.bfloat16)])
 def test_sixteen_bits_travel_and_the_buffer_keeps_its_dtype(hook, dtype):
-    average, seen = recorded(dtype)
-    buffer = torch.tensor([1.0, 2.0, 4.0])
-
-    result = hook.reduce_bucket(Bucket(buffer=buffer), average).wait()
+    result, seen = sent(hook, torch.tensor([1.0, 2.0, 4.0]))
 
     assert seen == [dtype]
     assert result.dtype == torch.float32
@@ -75,18 +122,14 @@ def test_sixteen_bits_travel_and_the_buffer_keeps_its_dtype(hook, dtype):
 
 @pytest.mark.parametrize("hook", [FP16Compress(), BF16Compress()])
 def test_sixteen_bit_gradients_are_left_alone(hook):
-    average, seen = recorded(torch.bfloat16)
-
-    hook.reduce_bucket(Bucket(buffer=torch.ones(3, dtype=torch.bfloat16)), average).wait()
+    _, seen = sent(hook, torch.ones(3, dtype=torch.bfloat16))
 
     assert seen == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("hook", [FP16Compress(), BF16Compress()])
 def test_complex_gradients_keep_both_parts(hook):
-    average, seen = recorded(hook.dtype)
-
-    result = hook.reduce_bucket(Bucket(buffer=torch.tensor([1 + 2j, 4 - 8j])), average).wait()
+    result, seen = sent(hook, torch.tensor([1 + 2j, 4 - 8j]))
 
     assert seen == [hook.dtype]
     assert result.tolist() == [0.5 + 1j, 2 - 4j]
@@ -96,3 +139,715 @@ def test_the_stack_runs_from_the_outside_in():
     run = sg.Run(strategy="ddp", comm_hook=["fp16_compress", "bf16_compress"], accelerator="cpu")
 
     assert [choice.name for choice in run.stack.comm_hooks] == ["fp16_compress", "bf16_compress"]
+
+
+# --- Beside references -------------------------------------------------------------------------------------------
+# What really went through a hook in a training with DDP is recorded on every rank: what came in, and what came out.
+# The references work on what came in on all ranks, one parameter and one rank at a time.
+
+
+def recording(cls):
+    """Return a subclass of hook `cls` that keeps what comes in and goes out, in a list for each backward."""
+
+    class Recording(cls):
+        @sg.hookimpl
+        def reduce_bucket(self, bucket, collectives, run):
+            names = {id(parameter): name for name, parameter in run.module.named_parameters()}
+            record = {
+                "index": bucket.index,
+                "names": [names[id(parameter)] for parameter in bucket.parameters],
+                "shapes": [tuple(gradient.shape) for gradient in bucket.gradients],
+                "input": bucket.buffer.clone(),
+            }
+            self.__dict__.setdefault("backwards", [[]])[-1].append(record)
+            if bucket.is_last:
+                self.backwards.append([])
+            given = {"bucket": bucket, "collectives": collectives, "run": run}
+            wanted = list(inspect.signature(cls.reduce_bucket).parameters)[1:]
+            result = yield from super().reduce_bucket(*(given[name] for name in wanted))
+            record["output"] = result.clone()
+            return result
+
+    return Recording
+
+
+def _record(rank, world_size, cls, options, batches):
+    hook = recording(cls)(**options)
+    train(rank, world_size, Net, batches, {"strategy": DDP, "comm_hook": [hook], "accelerator": "cpu"})
+    return hook.backwards[:-1]
+
+
+def record(cls, world_size, num_batches=6, **options):
+    """Return the buckets of each step of a training, with the ``inputs`` of all ranks."""
+    every = run_in_processes(_record, world_size, cls, options, joined_batches(num_batches, 24))
+    return [
+        [buckets[0] | {"inputs": [bucket["input"] for bucket in buckets]} for buckets in zip(*ranks, strict=True)]
+        for ranks in zip(*every, strict=True)
+    ]
+
+
+def sizes_of(bucket):
+    return [math.prod(shape) for shape in bucket["shapes"]]
+
+
+def with_owed(bucket, rests):
+    """Return the inputs of all ranks, plus what each one owes to these parameters."""
+    owed = [
+        [rest.get(name, torch.zeros(size)) for name, size in zip(bucket["names"], sizes_of(bucket), strict=True)]
+        for rest in rests
+    ]
+    return [tensor + torch.cat(rest) for tensor, rest in zip(bucket["inputs"], owed, strict=True)]
+
+
+def by_name(bucket, flat):
+    return dict(zip(bucket["names"], flat.split(sizes_of(bucket)), strict=True))
+
+
+def assert_outputs(steps, references):
+    """The hook's averages are the references, and on several buckets."""
+    assert len(steps[-1]) > 1
+    for number, (step, expected) in enumerate(zip(steps, references, strict=True)):
+        for bucket, reference in zip(step, expected, strict=True):
+            difference = float((bucket["output"] - reference).norm() / reference.norm())
+            assert difference < 1e-5, f"step {number}, bucket {bucket['index']}: off by {difference:.1e}"
+
+
+def gram_schmidt(matrix):
+    columns = []
+    for column in matrix.double().T:
+        for other in columns:
+            column = column - (column @ other) * other
+        columns.append(column / column.norm())
+    return torch.stack(columns, 1)
+
+
+class Iterated:
+    """PowerSGD's average of one matrix over ranks, and what they owe, from step to step."""
+
+    def __init__(self, key, seed, step, shape, rank):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {key}".encode()))
+        self.q = torch.randn(shape[1], rank, generator=generator).double()
+
+    def average(self, matrices):
+        base = gram_schmidt(sum(matrix @ self.q for matrix in matrices) / len(matrices))
+        factors = [matrix.T @ base for matrix in matrices]
+        self.q = sum(factors) / len(factors)
+        return base @ self.q.T, [m - base @ q.T for m, q in zip(matrices, factors, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_powersgd_is_the_papers(world_size):
+    steps = record(PowerSGD, world_size, rank=2, start_powerSGD_iter=2, random_seed=3)
+    rests, iterations, references = [{} for _ in range(world_size)], {}, []
+    for number, step in enumerate(steps):
+        references.append([])
+        for bucket in step:
+            every = [by_name(bucket, flat.double()) for flat in with_owed(bucket, rests)]
+            average = {name: sum(each[name] for each in every) / world_size for name in bucket["names"]}
+            for name, shape in zip(bucket["names"], bucket["shapes"], strict=True):
+                if number >= 2 and len(shape) == 2 and math.prod(shape) >= 2 * 2 * sum(shape):
+                    iteration = iterations.setdefault(name, Iterated(name, 3, number, shape, 2))
+                    result, owed = iteration.average([each[name].view(shape) for each in every])
+                    average[name] = result.flatten()
+                    for rest, error in zip(rests, owed, strict=True):
+                        rest[name] = error.flatten()
+            references[-1].append(torch.cat([average[name] for name in bucket["names"]]))
+
+    assert sorted(iterations) == ["net.0.weight", "net.2.weight"]
+    assert_outputs(steps, references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batched_powersgd_takes_a_bucket_for_a_square(world_size):
+    steps = record(BatchedPowerSGD, world_size, rank=2, start_powerSGD_iter=2)
+    rests, iterations, references = [{} for _ in range(world_size)], {}, []
+    for number, step in enumerate(steps):
+        references.append([])
+        for bucket in step:
+            every = [flat.double() for flat in with_owed(bucket, rests)]
+            count = every[0].numel()
+            rows = math.ceil(math.sqrt(count))
+            columns = math.ceil(count / rows)
+            if number < 2 or rows * columns < 2 * 2 * (rows + columns):
+                references[-1].append(sum(every) / world_size)
+                continue
+            key = bucket["names"][0]
+            iteration = iterations.setdefault(key, Iterated(key, 0, number, (rows, columns), 2))
+            padded = [torch.cat([flat, torch.zeros(rows * columns - count)]).view(rows, columns) for flat in every]
+            result, owed = iteration.average(padded)
+            references[-1].append(result.flatten()[:count])
+            for rest, error in zip(rests, owed, strict=True):
+                rest.update(by_name(bucket, error.flatten()[:count]))
+
+    assert iterations
+    assert_outputs(steps, references)
+
+
+def rounded_to_127(numbers):
+    scale = numbers.abs().max() / 127
+    return torch.round(numbers / scale) * scale if scale else numbers
+
+
+def signs(numbers):
+    return torch.where(numbers >= 0, 1.0, -1.0) * numbers.abs().mean() if numbers.numel() else numbers
+
+
+def chunks(count, ranks, multiple):
+    """Return the bounds of each rank's chunk."""
+    length = math.ceil(count / ranks / multiple) * multiple
+    return [slice(min(rank * length, count), min((rank + 1) * length, count)) for rank in range(ranks)]
+
+
+def two_phases(steps, world_size, code, multiple):
+    """Return the averages when ranks send chunks in `code` to each other, and the averages of chunks back."""
+    rests, before, references = [{} for _ in range(world_size)], [], []
+    for step in steps:
+        same = [bucket["names"] for bucket, _ in before] == [bucket["names"] for bucket in step]
+        now, averages = [], []
+        for number, bucket in enumerate(step):
+            every = with_owed(bucket, rests)
+            cut = chunks(every[0].numel(), world_size, multiple)
+            sent = [torch.cat([code(flat[bounds]) for bounds in cut]) for flat in every]
+            mean = torch.stack(sent).mean(0) + (before[number][1] if same else 0)
+            average = torch.cat([code(mean[bounds]) for bounds in cut])
+            now.append((bucket, mean - average))
+            averages.append(average)
+            for rest, flat, told in zip(rests, every, sent, strict=True):
+                rest.update(by_name(bucket, flat - told))
+        for bucket, error in [] if same else before:  # each rank owes its chunk of what was averaged in another layout
+            for rank, bounds in enumerate(chunks(error.numel(), world_size, multiple)):
+                mine = torch.zeros_like(error)
+                mine[bounds] = world_size * error[bounds]
+                for name, late in by_name(bucket, mine).items():
+                    rests[rank][name] = rests[rank][name] + late
+        references.append(averages)
+        before = now
+    return references
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_int8_is_a_compressed_all_reduce_with_feedback_on_both_sides(world_size):
+    steps = record(Int8, world_size)
+
+    assert_outputs(steps, two_phases(steps, world_size, rounded_to_127, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_bit_is_the_same_with_signs(world_size):
+    steps = record(OneBit, world_size, start_iter=0)
+
+    assert_outputs(steps, two_phases(steps, world_size, signs, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_topk_sends_the_largest_and_owes_the_rest(world_size):
+    steps = record(TopK, world_size, ratio=0.1)
+    rests, references = [{} for _ in range(world_size)], []
+    for step in steps:
+        references.append([])
+        for bucket in step:
+            total = torch.zeros(sum(sizes_of(bucket)))
+            for rest, flat in zip(rests, with_owed(bucket, rests), strict=True):
+                largest = sorted(range(flat.numel()), key=lambda place: -abs(flat[place]))
+                largest = largest[: math.ceil(flat.numel() / 10)]
+                total[largest] += flat[largest]
+                flat[largest] = 0.0
+                rest.update(by_name(bucket, flat))
+            references[-1].append(total / world_size)
+
+    assert_outputs(steps, references)
+
+
+# --- Training ----------------------------------------------------------------------------------------------------
+
+CLASSES = {
+    "allreduce": AllReduce, "fp16_compress": FP16Compress, "bf16_compress": BF16Compress, "powersgd": PowerSGD,
+    "batched_powersgd": BatchedPowerSGD, "int8": Int8, "topk": TopK, "one_bit": OneBit,
+}  # fmt: skip
+SINGLES = [[name] for name in CLASSES]
+PAIRS = [
+    [above, below]
+    for above, cls in CLASSES.items()
+    for below, other in CLASSES.items()
+    if not cls.innermost and not other.outermost
+]
+
+
+class Slow(Net):
+    """Without momentum, which is late as well: what a hook owes comes late."""
+
+    def __init__(self):
+        super().__init__(lr=1e-2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def _train_stacks(rank, world_size, stacks, batches):
+    results = []
+    for stack in stacks:
+        hooks = [chosen(name, **({"ratio": 0.5} if name == "topk" else {})) for name in stack]
+        arguments = {"strategy": DDP, "comm_hook": hooks, "accelerator": "cpu"}
+        results.append(train(rank, world_size, Slow, batches, arguments)["weights"])
+    return results
+
+
+def gap(weights, batches):
+    """Return which share of what exact averages take off the loss was not taken off by training to `weights`."""
+    x, y = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+
+    def loss(state):
+        module = Slow()
+        module.load_state_dict(state)
+        with torch.no_grad():
+            return float(loss_of(module(x), y))
+
+    before, after = loss(Slow().state_dict()), loss(train_module_plainly(Slow(), batches)[0])
+    assert after < before / 2, "the reference learnt something"
+    return (loss(weights) - after) / (before - after)
+
+
+def allowed(stack):
+    """Return the gap that is allowed after 300 steps."""
+    if "one_bit" in stack:
+        return 0.4 if len(set(stack) & {"powersgd", "batched_powersgd"}) else 0.2
+    return 0.1 if set(stack) & {"powersgd", "batched_powersgd", "topk"} else 0.01
+
+
+def assert_small_gaps(stacks, world_size):
+    batches = joined_batches(20, 24) * 16
+    every = run_in_processes(_train_stacks, world_size, stacks, batches, limit_s=600)
+    for stack, *results in zip(stacks, *every, strict=True):
+        weights = weights_on_all_ranks([{"weights": each} for each in results])
+        assert gap(weights, batches) < allowed(stack), f"{stack} on {world_size} ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_hook_trains_about_as_far_as_exact_averages(world_size):
+    assert_small_gaps(SINGLES, world_size)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_stack_of_two_trains_about_as_far_as_exact_averages(world_size):
+    assert len(PAIRS) == 35
+    assert_small_gaps(PAIRS, world_size)
+
+
+def _noop(rank, world_size, batches):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arguments = {"strategy": DDP, "comm_hook": "noop", "accelerator": "cpu"}
+        weights = train(rank, world_size, Net, batches, arguments)["weights"]
+    return weights, [str(warning.message) for warning in caught if "noop" in str(warning.message)]
+
+
+def test_noop_leaves_each_rank_with_its_own_gradients():
+    batches = joined_batches(4, 16)
+
+    for rank, (weights, warned) in enumerate(run_in_processes(_noop, 2, batches)):
+        assert relative_difference(weights, train_plainly(part(batches, rank, 2))[0]) < 1e-6
+        assert warned == (["comm_hook 'noop' sends no gradients: the ranks train apart"] if rank == 0 else [])
+
+
+# --- Bytes -------------------------------------------------------------------------------------------------------
+# One bucket of a matrix (40, 30) and a vector of 7: 1207 numbers.
+
+NUMBERS, FACTORS = 1207, (40 + 30) * 2
+
+
+def one_bucket(value=1.0):
+    parameters = (torch.nn.Parameter(torch.zeros(40, 30)), torch.nn.Parameter(torch.zeros(7)))
+    buffer = torch.full((NUMBERS,), value)
+    gradients = (buffer[:1200].view(40, 30), buffer[1200:])
+    return Bucket(buffer=buffer, parameters=parameters, gradients=gradients)
+
+
+def _bytes(rank, world_size, hooks):
+    counted = []
+    for hook in hooks:
+        run = sg.Run(strategy="ddp", comm_hook=hook, devices=world_size, accelerator="cpu")
+        run.connect()
+        reduce = run.bucket_reducer()
+        run.collectives.traffic.counts.clear()
+        reduce(one_bucket()).wait()
+        counted.append({name: count.wire for (name, _), count in run.collectives.traffic.counts.items()})
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_on_the_wire(world_size):
+    def reduced(count):
+        return {"all_reduce": wire_bytes("all_reduce", count, world_size)}
+
+    def in_two_phases(chunk):
+        return {"exchange": (world_size - 1) * (4 + chunk), "all_gather": (world_size - 1) * (4 + chunk)}
+
+    at_once = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False, "rank": 2}
+    expected = [
+        ("allreduce", reduced(4 * NUMBERS)),
+        ("noop", {}),
+        ("fp16_compress", reduced(2 * NUMBERS)),
+        ("bf16_compress", reduced(2 * NUMBERS)),
+        (chosen("powersgd") | at_once, reduced(4 * (FACTORS + 7))),
+        (chosen("batched_powersgd") | at_once, reduced(4 * (35 + 35) * 2)),
+        (["fp16_compress", chosen("batched_powersgd") | at_once], reduced(2 * (35 + 35) * 2)),
+        ([chosen("powersgd") | at_once, "bf16_compress"], reduced(2 * (FACTORS + 7))),
+        ("int8", in_two_phases(math.ceil(NUMBERS / world_size))),
+        (chosen("one_bit"), in_two_phases(math.ceil(NUMBERS / world_size / 8))),
+        (chosen("topk"), {"all_gather": (world_size - 1) * 8 * math.ceil(NUMBERS / 4)}),
+        ("powersgd", reduced(4 * NUMBERS)),
+        ("one_bit", reduced(4 * NUMBERS)),
+    ]
+
+    for counted in run_in_processes(_bytes, world_size, [hook for hook, _ in expected]):
+        for (hook, wanted), got in zip(expected, counted, strict=True):
+            assert got == pytest.approx(wanted), hook
+
+
+# --- Gradients that are not finite -------------------------------------------------------------------------------
+
+
+def poisoned(batches, place, value):
+    """Return `batches` with one number of batch `place` made `value`: the last rank reads it."""
+    batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+    batches[place][0][-1, 0] = value
+    return batches
+
+
+def _poison(rank, world_size, hooks, make, batches, arguments):
+    results = []
+    for hook in hooks:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result = train(rank, world_size, make, batches, {"strategy": DDP, "comm_hook": hook} | arguments)
+            except StratagemError as error:
+                result = {"error": str(error)}
+        warned = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+        results.append(result | {"warned": warned})
+    return results
+
+
+def poison(hooks, batches, make=Net, **arguments):
+    """Return the results of all ranks, for each of `hooks`."""
+    every = run_in_processes(_poison, 2, hooks, make, batches, {"accelerator": "cpu"} | arguments)
+    return list(zip(hooks, zip(*every, strict=True), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted_on_all_ranks(value):
+    batches = joined_batches(6, 16)
+    without, _ = train_plainly(batches[:3] + batches[4:])
+
+    for hook, results in poison([chosen(name) for name in LOSSY], poisoned(batches, 3, value)):
+        weights = weights_on_all_ranks(list(results))
+        for rank, result in enumerate(results):
+            assert result["used"] == [0, 1, 2, 4, 5], hook
+            assert len(result["warned"]) == (1 if rank == 0 else 0), hook
+        limit = {"fp16_compress": 1e-3, "bf16_compress": 1e-2, "int8": 2e-2}.get(hook["name"], 0.7)
+        assert relative_difference(weights, without) < limit, hook
+
+
+def test_a_stack_skips_what_overflows_below():
+    batches = joined_batches(4, 16)
+    batches[2][1].mul_(1e6)
+
+    for _, results in poison([["fp16_compress"], [chosen("powersgd"), "fp16_compress"]], batches):
+        assert [result["used"] for result in results] == [[0, 1, 3], [0, 1, 3]]
+
+
+def test_it_is_an_error_where_that_is_asked_for():
+    hooks = [chosen(name, nonfinite="error") for name in LOSSY]
+    for hook, results in poison(hooks, poisoned(joined_batches(5, 16), 3, math.nan)):
+        for result in results:
+            assert f"comm_hook '{hook['name']}' averaged gradients that are not finite" in result["error"]
+            assert f'comm_hook.{hook["name"]}.nonfinite is "error"' in result["error"]
+
+
+def test_a_window_of_accumulation_is_skipped_as_a_whole():
+    batches = joined_batches(6, 16)
+    without, _ = train_plainly(batches[:2] + batches[4:], accumulate=2)
+
+    for _, results in poison(["fp16_compress"], poisoned(batches, 2, math.nan), accumulate_grad_batches=2):
+        assert results[0]["steps"] == 3
+        assert relative_difference(weights_on_all_ranks(list(results)), without) < 1e-3
+
+
+def test_several_optimizers_by_hand_skip_theirs():
+    batches = joined_batches(5, 16)
+
+    for _, results in poison(["fp16_compress", "int8"], poisoned(batches, 3, math.nan), Gan):
+        weights = weights_on_all_ranks(list(results))
+        assert [result["used"] for result in results] == [[0, 1, 2, 4]] * 2
+        assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_a_precision_that_scales_the_loss_decides_itself():
+    batches = poisoned(joined_batches(5, 16), 3, math.nan)
+    hooks = ["int8", {"name": "int8", "nonfinite": "error"}]
+    (_, skipped), (_, refused) = poison(hooks, batches, precision={"name": "16-mixed", "init_scale": 16.0})
+
+    assert [result["used"] for result in skipped] == [[0, 1, 2, 4]] * 2
+    assert [result["warned"] for result in skipped] == [[], []]
+    for result in refused:
+        assert "comm_hook.int8.nonfinite is 'error', and the precision scales the loss" in result["error"]
+
+
+def _own_loop(rank, world_size, batches):
+    run = sg.Run(strategy=DDP, comm_hook="int8", devices=world_size, accelerator="cpu")
+    with run:
+        module = Net()
+        model, optimizer = run.setup(module, module.configure_optimizers())
+        stepped = []
+        for x, y in part(batches, rank, world_size):
+            optimizer.zero_grad()
+            run.backward(loss_of(model(x), y))
+            stepped.append(run.optimizer_step(optimizer))
+    return stepped
+
+
+def test_a_loop_of_your_own_is_told_of_a_skipped_step():
+    for stepped in run_in_processes(_own_loop, 2, poisoned(joined_batches(4, 16), 1, math.nan)):
+        assert stepped == [True, False, True, True]
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+class SaveAfter(sg.Callback):
+    """Saves when an epoch ends, and keeps what the hook of this rank remembers and tells then."""
+
+    def __init__(self, path, epoch):
+        self.path, self.epoch = path, epoch
+
+    @sg.hookimpl
+    def on_train_epoch_end(self, trainer, run):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+            hook = run.stack.comm_hooks[0].plugin
+            self.state, self.statistics = hook.rank_state(run), hook.statistics(run)
+
+
+class Remembers(sg.Callback):
+    """Keeps what the hook remembers when a fit starts."""
+
+    @sg.hookimpl
+    def on_fit_start(self, run):
+        self.state = run.stack.comm_hooks[0].plugin.rank_state(run)
+
+
+#: With a search for unused parameters DDP leaves its buckets as they were: a resumed run cuts them as the first did.
+SAME_BUCKETS = {"name": "ddp_find_unused_parameters_true", "bucket_cap_mb": 0.002}
+
+
+def _resume(rank, world_size, folder, strategy, batches):
+    results = {}
+    for name in WITH_FEEDBACK:
+        hook = chosen(name, **({"start_iter": 2} if name == "one_bit" else {}))
+        arguments = {"strategy": strategy, "comm_hook": hook, "accelerator": "cpu", "max_epochs": 2}
+        path, saver, remembers = folder / name, SaveAfter(folder / name, 0), Remembers()
+        whole = train(rank, world_size, Net, batches, arguments | {"callbacks": [saver]})["weights"]
+        trainer = sg.Trainer(**(QUIET | arguments | {"devices": world_size, "callbacks": [remembers]}))
+        resumed = Net()
+        trainer.fit(resumed, part(batches, rank, world_size), ckpt_path=path)
+        results[name] = {
+            "whole": whole, "resumed": {key: value.clone() for key, value in resumed.state_dict().items()},
+            "saved": saver.state, "loaded": remembers.state, "statistics": saver.statistics,
+        }  # fmt: skip
+    return results
+
+
+def flat(state):
+    """Return all tensors within `state`."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [tensor for item in items for tensor in flat(item)]
+
+
+@pytest.mark.slow
+def test_resumed_equals_uninterrupted(tmp_path):
+    for ranks in run_in_processes(_resume, 2, tmp_path, SAME_BUCKETS, joined_batches(4, 16)):
+        for name, result in ranks.items():
+            assert flat(result["saved"]), name
+            assert all(map(torch.equal, flat(result["saved"]), flat(result["loaded"]))), name
+            assert result["saved"]["steps"] == result["loaded"]["steps"] == 4
+            differing = [
+                key for key, value in result["whole"].items() if not torch.equal(value, result["resumed"][key])
+            ]
+            assert differing == [], name
+            norm = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in flat(result["saved"]["owed"])]))
+            assert result["statistics"] == {"error_norm": pytest.approx(float(norm), rel=1e-5)}
+            assert norm > 0
+
+
+@pytest.mark.slow
+def test_where_buckets_are_laid_out_anew_a_resumed_run_owes_as_much(tmp_path):
+    """DDP's first step has other buckets, also after a restart: the same numbers do not travel together."""
+    for ranks in run_in_processes(_resume, 2, tmp_path, DDP, joined_batches(4, 16)):
+        for name, result in ranks.items():
+            assert all(map(torch.equal, flat(result["saved"]), flat(result["loaded"]))), name
+            assert relative_difference(result["resumed"], result["whole"]) < 0.5, name
+
+
+def _save(rank, world_size, folder, batches):
+    states = {}
+    for name in WITH_FEEDBACK:
+        saver = SaveAfter(folder / name, 0)
+        hook = chosen(name)
+        train(rank, world_size, Net, batches, {"strategy": DDP, "comm_hook": hook, "callbacks": [saver]} | CPU)
+        states[name] = saver.state
+    return states
+
+
+def _load(rank, world_size, folder, batches):
+    states = {}
+    for name in WITH_FEEDBACK:
+        remembers, arguments = Remembers(), {"strategy": DDP, "comm_hook": chosen(name), "max_epochs": 2} | CPU
+        trainer = sg.Trainer(**(QUIET | arguments | {"devices": world_size, "callbacks": [remembers]}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of random states, which are not what this is about
+            trainer.fit(Net(), part(batches, rank, world_size), ckpt_path=folder / name)
+        states[name] = remembers.state
+    return states
+
+
+def owed_to_the_average(states):
+    """Return what the next average lacks, by parameter: the mean of what ranks owe, and what each owes to its chunk."""
+    owed = {key: sum(state["rests"][key] for state in states) / len(states) for key in states[0]["rests"]}
+    for state in states:
+        for chunk in state["chunks"].values():
+            whole = torch.zeros(sum(size for _, size in chunk["layout"]))
+            whole[chunk["start"] : chunk["start"] + chunk["rest"].numel()] = chunk["rest"]
+            for (key, _), piece in zip(
+                chunk["layout"], whole.split([size for _, size in chunk["layout"]]), strict=True
+            ):
+                owed[key] = owed[key] + piece
+    return owed
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_owes_as_much(tmp_path):
+    batches = joined_batches(4, 24)
+    saved = run_in_processes(_save, 2, tmp_path, batches)
+    for world_size in (1, 3):
+        loaded = run_in_processes(_load, world_size, tmp_path, batches)
+        for name in WITH_FEEDBACK:
+            before = owed_to_the_average([states[name]["owed"] for states in saved])
+            after = owed_to_the_average([states[name]["owed"] for states in loaded])
+            assert before.keys() == after.keys() >= {"net.0.weight", "net.4.bias"}
+            for key, value in before.items():
+                assert torch.allclose(value, after[key], rtol=1e-4, atol=1e-6), f"{name}, {key}, {world_size} ranks"
+            assert {states[name]["steps"] for states in loaded} == {4}
+
+
+def test_what_is_remembered_belongs_to_a_run_and_its_module():
+    run, other = (sg.Run(strategy="ddp", comm_hook=OneBit(), accelerator="cpu") for _ in range(2))
+    hook = run.stack.comm_hooks[0].plugin
+    first, second = Net(), Net()
+
+    run.module = first
+    memory = hook.owed(run)
+    assert hook.owed(run) is memory
+    assert hook.owed(other) is not memory
+    run.module = second
+    assert hook.owed(run) is not memory
+    assert pickle.loads(pickle.dumps(hook)).owed(run) is not hook.owed(run)
+
+
+# --- Options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ({"name": "powersgd", "rank": 0}, "comm_hook.powersgd.rank is 0; expected at least 1"),
+        ({"name": "powersgd", "matrix_approximation_rank": -1}, "matrix_approximation_rank is -1; expected at least 1"),
+        (
+            {"name": "powersgd", "rank": 2, "matrix_approximation_rank": 4},
+            "comm_hook.powersgd.rank is 2 and matrix_approximation_rank is 4; expected one of them",
+        ),
+        ({"name": "powersgd", "start_powerSGD_iter": 1}, "start_powerSGD_iter is 1 with use_error_feedback or warm_st"),
+        ({"name": "batched_powersgd", "start_powerSGD_iter": -1, "use_error_feedback": False, "warm_start": False},
+         "start_powerSGD_iter is -1; expected at least 0"),
+        ({"name": "powersgd", "min_compression_rate": 0.5}, "min_compression_rate is 0.5; expected at least 1"),
+        ({"name": "powersgd", "orthogonalization_epsilon": -1.0}, "orthogonalization_epsilon is -1.0; expected at lea"),
+        ({"name": "topk", "ratio": 1.5}, "comm_hook.topk.ratio is 1.5; expected a number from 0 to 1"),
+        ({"name": "topk", "ratio": 0.0}, "comm_hook.topk.ratio is 0.0; expected more than 0"),
+        ({"name": "topk", "ratio": math.nan}, "comm_hook.topk.ratio is nan"),
+        ({"name": "one_bit", "start_iter": -1}, "comm_hook.one_bit.start_iter is -1; expected at least 0"),
+        ({"name": "int8", "error_feedback": "yes"}, "comm_hook.int8.error_feedback is 'yes'; expected true or false"),
+        ({"name": "int8", "nonfinite": "ignore"}, "comm_hook.int8.nonfinite is 'ignore'; expected 'skip' or 'error'"),
+        (["fp16_compress", "powersgd"], "'powersgd' needs the shapes"),
+        (["int8", "fp16_compress"], "'int8' sends by itself"),
+        (["noop", "fp16_compress"], "'noop' sends by itself"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(hook, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "rank"),
+    [
+        ({}, 1),
+        ({"rank": 2}, 2),
+        ({"matrix_approximation_rank": 3}, 3),
+        ({"rank": 4, "matrix_approximation_rank": 4}, 4),
+    ],
+)
+def test_rank_has_two_names(options, rank):
+    run = sg.Run(strategy="ddp", comm_hook={"name": "powersgd"} | options, accelerator="cpu")
+
+    assert run.stack.comm_hooks[0].plugin.rank == rank
+
+
+# --- Corners -----------------------------------------------------------------------------------------------------
+
+
+def powersgd(**options):
+    return PowerSGD(start_powerSGD_iter=0, use_error_feedback=False, warm_start=False, **options)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
+    outer = torch.outer(torch.arange(1.0, 21), torch.linspace(-1, 1, 30)).to(dtype)
+    if dtype.is_complex:
+        outer = outer * (1 - 2j)
+    buffer = outer.flatten().clone()
+    bucket = Bucket(buffer=buffer, parameters=(torch.nn.Parameter(outer),), gradients=(buffer.view(20, 30),))
+    run = sg.Run(strategy="ddp", comm_hook=powersgd(orthogonalization_epsilon=epsilon), accelerator="cpu")
+
+    result = run.bucket_reducer()(bucket).wait().view(20, 30)
+
+    assert result.dtype == dtype
+    assert float((result - outer).abs().max()) < (0.3 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_zeros_are_no_dead_end_for_a_warm_start():
+    hook = PowerSGD(start_powerSGD_iter=2)
+    run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
+    reduce = run.bucket_reducer()
+    hook._watches.of(run).steps = 2
+
+    reduce(one_bucket(0.0)).wait()
+    result = reduce(one_bucket(3.0)).wait()
+
+    assert torch.allclose(result, torch.full((NUMBERS,), 3.0), atol=1e-4)
+
+
+def test_nothing_is_lost_on_one_rank():
+    for hook in (Int8(), TopK(), OneBit(start_iter=0)):
+        run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
+        result = run.bucket_reducer()(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
+        assert result.tolist() == pytest.approx([1.0, -0.1, 0.003])

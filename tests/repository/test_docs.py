@@ -234,3 +234,21 @@ def _sharding_snippets(rank, world_size, folder):
         trainer.fit(names[cls](), [(torch.randn(4, 32), torch.randn(4, 1)) for _ in range(2)])
         steps.append(trainer.global_step)
     return steps
+
+
+def test_the_snippets_about_tuning_run():
+    for steps, strategy in run_in_processes(_tuning_snippets, 2):
+        assert steps == [4, 4]
+        assert strategy.nccl["min_nchannels"] == 8
+
+
+def _tuning_snippets(rank, world_size):
+    names = {"sg": sg, "model": Net(), "batches": joined_batches(4, 8), "interface": "lo"}
+    buckets, nccl, timeouts = snippets("docs/tuning.md")
+    exec(nccl, names)
+    steps = []
+    for source in (buckets, timeouts):
+        exec(source, names)
+        steps.append(names["trainer"].global_step)
+        names["trainer"].close()
+    return steps, names["strategy"]

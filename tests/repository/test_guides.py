@@ -9,7 +9,7 @@ DeepSpeed (stages, offload, NVMe, config files, its own     no such strategy is 
 optimizers and activation checkpointing)
 PowerSGD, PowerSGD in fp16, post-local SGD                  no such communication hook is installed
 one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
-``accelerator="dp"``, ``"ddp2"``, Horovod                   left behind by torch, too
+Horovod                                                     left behind by torch, too
 SLURM, Kubernetes                                           no such environment is installed
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py

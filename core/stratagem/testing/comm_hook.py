@@ -14,6 +14,7 @@ from stratagem.plugin import GRADIENT_BUCKETS, Bucket
 from stratagem.testing.conformance import QUIET, Conformance, refusal
 from stratagem.testing.reference import Net, joined_batches, train_module_plainly
 from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem.world import Collectives
 
 _BATCH = 24
 
@@ -54,26 +55,20 @@ class CommHookConformance(Conformance):
                     assert error < max(self.tolerance, coarse), f"off by {error:.1e} in a bucket of {got.numel()}"
 
     def test_does_not_wait(self) -> None:
-        """It returns a future at once, and several buckets may be on their way, finishing in any order."""
-        hook, sent = self.choice().plugin, list[tuple[Tensor, Any]]()
+        """It leaves backward alone: several buckets may be on their way, and their answers come in any order."""
+        run, paper = sg.Run(**self.choose()), _Paper()
+        reduce = run.bucket_reducer(over=paper)
+        assert reduce is not None
+        futures = [reduce(_of_one_parameter(index)) for index in range(2)]
 
-        def average(tensor: Tensor) -> Any:
-            sent.append((tensor, torch.futures.Future()))
-            return sent[-1][1]
-
-        run = sg.Run(**self.choose())
-        buckets = [Bucket(buffer=torch.full((64,), float(2 + i)), index=i, is_last=i == 1) for i in range(2)]
-        futures = [call(hook, bucket, average, run) for bucket in buckets]
-
-        assert all(hasattr(future, "then") and hasattr(future, "done") for future in futures), "it returns no future"
-        assert sent, "it sent nothing"
+        assert paper.sent, "it sent nothing"
         assert not any(future.done() for future in futures), "it is done before anything arrived"
         arrived = 0
-        while arrived < len(sent):  # a hook may send again when something arrives
-            waiting = sent[arrived:]
-            arrived = len(sent)
-            for tensor, future in reversed(waiting):
-                future.set_result(tensor)
+        while arrived < len(paper.sent):  # a hook may send again when something arrives
+            waiting = paper.sent[arrived:]
+            arrived = len(paper.sent)
+            for answer, future in reversed(waiting):
+                future.set_result(answer)
         if self.tolerance is not None:
             for index, future in enumerate(futures):
                 assert torch.allclose(future.wait().float(), torch.full((64,), float(2 + index)), rtol=self.tolerance)
@@ -104,8 +99,15 @@ class CommHookConformance(Conformance):
         """What a hook above sends may be any piece of a bucket, and what a hook below returns may be rounded."""
         batches = joined_batches(6, _BATCH)
         reference, _ = train_module_plainly(Net(), batches)
-        for stack in ([self.plugin, Halves()], [Halves(), self.plugin]):
-            self._compare(self._train(several, batches, comm_hook=stack), reference)
+        plugin = self.choice().plugin
+        for stack, is_legal in (
+            ([self.plugin, Halves()], not plugin.innermost),
+            ([Halves(), self.plugin], not plugin.outermost),
+        ):
+            if is_legal:
+                self._compare(self._train(several, batches, comm_hook=stack), reference)
+            else:
+                assert refusal(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack))) is not None  # type: ignore[misc]
 
     def test_a_second_run_is_like_the_first(self, several: int) -> None:
         """The same instance, in one process: nothing of the first run may be left in it."""
@@ -141,23 +143,40 @@ class Halves(sg.CommHook):
     """Sends each buffer in two pieces: what a hook under or over it must live with."""
 
     @sg.hookimpl
-    def reduce_bucket(self, bucket: Bucket, average: Any) -> Any:
+    def reduce_bucket(self, bucket: Bucket) -> Any:
         cut = bucket.buffer.numel() // 2
-        pieces = [average(piece) for piece in (bucket.buffer[:cut].clone(), bucket.buffer[cut:].clone())]
-
-        def join(future: Any) -> Tensor:
-            torch.cat([piece.value() for piece in future.value()], out=bucket.buffer)
-            return bucket.buffer
-
-        return torch.futures.collect_all(pieces).then(join)
+        first = yield bucket.buffer[:cut].clone()
+        second = yield bucket.buffer[cut:].clone()
+        return torch.cat([first, second], out=bucket.buffer)
 
 
-def call(hook: Any, bucket: Bucket, average: Any, run: Any) -> Any:
-    """Call ``hook.reduce_bucket`` with the arguments it names."""
-    import inspect
+class _Paper(Collectives):
+    """Two ranks that send the same, to be answered when a check says so."""
 
-    given = {"bucket": bucket, "average": average, "run": run}
-    return hook.reduce_bucket(**{name: given[name] for name in inspect.signature(hook.reduce_bucket).parameters})
+    world_size = 2
+
+    def __init__(self) -> None:
+        #: What each message is to be answered with.
+        self.sent: list[tuple[Tensor, Any]] = []
+
+    def average_async(self, tensor: Tensor) -> Any:
+        self.sent.append((tensor, torch.futures.Future()))
+        return self.sent[-1][1]
+
+    def all_gather_async(self, tensor: Tensor) -> Any:
+        return self.average_async(torch.cat([tensor, tensor]))
+
+    def exchange_async(self, tensor: Tensor) -> Any:
+        mine = tensor[: tensor.numel() // 2]
+        return self.average_async(torch.cat([mine, mine]))
+
+
+def _of_one_parameter(index: int) -> Bucket:
+    """Return one of two buckets that hold the gradient of a square parameter each."""
+    parameter, buffer = torch.nn.Parameter(torch.zeros(8, 8)), torch.full((64,), float(2 + index))
+    return Bucket(
+        buffer=buffer, index=index, is_last=index == 1, parameters=(parameter,), gradients=(buffer.view(8, 8),)
+    )
 
 
 # --- In each process ---------------------------------------------------------------------------------------------
@@ -173,18 +192,17 @@ def _average_buckets(rank: int, size: int, choose: dict[str, Any], dtype: torch.
     run, reduce = _connected(size, choose)
     results = []
     for step in range(3):
+        waiting = []
         for index, count in enumerate((1, 7, 64, 1000)):
             generator = torch.Generator().manual_seed(1000 * step + 10 * index)
             every = [torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
             buffer = every[rank].clone()
-            got = reduce(Bucket(buffer=buffer, index=index, is_last=index == 3)).wait()
-            results.append(
-                {
-                    "got": got.clone(),
-                    "true": torch.stack(every).double().mean(0),
-                    "like_buffer": (got.dtype, got.shape) == (dtype, (count,)),
-                }
-            )
+            future = reduce(Bucket(buffer=buffer, index=index, is_last=index == 3))
+            waiting.append((future, torch.stack(every).double().mean(0)))
+        for future, true in waiting:
+            got = future.wait()
+            like_buffer = (got.dtype, got.shape) == (dtype, true.shape)
+            results.append({"got": got.clone(), "true": true, "like_buffer": like_buffer})
     run.close()
     return results
 

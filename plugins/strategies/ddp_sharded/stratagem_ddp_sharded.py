@@ -11,20 +11,28 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     FULL_STATE,
+    GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
+    WITHIN_TEAM,
+    Bucket,
 )
 from stratagem.state import logical_optimizer_state, physical_optimizer_state
+from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.world import DEFAULT_TIMEOUT, Collectives, TorchCollectives
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
+#: What a copy in another process is made of.
+_OPTIONS = ("bucket_cap_mb", "timeout", "process_group_backend", "nccl", "gloo")
 #: Numbers up to which a tensor of the optimizer's is sent along with the outline of its state.
 _SMALL = 64
 
@@ -36,17 +44,28 @@ class ShardedDDPStrategy(Strategy):
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 2.
     """
 
+    #: Gradients that travel together through comm hooks, in megabytes (25 unless set): larger buckets mean fewer
+    #: messages, and more memory while they are on their way. Without a hook parameters travel one by one.
+    bucket_cap_mb: float | None = field(default=None, validator=more_than(0))
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = DEFAULT_TIMEOUT
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = None
+    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
+    #: slows down another; by default NCCL finds out by itself.
+    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    #: gloo's likewise. With NCCL they matter for what is saved in the background, which gloo synchronises.
+    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
 
     #: Which rank owns a parameter.
     _owners: Any = field(init=False, factory=WeakTensorKeyDictionary)
+    #: The comm hooks at work; None without any.
+    _reduce: Any = field(init=False, default=None)
 
     capabilities = Capabilities(
         provides={
-            CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
+            CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, GRADIENT_BUCKETS, MANUAL_OPTIMIZATION, MULTI_PROCESS,
+            MULTIPLE_OPTIMIZERS, NO_SYNC, WITHIN_TEAM,
         }
     )  # fmt: skip
 
@@ -55,7 +74,7 @@ class ShardedDDPStrategy(Strategy):
             self.timeout = timedelta(seconds=self.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"timeout": self.timeout, "process_group_backend": self.process_group_backend}
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -68,7 +87,12 @@ class ShardedDDPStrategy(Strategy):
         if world.world_size == 1:
             return Collectives()
         backend = self.process_group_backend or run.stack.accelerator.plugin.backend
-        return TorchCollectives.connect(world, run.device, backend=backend, timeout=self.timeout)
+        with in_force(self, run, backend):
+            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+
+    @hookimpl
+    def teardown(self, run):
+        take_back(run)
 
     @hookimpl
     def wrap_model(self, module, run):
@@ -76,7 +100,14 @@ class ShardedDDPStrategy(Strategy):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 run.collectives.broadcast(tensor.data)
-        self._divide(module, run.world_size)
+        self._divide(module, run.peers.world_size)
+        self._reduce = run.bucket_reducer() if run.stage == "train" else None
+        if self._reduce is None and self.bucket_cap_mb is not None and run.stage == "train":
+            raise ConfigError(
+                f"strategy.ddp_sharded.bucket_cap_mb is {self.bucket_cap_mb} and there is no comm hook",
+                expected="one: without, parameters travel one by one",
+                do="drop it, or choose a comm_hook",
+            )
         return module
 
     def _divide(self, module: nn.Module, world_size: int) -> None:
@@ -110,13 +141,35 @@ class ShardedDDPStrategy(Strategy):
         for parameter in parameters:
             if parameter.grad is None:  # this rank's loss did not reach it, another's did
                 parameter.grad = torch.zeros_like(parameter)
-        futures = [run.collectives.average_async(parameter.grad) for parameter in parameters]
-        for parameter, future in zip(parameters, futures, strict=True):
-            future.wait()
-            if self._owners[parameter] == run.rank:
+        if self._reduce is not None:
+            self._average_in_buckets(parameters)
+        else:
+            with run.peers.traffic.sent_by("gradients"):
+                futures = [run.peers.average_async(parameter.grad) for parameter in parameters]
+            for future in futures:
+                future.wait()
+        for parameter in parameters:
+            if self._owners[parameter] == run.peers.rank:
                 setattr(parameter.grad, _AVERAGED, True)
             else:
                 parameter.grad = None
+
+    def _average_in_buckets(self, parameters):
+        """Average the gradients of `parameters` through the comm hooks, in flat buckets."""
+        groups = _buckets(parameters, (self.bucket_cap_mb or 25.0) * 1e6)
+        arrivals = []
+        for index, group in enumerate(groups):
+            sizes = [parameter.numel() for parameter in group]
+            buffer = torch.cat([parameter.grad.flatten() for parameter in group])
+            views = [part.view_as(p) for p, part in zip(group, buffer.split(sizes), strict=True)]
+            last = index == len(groups) - 1
+            bucket = Bucket(
+                buffer=buffer, index=index, is_last=last, parameters=tuple(group), gradients=tuple(views)
+            )  # fmt: skip
+            arrivals.append((group, sizes, self._reduce(bucket)))
+        for group, sizes, arrival in arrivals:
+            for parameter, part in zip(group, arrival.wait().split(sizes), strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
 
     @hookimpl
     def clip_gradients(self, optimizer, max_norm, max_value, run):
@@ -128,7 +181,7 @@ class ShardedDDPStrategy(Strategy):
         squares = torch.zeros((), device=run.device, dtype=torch.float64)
         for gradient in gradients:
             squares += torch.linalg.vector_norm(gradient).double() ** 2
-        total = run.collectives.all_reduce(squares, "sum").sqrt()
+        total = run.peers.all_reduce(squares, "sum").sqrt()
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -139,10 +192,10 @@ class ShardedDDPStrategy(Strategy):
         # Without gradients an optimizer passes by what this rank does not own, and keeps no state for it.
         stepped = yield
         if stepped:
-            with torch.no_grad():
+            with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        run.collectives.broadcast(parameter.data, self._owners[parameter])
+                        run.peers.broadcast(parameter.data, self._owners[parameter])
         return stepped
 
     # --- State ---------------------------------------------------------------------------------------------------
@@ -152,7 +205,7 @@ class ShardedDDPStrategy(Strategy):
         logical = logical_optimizer_state(optimizer, module)
         mine, state = logical["state"], {}
         # One tensor after the other: no rank ever holds more of the others' state than it is asked for.
-        for owner, theirs in enumerate(run.collectives.all_gather_object(_outline(mine))):
+        for owner, theirs in enumerate(run.peers.all_gather_object(_outline(mine))):
             for name, entry in theirs.items():
                 state[name] = {
                     key: self._fetch(mine.get(name, {}).get(key), value, owner, run)
@@ -169,12 +222,12 @@ class ShardedDDPStrategy(Strategy):
         if not run.whole_state:
             return absent if mine is None else mine
         tensor = torch.empty(shape.size, dtype=shape.dtype, device=run.device) if mine is None else mine
-        tensor = run.collectives.broadcast(tensor.contiguous(), owner)
+        tensor = run.peers.broadcast(tensor.contiguous(), owner)
         return tensor if run.needs_values else absent
 
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):
-        owned = {name for name, p in module.named_parameters() if self._owners.get(p, run.rank) == run.rank}
+        owned = {name for name, p in module.named_parameters() if self._owners.get(p, run.peers.rank) == run.peers.rank}
         mine = {name: entry for name, entry in state["state"].items() if name in owned}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
@@ -204,4 +257,18 @@ def _outline(state: dict[str, Any]) -> dict[str, Any]:
 def _reached(parameters, run) -> list[bool]:
     """Return for each parameter whether any rank has a gradient for it: all ranks must send the same ones."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=run.device)
-    return run.collectives.all_reduce(flags, "max").bool().tolist() if parameters else []
+    return run.peers.all_reduce(flags, "max").bool().tolist() if parameters else []
+
+
+def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Group `parameters`, the last ones first as backward reaches them, into buckets of one dtype and `limit` bytes."""
+    groups: list[list[nn.Parameter]] = []
+    room: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
+    for parameter in reversed(parameters):
+        group, left = room.get(parameter.dtype, ([], 0.0))
+        if left < parameter.nbytes:
+            group, left = [], limit
+            groups.append(group)
+        group.append(parameter)
+        room[parameter.dtype] = group, left - parameter.nbytes
+    return groups

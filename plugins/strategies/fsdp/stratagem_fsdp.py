@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from attrs import define, field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -23,15 +25,19 @@ from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     FULL_STATE,
+    GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     SHARDED_PARAMETERS,
+    WITHIN_TEAM,
+    Bucket,
 )
 from stratagem.recomputation import recompute
 from stratagem.selection import check_policy, children_first, select
 from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
+from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, TorchCollectives
 
 _M_MMAP_THRESHOLD = -3
@@ -68,6 +74,11 @@ class FSDPStrategy(Strategy):
     timeout: timedelta = DEFAULT_TIMEOUT
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = None
+    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
+    #: slows down another; by default NCCL finds out by itself.
+    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    #: gloo's likewise. With NCCL they matter for what is saved in the background, which gloo synchronises.
+    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
     #: Of the first FSDP; its second implementation always limits them.
     limit_all_gathers: bool = field(default=True)
     #: Of the first FSDP; its second implementation always keeps the original parameters.
@@ -76,18 +87,15 @@ class FSDPStrategy(Strategy):
     _device_mesh: Any = field(init=False, default=None)
     _syncs: bool | None = field(init=False, default=None)
 
-    capabilities = Capabilities(
-        provides={
-            CLIP_BY_NORM,
-            CLIP_BY_VALUE,
-            FULL_STATE,
-            MANUAL_OPTIMIZATION,
-            MULTI_PROCESS,
-            MULTIPLE_OPTIMIZERS,
-            NO_SYNC,
-            SHARDED_PARAMETERS,
-        }
-    )
+    @property
+    def capabilities(self) -> Capabilities:
+        """What is averaged over replicas passes comm hooks; what is only cut into shards does not."""
+        provides = {
+            CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
+            SHARDED_PARAMETERS, WITHIN_TEAM,
+        }  # fmt: skip
+        replicates = self.sharding_strategy in ("HYBRID_SHARD", "NO_SHARD")
+        return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
@@ -150,13 +158,31 @@ class FSDPStrategy(Strategy):
     @hookimpl
     def connect(self, world, run):
         backend = self.process_group_backend or run.stack.accelerator.plugin.backend
-        collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=self.timeout)
-        replicas, shards = self._layout(world)
-        sizes, names = ((shards,), ("shard",)) if replicas == 1 else ((replicas, shards), ("replicate", "shard"))
+        with in_force(self, run, backend):
+            collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
         if run.device.type == "cpu" or self.cpu_offload:
             _return_large_blocks()
-        self._device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=names)
+        self._device_mesh = self._arranged(run)
         return collectives
+
+    def _arranged(self, run):
+        """Return the mesh of this rank's team: the axes that FSDP shards over, and replicates over unless hooks do."""
+        replicas, shards = self._layout(run.team_world)
+        teams = run.world.world_size // (replicas * shards)
+        sizes = {"team": teams, "replicate": replicas, "shard": shards}
+        axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "shard"]
+        mesh = init_device_mesh(run.device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+        wanted = ("shard",) if run.stack.comm_hooks else tuple(axis for axis in axes if axis != "team")
+        return mesh if wanted == tuple(axes) else mesh[wanted]
+
+    def _replicas(self, run):
+        """Return the conversation of the ranks that hold the same shard. Collective."""
+        replicas, shards = self._layout(run.team_world)
+        return run.peers.split([[shards * row + column for row in range(replicas)] for column in range(shards)])
+
+    @hookimpl
+    def teardown(self, run):
+        take_back(run)
 
     @hookimpl
     def init_context(self):
@@ -195,6 +221,10 @@ class FSDPStrategy(Strategy):
             fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_scalars(user))
         fill(user)
         root = fully_shard(module, **options, ignored_params=_scalars(user))
+        replicas = self._layout(run.team_world)[0]
+        _count_bytes([*units, root], replicas, run.collectives.traffic)
+        if run.stack.comm_hooks and run.stage == "train":
+            _send_through_hooks([*units, root], run.bucket_reducer(over=self._replicas(run)))
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             _match_inputs(user)
         user.__dict__[_WRAPPED] = (root, self._device_mesh)
@@ -282,7 +312,7 @@ class FSDPStrategy(Strategy):
     def _average_scalars(self, run):
         for parameter in run.module.parameters():
             if parameter.dim() == 0 and parameter.grad is not None:
-                parameter.grad = run.collectives.all_reduce(parameter.grad, "mean")
+                parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
 
     @hookimpl
     def on_validation_end(self, run):
@@ -345,6 +375,64 @@ def _mark(module: nn.Module, **overrides: Any) -> nn.Module:
         )  # fmt: skip
     module.__dict__[_MARK] = True
     return module
+
+
+def _count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any) -> None:
+    """Have `units` count in `traffic` what they send."""
+    for unit in units:
+        assert isinstance(unit, FSDPModule), "it was sharded"
+        unit.set_custom_all_gather(_CountingAllGather(traffic))
+        unit.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
+        if num_replicas > 1:  # FSDP calls it when it has averaged over replicas itself
+            unit.set_all_reduce_hook(
+                lambda reduced: traffic.add("all_reduce", reduced.nbytes, num_replicas, sender="gradients")
+            )
+
+
+class _CountingAllGather(DefaultAllGather):
+    def __init__(self, traffic: Any) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _CountingReduceScatter(DefaultReduceScatter):
+    def __init__(self, traffic: Any) -> None:
+        super().__init__()
+        self._traffic = traffic
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self._traffic.add("reduce_scatter", input_tensor.nbytes, group.size(), sender="gradients")
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def _send_through_hooks(units: list[nn.Module], reduce: Callable[[Bucket], Any]) -> None:
+    """Average over the replicas what `units` have reduced over their shards, a bucket for each unit."""
+
+    def average(index: int, unit: FSDPModule, reduced: torch.Tensor) -> None:
+        parameters, gradients = _shards_in(unit, reduced)
+        # Each bucket is the last of its kind: FSDP goes on with the result at once.
+        bucket = Bucket(buffer=reduced, index=index, parameters=parameters, gradients=gradients)
+        reduced.copy_(reduce(bucket).wait())
+
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule), "it was sharded"
+        unit.set_all_reduce_hook(functools.partial(average, index, unit))
+
+
+def _shards_in(unit: FSDPModule, reduced: torch.Tensor) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """Return the parameters whose gradients' shards lie in `reduced`, and these; nothing if some were not reached."""
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    trained = [each for group in groups for each in group.fsdp_params if each.sharded_param.requires_grad]
+    shapes = [each.padded_sharded_param_size for each in trained]
+    sizes = [shape.numel() for shape in shapes]
+    if sum(sizes) != reduced.numel():
+        return (), ()
+    views = [part.view(shape) for part, shape in zip(reduced.split(sizes), shapes, strict=True)]
+    return tuple(each.sharded_param for each in trained), tuple(views)
 
 
 def _check_tied(root: nn.Module, units: list[nn.Module]) -> None:

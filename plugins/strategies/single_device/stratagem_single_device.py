@@ -13,6 +13,7 @@ from stratagem.plugin import (
     MANUAL_OPTIMIZATION,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
+    WITHIN_TEAM,
 )
 
 
@@ -29,6 +30,7 @@ class SingleDeviceStrategy(Strategy):
             MANUAL_OPTIMIZATION,
             MULTIPLE_OPTIMIZERS,
             NO_SYNC,  # with nobody to talk to, inner micro-batches are silent by nature
+            WITHIN_TEAM,
         }
     )
 

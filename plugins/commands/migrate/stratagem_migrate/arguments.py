@@ -190,7 +190,6 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
 
 _Rows = Iterator[tuple[str, str, str]]
 
-_ONE_EACH: Final = "one process for each device; the batch size is each process's"
 _NOT_AVAILABLE: Final = "not available"
 _DEEPSPEED: Final = "deepspeed is not available yet"
 
@@ -199,8 +198,8 @@ _OLD_STRATEGIES: Final = {
     "ddp_cpu": 'accelerator="cpu", strategy="ddp_spawn"',
     "ddp": 'strategy="ddp"',
     "ddp_spawn": 'strategy="ddp_spawn"',
-    "dp": f'strategy="ddp" ({_ONE_EACH})',
-    "ddp2": f'strategy="ddp" ({_ONE_EACH})',
+    "dp": 'strategy="dp"',
+    "ddp2": 'strategy="ddp2"',
     "horovod": 'strategy="ddp" (under torchrun instead of horovodrun; the learning rate is not scaled)',
     "ddp_sharded_spawn": 'strategy="ddp_sharded", launcher="spawn"',
     "ddp_fully_sharded": 'strategy="fsdp"',

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
-from stratagem.options import more_than
+from stratagem.options import at_least, more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -23,9 +24,13 @@ from stratagem.plugin import (
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
+    WITHIN_TEAM,
     Bucket,
 )
+from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
+from stratagem_ddp import literal
+from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 
@@ -50,9 +55,26 @@ class DDPStrategy(Strategy):
     timeout: timedelta = DEFAULT_TIMEOUT
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = None
+    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
+    #: slows down another; by default NCCL finds out by itself.
+    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    #: gloo's likewise. With NCCL they matter for what is saved in the background, which gloo synchronises.
+    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
+    #: A hook of torch's, or a callable of (state, bucket) that returns a future of the averaged bucket. ``comm_hook=``
+    #: of the trainer chooses by name, and works under other strategies, too.
+    ddp_comm_hook: Any = None
+    #: The first argument of `ddp_comm_hook`, such as torch's PowerSGDState.
+    ddp_comm_state: Any = None
+    #: A callable that makes a hook of a hook: torch's fp16_compress_wrapper and bf16_compress_wrapper, or one's own.
+    ddp_comm_wrapper: Any = None
+    #: With torch's post_localSGD_hook: steps between two averages of the parameters. More send less and drift further.
+    model_averaging_period: int | None = field(default=None, validator=at_least(1))
     #: How the processes of this node begin: "popen" runs the script again, "spawn" and "fork" run the training function
     #: in fresh or in copied processes. None leaves it to `launcher`.
     start_method: Literal["popen", "subprocess", "spawn", "fork"] | None = None
+
+    #: What DDP sends in a step without hooks, in bytes.
+    _num_bytes: int = field(init=False, default=0)
 
     capabilities = Capabilities(
         provides={
@@ -65,12 +87,27 @@ class DDPStrategy(Strategy):
             MULTI_PROCESS,
             MULTIPLE_OPTIMIZERS,
             NO_SYNC,
+            WITHIN_TEAM,
         }
     )
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
             self.timeout = timedelta(seconds=self.timeout)
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError(
+                "strategy.ddp.static_graph and strategy.ddp.find_unused_parameters are both true",
+                expected="one of the two: a static graph finds unused parameters in its first step",
+                do="drop find_unused_parameters",
+            )
+        literal.check(*self._literal)
+
+    @property
+    def _literal(self):
+        return self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self.model_averaging_period
+
+    def default_comm_hooks(self) -> list[Any]:
+        return literal.plugins(*self._literal)
 
     def default_launcher(self) -> str | None:
         return None if self.start_method is None else _LAUNCHERS[self.start_method]
@@ -81,7 +118,12 @@ class DDPStrategy(Strategy):
     @hookimpl
     def connect(self, world, run):
         backend = self.process_group_backend or run.stack.accelerator.plugin.backend
-        return TorchCollectives.connect(world, run.device, backend=backend, timeout=self.timeout)
+        with in_force(self, run, backend):
+            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+
+    @hookimpl
+    def teardown(self, run):
+        take_back(run)
 
     @hookimpl
     def wrap_model(self, module, run):
@@ -99,6 +141,7 @@ class DDPStrategy(Strategy):
         replica = _Replica(
             module,
             device_ids=None if run.device.type == "cpu" else [run.device],
+            process_group=run.peers.group,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=search,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -106,7 +149,9 @@ class DDPStrategy(Strategy):
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
-            replica.register_comm_hook(reducer, _reduce)
+            replica.register_comm_hook(reducer, _reduce)  # which counts by itself
+        silent = reducer is not None
+        self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
         return replica
 
     @hookimpl
@@ -117,17 +162,39 @@ class DDPStrategy(Strategy):
 
     @hookimpl
     def backward(self, loss, module, run):
-        if run.manual and run.sync_gradients and isinstance(module, DistributedDataParallel):
-            _backward_inside_forward(loss, module)
-        else:
-            _explaining_unused(loss.backward)
+        if not isinstance(module, DistributedDataParallel):
+            loss.backward()
+            return True
+        try:
+            if run.manual and run.sync_gradients:
+                _backward_inside_forward(loss, module)
+            else:
+                loss.backward()
+            if run.sync_gradients and run.trainer is not None:  # a loop of one's own may need several backwards a step
+                check_complete(module, run)
+        except RuntimeError as error:
+            explain(error, module, run.rank, loss)
+            raise
+        if self._num_bytes and run.sync_gradients:
+            run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
+        if module.static_graph and run.sync_gradients and REACHED not in vars(module):
+            vars(module)[REACHED] = reached(loss)
         return True
+
+    @hookimpl
+    def on_fit_end(self, trainer, run):
+        # Under manual optimization torch keeps no count of what went unused.
+        searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
+        if searched and not run.manual:
+            said = advice(run, trainer.global_step)
+            if said and run.is_global_zero:
+                warnings.warn(said, stacklevel=2)
 
     @hookimpl
     def on_validation_start(self, run):
         if isinstance(run.model, DistributedDataParallel):
             for buffer in run.module.buffers():
-                run.collectives.broadcast(buffer)
+                run.peers.broadcast(buffer)
 
 
 class _Replica(DistributedDataParallel):
@@ -135,10 +202,19 @@ class _Replica(DistributedDataParallel):
     have a batch more than another.
     """
 
+    def __init__(self, module, **options):
+        super().__init__(module, **options)
+        #: DDP counts those that are to be trained now: what is frozen later keeps its number.
+        self.names = names_of(self)
+
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled():
-            return _explaining_unused(super().forward, *inputs, **kwargs)
-        return self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            explain(error, self, torch.distributed.get_rank())
+            raise
 
 
 def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and wants objects rather than text
@@ -169,65 +245,8 @@ def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParalle
     replica.require_forward_param_sync = True
 
 
-def _explaining_unused(call, *inputs, **kwargs):
-    """Say in one sentence what torch says in a page when a parameter got no gradient."""
-    try:
-        return call(*inputs, **kwargs)
-    except RuntimeError as error:
-        if "Expected to have finished reduction in the prior iteration" not in str(error):
-            raise
-        raise ConfigError(
-            "some parameters got no gradient in the last step, and DDP waits for all of them",
-            expected="a loss that every trainable parameter takes part in",
-            do='choose strategy="ddp_find_unused_parameters_true", or freeze what is not trained',
-        ) from error
-
-
 def _broadcast(module: torch.nn.Module, collectives) -> None:
     """Give every rank rank 0's parameters and buffers, as DDP does when it wraps."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             collectives.broadcast(tensor.data)
-
-
-# --- Presets -----------------------------------------------------------------------------------------------------
-
-
-def spawn() -> DDPStrategy:
-    """``ddp_spawn``"""
-    return DDPStrategy(start_method="spawn")
-
-
-def fork() -> DDPStrategy:
-    """``ddp_fork`` and ``ddp_notebook``"""
-    return DDPStrategy(start_method="fork")
-
-
-def find_unused() -> DDPStrategy:
-    """``ddp_find_unused_parameters_true``"""
-    return DDPStrategy(find_unused_parameters=True)
-
-
-def no_unused() -> DDPStrategy:
-    """``ddp_find_unused_parameters_false``"""
-    return DDPStrategy(find_unused_parameters=False)
-
-
-def spawn_find_unused() -> DDPStrategy:
-    """``ddp_spawn_find_unused_parameters_true``"""
-    return evolve(spawn(), find_unused_parameters=True)
-
-
-def spawn_no_unused() -> DDPStrategy:
-    """``ddp_spawn_find_unused_parameters_false``"""
-    return evolve(spawn(), find_unused_parameters=False)
-
-
-def fork_find_unused() -> DDPStrategy:
-    """``ddp_fork_find_unused_parameters_true``, and the same for a notebook"""
-    return evolve(fork(), find_unused_parameters=True)
-
-
-def fork_no_unused() -> DDPStrategy:
-    """``ddp_fork_find_unused_parameters_false``, and the same for a notebook"""
-    return evolve(fork(), find_unused_parameters=False)

@@ -7,30 +7,29 @@ from typing import ClassVar
 import torch
 from attrs import define
 
-from stratagem import Capabilities, CommHook, hookimpl
+from stratagem import Capabilities, hookimpl
 from stratagem.plugin import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
+from stratagem_comm_hooks.lossy import Lossy
+from stratagem_comm_hooks.owed import as_real
 
 
 @define(eq=False, kw_only=True)
-class _Compress(CommHook):
+class _Compress(Lossy):
     """Cast, average, cast back."""
 
     dtype: ClassVar[torch.dtype]
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
 
     @hookimpl
-    def reduce_bucket(self, bucket, average):
-        buffer = bucket.buffer
-        if buffer.dtype.itemsize <= self.dtype.itemsize:
-            return average(buffer)  # nothing to gain
-        # A complex number is two real ones; a cast would drop the second.
-        numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-
-        def decompress(future):
-            numbers.copy_(future.value())
-            return buffer
-
-        return average(numbers.to(self.dtype)).then(decompress)
+    def reduce_bucket(self, bucket, run):
+        average = bucket.buffer
+        if average.dtype.itemsize <= self.dtype.itemsize:
+            average = yield average  # nothing to gain
+        else:
+            numbers = as_real(average)
+            numbers.copy_((yield numbers.to(self.dtype)))
+        self.see(average, run)
+        return average
 
 
 @define(eq=False, kw_only=True)

@@ -1,0 +1,102 @@
+"""Log how many bytes training puts on the wire, and what comm hooks save of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attrs import define, evolve, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.traffic import Count
+
+
+@define(eq=False, kw_only=True)
+class CommStats(Callback):
+    """Logs the bytes that this rank gives to collectives, and those a wire has to carry, for each optimizer step.
+
+    ``comm/bytes_per_step`` is what the collectives were given, ``comm/wire_bytes_per_step`` what the best algorithm sends
+    of it; ``comm/<collective>/<sender>`` is the first one by who sent it: a comm hook, the strategy's ``gradients`` or
+    ``parameters``, or ``other``. With comm hooks ``comm/compression_ratio`` is what an all-reduce of the same gradients
+    would have sent, over what was sent in their place, and ``comm/<hook>/<number>`` what a hook tells, such as the
+    ``error_norm`` of what error feedback still owes. Averages over the steps since the last time; of rank 0.
+    """
+
+    #: Also the bytes of a step, in megabytes, and the compression ratio in the progress bar.
+    show_in_progress_bar: bool = True
+
+    #: All since training began, by collective and sender; read it when training is done.
+    totals: dict[tuple[str, str], Count] = field(init=False, factory=dict)
+    _start: dict[tuple[str, str], Count] = field(init=False, factory=dict)
+    _before: dict[tuple[str, str], Count] = field(init=False, factory=dict)
+    _buckets_before: dict[str, Count] = field(init=False, factory=dict)
+    _step_before: int = field(init=False, default=0)
+
+    @hookimpl
+    def on_train_start(self, trainer, run):
+        if run.world_size == 1:
+            raise ConfigError(
+                "comm_stats is chosen and one process trains alone", expected="several processes", do="drop it"
+            )
+        self._start = self._before = _copied(run.collectives.traffic.counts)
+        self._buckets_before, self._step_before = _copied(run.collectives.traffic.buckets), trainer.global_step
+
+    @hookimpl
+    def on_train_batch_end(self, trainer, run):
+        step = trainer.global_step
+        if step == self._step_before or step % trainer.settings.log_every_n_steps:
+            return
+        metrics = self._measured(run, step - self._step_before)
+        trainer.callback_metrics.update(metrics)
+        if self.show_in_progress_bar:
+            shown = {"comm_mb": metrics["comm/bytes_per_step"] / 1e6}
+            if "comm/compression_ratio" in metrics:
+                shown["comm_ratio"] = metrics["comm/compression_ratio"]
+            trainer.bar_metrics.update(shown)
+        if trainer.is_global_zero:
+            run.hook.log_metrics(metrics=metrics, step=step, run=run)
+        self._before, self._step_before = _copied(run.collectives.traffic.counts), step
+        self._buckets_before = _copied(run.collectives.traffic.buckets)
+
+    @hookimpl
+    def on_train_end(self, run):
+        self.totals = _since(run.collectives.traffic.counts, self._start)
+
+    def _measured(self, run: Any, num_steps: int) -> dict[str, float]:
+        """Return the averages of the last `num_steps` steps."""
+        counts = _since(run.collectives.traffic.counts, self._before)
+        metrics = {
+            "comm/bytes_per_step": sum(count.payload for count in counts.values()) / num_steps,
+            "comm/wire_bytes_per_step": sum(count.wire for count in counts.values()) / num_steps,
+        }
+        for (collective, sender), count in counts.items():
+            if count.calls:
+                metrics[f"comm/{collective}/{sender or 'other'}"] = count.payload / num_steps
+        hooks = [choice.name for choice in run.stack.comm_hooks]
+        if hooks:
+            came = _since(run.collectives.traffic.buckets, self._buckets_before)
+            sent = sum(count.wire for (_, sender), count in counts.items() if sender in hooks)
+            whole = came[hooks[0]].wire if hooks[0] in came else 0.0
+            metrics["comm/compression_ratio"] = whole / sent if sent else math.inf
+        for choice in run.stack.comm_hooks:
+            told = choice.plugin.statistics(run) if hasattr(choice.plugin, "statistics") else {}
+            metrics |= {f"comm/{choice.name}/{name}": value for name, value in told.items()}
+        return metrics
+
+
+def _copied(counts: dict[Any, Count]) -> dict[Any, Count]:
+    return {key: evolve(count) for key, count in counts.items()}
+
+
+def _since(now: dict[Any, Count], before: dict[Any, Count]) -> dict[Any, Count]:
+    """Return what was counted between two moments."""
+    nothing = Count()
+    return {
+        key: Count(
+            count.calls - before.get(key, nothing).calls,
+            count.payload - before.get(key, nothing).payload,
+            count.wire - before.get(key, nothing).wire,
+        )
+        for key, count in list(now.items())
+    }

@@ -1,0 +1,42 @@
+"""The base of hooks that owe: their memory, forward by forward, and across a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import hookimpl
+from stratagem_comm_hooks.lossy import Lossy
+from stratagem_comm_hooks.owed import Owed
+from stratagem_comm_hooks.per_run import PerRun
+
+
+@define(eq=False, kw_only=True)
+class Feedback(Lossy):
+    """A hook that remembers what it has not sent, and how many steps were made."""
+
+    _debts: PerRun[Owed] = field(init=False, factory=lambda: PerRun(Owed), repr=False)
+
+    def owed(self, run: Any) -> Owed:
+        """Return what this rank owes in `run`."""
+        return self._debts.of(run)
+
+    @hookimpl
+    def step_context(self, stage, run):
+        if stage == "train":
+            self.owed(run).begin()
+
+    def statistics(self, run: Any) -> dict[str, float]:
+        return {"error_norm": self.owed(run).norm()}
+
+    def rank_state(self, run: Any) -> dict[str, Any]:
+        return {"steps": self.steps(run), "owed": self.owed(run).state()}
+
+    def load_rank_states(self, states: list[dict[str, Any]], run: Any) -> None:
+        """Go on where the ranks stopped; where their number has changed, owe as much as they did."""
+        self._watches.of(run).steps = states[0]["steps"]
+        everyone = [Owed.of_state(state["owed"], run.device) for state in states]
+        loaded = everyone[run.rank] if len(states) == run.world_size else Owed.mean(everyone)
+        owed = self.owed(run)
+        owed.rests, owed.chunks = loaded.rests, loaded.chunks

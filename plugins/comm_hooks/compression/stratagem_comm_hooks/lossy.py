@@ -1,0 +1,127 @@
+"""What all hooks share that may lose something: gradients that are not finite come out on all ranks, and are dealt with
+there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from stratagem import CommHook, hookimpl
+from stratagem.errors import ConfigError, StratagemError
+from stratagem_comm_hooks.per_run import PerRun
+
+
+@define(eq=False)
+class Watch:
+    """What a hook has seen of one run."""
+
+    #: Optimizer steps so far.
+    steps: int = 0
+    #: Whether each average since the last look was finite; on the device, for nobody to wait.
+    finite: list[Tensor] = field(factory=list)
+    #: What `finite` says is known: the next average belongs to another step.
+    looked: bool = False
+    warned: bool = False
+
+    def see(self, average: Tensor) -> Tensor:
+        """Remember whether `average` is finite; return that as a tensor without dimensions."""
+        finite = is_finite(average)
+        if self.looked:
+            self.finite, self.looked = [], False
+        self.finite.append(finite)
+        return finite
+
+    def look(self) -> bool:
+        """Whether all averages of this step were finite. Waits for the device."""
+        self.looked = True
+        return not self.finite or bool(torch.stack(self.finite).all())
+
+
+@define(eq=False, kw_only=True)
+class Lossy(CommHook):
+    """A hook that notes each average it returns (`see`); all ranks have the same, and so decide alike."""
+
+    #: What becomes of a step whose averaged gradients are not finite: "skip" leaves the parameters as they are, counts
+    #: and warns once; "error" ends the run. Where the precision scales the loss, it is the precision that decides.
+    nonfinite: Literal["skip", "error"] = "skip"
+
+    _watches: PerRun[Watch] = field(init=False, factory=lambda: PerRun(Watch), repr=False)
+
+    def see(self, average: Tensor, run: Any) -> Tensor:
+        """Note whether `average`, which this hook is about to return, is finite; return that as a tensor."""
+        return self._watches.of(run).see(average)
+
+    def steps(self, run: Any) -> int:
+        """How many optimizer steps `run` has made."""
+        return self._watches.of(run).steps
+
+    @hookimpl
+    def prepare_module(self, run):
+        if self.nonfinite == "error" and run.policy.loss_scaling:
+            raise ConfigError(
+                f"comm_hook.{self.name_in(run)}.nonfinite is 'error', and the precision scales the loss, for which "
+                "gradients that overflow are nothing unusual",
+                expected="'skip'",
+            )
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, optimizer, closure, run):
+        watch = self._watches.of(run)
+        if run.policy.loss_scaling:
+            watch.looked = True  # the precision finds the overflow in the gradients
+            stepped = yield
+        elif closure is None:
+            fine = watch.look()
+            if not fine:
+                self._let_pass_by(optimizer, watch, run)
+            stepped = (yield) and fine
+        else:  # the gradients come within the step, and go into it
+            watch.looked = True
+            stepped = yield
+            if not watch.look():
+                raise self._refusal(run, f" within a step of {type(optimizer).__name__}, which cannot be skipped")
+        watch.steps += 1
+        return stepped
+
+    def _let_pass_by(self, optimizer: Any, watch: Watch, run: Any) -> None:
+        """Take the gradients away: without any, an optimizer passes a parameter by."""
+        if self.nonfinite == "error":
+            raise self._refusal(run)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        warns = not watch.warned and run.is_global_zero and any(p.grad is not None for p in parameters)
+        for parameter in parameters:
+            parameter.grad = None
+        if warns:
+            watch.warned = True
+            warnings.warn(
+                f"comm_hook {self.name_in(run)!r} averaged gradients that are not finite: the step is skipped, and so "
+                "will be others like it (trainer.position.skipped_steps counts them)",
+                stacklevel=2,
+            )
+
+    def _refusal(self, run: Any, where: str = "") -> StratagemError:
+        return StratagemError(
+            f"comm_hook {self.name_in(run)!r} averaged gradients that are not finite{where}",
+            expected="finite ones on all ranks",
+            do=f"look for the cause in the loss, lower the learning rate, or (comm_hook.{self.name_in(run)}.nonfinite "
+            'is "error") skip such steps with "skip"'
+            if self.nonfinite == "error" and not where
+            else "look for the cause in the loss, or lower the learning rate",
+        )
+
+    def name_in(self, run: Any) -> str:
+        """Return the name under which this hook was chosen."""
+        names = [choice.name for choice in run.stack.comm_hooks if choice.plugin is self]
+        return names[0] if names else type(self).__name__
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Return whether all of `tensor` is finite, as a tensor without dimensions: one pass, no waiting."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))

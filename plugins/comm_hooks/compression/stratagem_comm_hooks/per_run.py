@@ -1,0 +1,34 @@
+"""What a plugin remembers of a run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PerRun(Generic[T]):
+    """Keeps a value for each run and the module it trains: another module begins anew, a run that is gone leaves none.
+
+    A copy of the plugin, also one in another process, remembers nothing.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._kept: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], T]] = weakref.WeakKeyDictionary()
+
+    def of(self, run: Any) -> T:
+        """Return the value for `run`, made on first use."""
+        kept = self._kept.get(run)
+        if kept is None or kept[0]() is not run.module:
+            kept = self._kept[run] = (_no_module if run.module is None else weakref.ref(run.module), self._make())
+        return kept[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerRun, (self._make,)
+
+
+def _no_module() -> None:
+    """Stand for the module of a run that has none yet."""

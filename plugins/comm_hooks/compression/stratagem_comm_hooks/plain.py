@@ -1,0 +1,37 @@
+"""Gradients as they are: sent whole, or not at all. Both are there to compare the others with."""
+
+from __future__ import annotations
+
+import warnings
+
+from attrs import define
+
+from stratagem import CommHook, hookimpl
+
+
+@define(eq=False, kw_only=True)
+class AllReduce(CommHook):
+    """Gradients travel uncompressed, as they would without a hook."""
+
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        return (yield bucket.buffer)
+
+
+@define(eq=False, kw_only=True)
+class Noop(CommHook):
+    """Sends nothing: each rank steps with its own gradients, and the replicas drift apart.
+
+    For measuring what communication costs, never for a model that is to be kept.
+    """
+
+    innermost = True
+
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        return bucket.buffer
+
+    @hookimpl
+    def prepare_module(self, run):
+        if run.stage == "train" and run.world_size > 1 and run.is_global_zero:
+            warnings.warn("comm_hook 'noop' sends no gradients: the ranks train apart", stacklevel=2)

@@ -1,0 +1,25 @@
+"""Data parallelism: a replica of the model in every process, gradients averaged in buckets (torch's DDP)."""
+
+from stratagem_ddp.presets import (
+    find_unused,
+    fork,
+    fork_find_unused,
+    fork_no_unused,
+    no_unused,
+    spawn,
+    spawn_find_unused,
+    spawn_no_unused,
+)
+from stratagem_ddp.strategy import DDPStrategy
+
+__all__ = [
+    "DDPStrategy",
+    "find_unused",
+    "fork",
+    "fork_find_unused",
+    "fork_no_unused",
+    "no_unused",
+    "spawn",
+    "spawn_find_unused",
+    "spawn_no_unused",
+]

@@ -1,0 +1,192 @@
+"""torch's communication hooks, in the form in which its documentation passes them to DDP.
+
+A hook of torch's for which there is a plugin becomes that plugin: it works on every device and backend, with any number
+of buckets, and its state is saved. Any other callable is called as DDP would call it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define
+
+from stratagem import CommHook, hookimpl
+from stratagem.errors import ConfigError, PluginError
+from stratagem.plugin import Bucket
+
+#: torch's hooks and wrappers, by the comm hook that does the same.
+_HOOKS = {
+    "allreduce_hook": "allreduce",
+    "fp16_compress_hook": "fp16_compress",
+    "bf16_compress_hook": "bf16_compress",
+    "noop_hook": "noop",
+    "powerSGD_hook": "powersgd",
+    "batched_powerSGD_hook": "batched_powersgd",
+    "post_localSGD_hook": "post_localsgd",
+}
+_WRAPPERS = {"fp16_compress_wrapper": "fp16_compress", "bf16_compress_wrapper": "bf16_compress"}
+#: What of torch's states are options of ours, by the comm hook.
+_POWERSGD = (
+    "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start",
+    "orthogonalization_epsilon",
+)  # fmt: skip
+_STATES = {"powersgd": _POWERSGD, "batched_powersgd": _POWERSGD, "post_localsgd": ("start_localSGD_iter",)}
+
+_PATH = "strategy.ddp"
+_SIGNATURE = "a callable of (state, bucket) that returns a future of the averaged bucket"
+
+
+def check(hook: Any, state: Any, wrapper: Any, period: int | None) -> None:
+    """Refuse what DDP would refuse later, or pass over.
+
+    Raises:
+        ConfigError: a state, wrapper or period without the hook that uses it; a callable with another signature.
+    """
+    if hook is None:
+        for name, value in (
+            ("ddp_comm_state", state),
+            ("ddp_comm_wrapper", wrapper),
+            ("model_averaging_period", period),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{_PATH}.{name} is {_name(value)} without a ddp_comm_hook",
+                    expected="both",
+                    do="drop it, or give one",
+                )
+        return
+    _check_signature("ddp_comm_hook", hook, 2, _SIGNATURE)
+    if wrapper is not None:
+        _check_signature("ddp_comm_wrapper", wrapper, 1, "a callable that takes a hook and returns one")
+        if _ours(wrapper, _WRAPPERS) is None:
+            _check_signature("ddp_comm_wrapper(ddp_comm_hook)", wrapper(hook), 2, _SIGNATURE)
+    averages = _ours(hook, _HOOKS) == "post_localsgd"
+    if averages and period is None:
+        raise ConfigError(
+            f"{_PATH}.ddp_comm_hook is {_name(hook)} without a model_averaging_period",
+            expected="how many steps pass between two averages of the parameters",
+        )
+    if period is not None and not averages:
+        raise ConfigError(
+            f"{_PATH}.model_averaging_period is {period} and ddp_comm_hook is {_name(hook)}",
+            expected="torch's post_localSGD_hook, which alone lets parameters drift apart", do="drop it",
+        )  # fmt: skip
+
+
+def plugins(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[Any]:
+    """Return the comm hooks that stand for what DDP was given."""
+    if hook is None:
+        return []
+    name, under = _ours(hook, _HOOKS), _ours(wrapper, _WRAPPERS)
+    if name is None or (wrapper is not None and under is None):
+        return [TorchHook(hook=hook if wrapper is None else wrapper(hook), state=state)]
+    options = _options(name, state)
+    if period is not None:
+        options["model_averaging_period"] = period
+    if name == "post_localsgd" and under is not None:
+        return [{"name": under}, {"name": name, **options}]  # it sends by itself
+    return [{"name": name, **options}, *([{"name": under}] if under is not None else [])]
+
+
+def _options(name: str, state: Any) -> dict[str, Any]:
+    wanted = _STATES.get(name)
+    if wanted is None:
+        if state is not None:
+            raise ConfigError(
+                f"{_PATH}.ddp_comm_state is {_name(state)}, which {name} has no use for", expected="None", do="drop it"
+            )
+        return {}
+    missing = [option for option in wanted if not hasattr(state, option)]
+    if missing:
+        raise ConfigError(
+            f"{_PATH}.ddp_comm_state is {_name(state)}",
+            expected=f"the state that torch has for its hook, with {missing[0]}",
+        )
+    if getattr(state, "process_group", None) is not None:
+        raise ConfigError(
+            f"{_PATH}.ddp_comm_state has a process_group", expected="None: the processes of the run", do="leave it out"
+        )
+    options = {option: getattr(state, option) for option in wanted}
+    if getattr(state, "subgroup", None) is not None:
+        options["subgroup_size"] = torch.distributed.get_world_size(state.subgroup)
+    return options
+
+
+@define(eq=False, kw_only=True)
+class TorchHook(CommHook):
+    """A callable of (state, bucket), as torch's `DistributedDataParallel.register_comm_hook` takes it."""
+
+    outermost = True
+    innermost = True
+
+    #: Returns a future of the averaged bucket.
+    hook: Callable[[Any, Any], Any]
+    #: Its first argument.
+    state: Any = None
+
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        given = _GradBucket(bucket)
+        future = self.hook(self.state, given)
+        if not isinstance(future, torch._C.Future):
+            raise PluginError(
+                f"{_PATH}.ddp_comm_hook {_name(self.hook)} returned a {type(future).__name__}",
+                expected="a torch.futures.Future of the averaged bucket",
+            )
+        result = yield future
+        return result[0] if isinstance(result, list) else result  # the future of a collective holds a list
+
+
+class _GradBucket:
+    """A bucket with the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._buffer = bucket, bucket.buffer
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def is_last(self) -> bool:
+        return self._bucket.is_last
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._bucket.parameters)
+
+    def gradients(self) -> list[torch.Tensor]:
+        if self._buffer.numel() != self._bucket.buffer.numel():
+            return []
+        sizes = [gradient.numel() for gradient in self._bucket.gradients]
+        parts = self._buffer.split(sizes) if sizes else ()
+        return [part.view_as(like) for part, like in zip(parts, self._bucket.gradients, strict=True)]
+
+
+def _ours(function: Any, table: dict[str, str]) -> str | None:
+    """Return what stands in `table` for a function of torch's."""
+    module = getattr(function, "__module__", None) or ""
+    if not module.startswith("torch.distributed.algorithms.ddp_comm_hooks"):
+        return None
+    return table.get(getattr(function, "__name__", ""))
+
+
+def _check_signature(option: str, function: Any, num_arguments: int, expected: str) -> None:
+    try:
+        fits = callable(function)
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        shown = f"{_name(function)}{inspect.signature(function)}" if inspect.isfunction(function) else _name(function)
+        raise ConfigError(f"{_PATH}.{option} is {shown}", expected=expected)
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,260 @@
+"""Comm hooks at work: every rank sends in the same order, whatever arrives first, and what a hook breaks is said."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import ConfigError, PluginError
+from stratagem.plugin import Bucket
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem.world import Collectives
+
+
+class Slow(Collectives):
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self.sent = []
+
+    def average_async(self, tensor):
+        self.sent.append((tensor, torch.futures.Future()))
+        return self.sent[-1][1]
+
+    def answer(self, index):
+        tensor, future = self.sent[index]
+        future.set_result(tensor)
+
+
+class Twice(sg.CommHook):
+    """Sends the sum of a bucket after the bucket, as a hook that works in phases does."""
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        mean = yield bucket.buffer
+        yield mean.sum().reshape(1)
+        return mean
+
+
+def reducer(*hooks, over):
+    return sg.Run(strategy="ddp", comm_hook=list(hooks), accelerator="cpu").bucket_reducer(over=over)
+
+
+def buckets(count):
+    return [Bucket(buffer=torch.full((4,), float(i)), index=i, is_last=i == count - 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_messages_leave_in_one_order_whatever_arrives_first(order):
+    wire = Slow()
+    reduce = reducer(Twice(), over=wire)
+    arrivals = [reduce(bucket) for bucket in buckets(3)]
+    assert len(wire.sent) == 3, "the first messages leave at once"
+
+    for index in order:
+        wire.answer(index)
+
+    assert [tensor.numel() for tensor, _ in wire.sent] == [4, 4, 4, 1, 1, 1]
+    assert [float(tensor) for tensor, _ in wire.sent[3:]] == [0.0, 4.0, 8.0]
+    for index in reversed(range(3, 6)):
+        wire.answer(index)
+    assert [float(arrival.wait()[0]) for arrival in arrivals] == [0.0, 1.0, 2.0]
+
+
+def test_second_messages_wait_for_the_last_bucket():
+    wire = Slow()
+    reduce = reducer(Twice(), over=wire)
+    first, last = buckets(2)
+
+    reduce(first)
+    wire.answer(0)
+    assert len(wire.sent) == 1
+    reduce(last)
+
+    assert len(wire.sent) == 3
+
+
+def test_who_waits_for_a_bucket_before_the_last_gets_it():
+    reduce = reducer(Twice(), over=Collectives())
+    first, last = buckets(2)
+
+    assert reduce(first).wait().tolist() == [0.0] * 4
+    assert reduce(last).wait().tolist() == [1.0] * 4
+
+
+def test_a_hook_gets_the_average_of_what_it_yields_through_the_hooks_below():
+    class Doubles(sg.CommHook):
+        @sg.hookimpl
+        def reduce_bucket(self, bucket):
+            return 2 * (yield bucket.buffer)
+
+    class AddsOne(sg.CommHook):
+        @sg.hookimpl
+        def reduce_bucket(self, bucket):
+            return 1 + (yield bucket.buffer)
+
+    over = reducer(Doubles(), AddsOne(), over=Collectives())
+    under = reducer(AddsOne(), Doubles(), over=Collectives())
+
+    assert over(Bucket(buffer=torch.tensor([3.0]))).wait().item() == 8.0
+    assert under(Bucket(buffer=torch.tensor([3.0]))).wait().item() == 7.0
+
+
+class Cuts(sg.CommHook):
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        return (yield bucket.buffer)[:-1]
+
+
+class Sixteen(sg.CommHook):
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        return (yield bucket.buffer).half()
+
+
+class Nothing(sg.CommHook):
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        yield bucket.buffer
+
+
+class YieldsAList(sg.CommHook):
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        yield [bucket.buffer]
+
+
+class Fails(sg.CommHook):
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        yield bucket.buffer
+        raise KeyError("mine")
+
+
+WRONG = {
+    Cuts: "comm_hook 'Cuts' returned a float32 tensor of shape .*expected a float32 tensor of shape",
+    Sixteen: "comm_hook 'Sixteen' returned a float16 tensor of shape",
+    Nothing: "comm_hook 'Nothing' returned a NoneType for bucket 0",
+    YieldsAList: "comm_hook 'YieldsAList' yielded a list; expected a tensor to average",
+    Fails: "mine",
+}
+
+
+@pytest.mark.parametrize("hook", WRONG)
+def test_what_a_hook_does_wrong_is_said(hook):
+    with pytest.raises((PluginError, KeyError), match=WRONG[hook]):
+        reducer(hook(), over=Collectives())(Bucket(buffer=torch.ones(4))).wait()
+
+
+def _fit(rank, world_size, hook):
+    strategy = {"name": "ddp", "bucket_cap_mb": 0.002}
+    try:
+        train(rank, world_size, Net, joined_batches(2, 16), {"strategy": strategy, "comm_hook": [hook]})
+    except (PluginError, KeyError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("hook", WRONG)
+def test_it_is_said_on_every_rank_of_a_training(hook):
+    for said in run_in_processes(_fit, 2, hook()):
+        assert said != "nothing"
+
+
+def _several_buckets(rank, world_size, batches):
+    strategy = {"name": "ddp", "bucket_cap_mb": 0.002}
+    return train(rank, world_size, Net, batches, {"strategy": strategy, "comm_hook": [Twice()], "accelerator": "cpu"})
+
+
+def test_phases_do_not_mix_up_on_three_ranks():
+    batches = joined_batches(20, 24)
+
+    weights = weights_on_all_ranks(run_in_processes(_several_buckets, 3, batches))
+
+    assert relative_difference(weights, train_plainly(batches)[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("flag", "stack", "message"),
+    [
+        ("outermost", [Twice, Cuts], "'Cuts' needs the shapes of the gradients.*expected .'Cuts', 'Twice'."),
+        ("innermost", [Cuts, Twice], "'Cuts' sends by itself.*expected .'Twice', 'Cuts'."),
+    ],
+)
+def test_the_order_of_hooks_is_checked(flag, stack, message, monkeypatch):
+    monkeypatch.setattr(Cuts, flag, True)
+
+    with pytest.raises(ConfigError, match=message):
+        sg.Run(strategy="ddp", comm_hook=[hook() for hook in stack], accelerator="cpu")
+
+
+# --- Bytes -------------------------------------------------------------------------------------------------------
+
+
+def _traffic(rank, world_size):
+    run = sg.Run(strategy="ddp", comm_hook=[Twice()], devices=world_size, accelerator="cpu")
+    run.connect()
+    run.collectives.traffic.counts.clear()
+    reduce = run.bucket_reducer()
+    for bucket in buckets(2):
+        future = reduce(bucket)
+    future.wait()
+    counts = dict(run.collectives.traffic.counts)
+    run.close()
+    return {key: (count.calls, count.payload, count.wire) for key, count in counts.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_are_counted_by_collective_and_sender(world_size):
+    payload = 2 * 4 * 4 + 2 * 4
+
+    for counts in run_in_processes(_traffic, world_size):
+        assert list(counts) == [("all_reduce", "Twice")]
+        calls, given, wire = counts["all_reduce", "Twice"]
+        assert (calls, given) == (4, payload)
+        assert wire == pytest.approx(2 * payload * (world_size - 1) / world_size)
+
+
+# --- Conversations among some ranks ------------------------------------------------------------------------------
+
+
+def _conversation(rank, world_size):
+    run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
+    run.connect()
+    talk = run.collectives
+    mine = torch.full((2,), float(rank))
+    pairs = talk.split([[0, 2], [1, 3]])
+    said = {
+        "rank": (pairs.rank, pairs.world_size),
+        "mean": pairs.all_reduce(mine).tolist(),
+        "average": pairs.average_async(mine.clone()).wait().tolist(),
+        "gathered": pairs.all_gather_async(mine).wait().tolist(),
+        "exchanged": talk.exchange_async(torch.arange(4.0) + 10 * rank).wait().tolist(),
+        "from": pairs.broadcast(mine.clone(), 1).tolist(),
+        "objects": pairs.broadcast_object({"rank": rank}, 1),
+        "passed": talk.pass_on(mine, (rank + 1) % 4, (rank - 1) % 4).tolist(),
+        "within": pairs.split([[0], [1]]).world_size,
+    }
+    run.close()
+    return said
+
+
+def test_ranks_talk_among_some_of_them():
+    results = run_in_processes(_conversation, 4)
+
+    for rank, said in enumerate(results):
+        other = (rank + 2) % 4
+        low, high = sorted((rank, other))
+        assert said["rank"] == (0 if rank == low else 1, 2)
+        assert said["mean"] == said["average"] == [(low + high) / 2] * 2
+        assert said["gathered"] == [low, low, high, high]
+        assert said["exchanged"] == [rank + 10.0 * sender for sender in range(4)]
+        assert said["from"] == [float(high)] * 2
+        assert said["objects"] == {"rank": high}
+        assert said["passed"] == [float((rank - 1) % 4)] * 2
+        assert said["within"] == 1
