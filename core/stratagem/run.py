@@ -354,7 +354,7 @@ class Run:
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
         from stratagem.batchnorm import synchronize
 
-        if synchronize(module, self.collectives) == 0:
+        if synchronize(module, self.peers) == 0:
             raise ConfigError(
                 f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
             )

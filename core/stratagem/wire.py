@@ -53,6 +53,7 @@ class Wire:
         self.failure: BaseException | None = None
         self._waiting: deque[_Journey] = deque()
         self._takes_turns = False
+        self._travelling: set[_Journey] = set()
 
     def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Send `bucket` on its way; the future holds its average, in a tensor like ``bucket.buffer``."""
@@ -61,10 +62,16 @@ class Wire:
         if journey.pending is None:
             journey.arrive()
         else:
+            self._travelling.add(journey)
             self._waiting.append(journey)
         if bucket.is_last:
             self.take_turns()
         return journey.arrival
+
+    def finish(self) -> None:
+        """Return once all buckets up to the last have arrived: for an engine that is about to send for itself."""
+        for journey in list(self._travelling):
+            journey.arrival.wait()
 
     def take_turns(self) -> None:
         """Let the buckets that are on their way go on, in the order in which they came."""
@@ -131,6 +138,7 @@ class _Journey:
 
     def arrive(self) -> None:
         """Answer who waits for the average."""
+        self.wire._travelling.discard(self)
         if self._error is not None:
             self.arrival.set_exception(self._error)
         else:

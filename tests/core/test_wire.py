@@ -258,3 +258,19 @@ def test_ranks_talk_among_some_of_them():
         assert said["objects"] == {"rank": high}
         assert said["passed"] == [float((rank - 1) % 4)] * 2
         assert said["within"] == 1
+
+
+# --- Engines that send for themselves ----------------------------------------------------------------------------
+
+
+def _searching(rank, world_size, batches):
+    strategy = {"name": "ddp_find_unused_parameters_true", "bucket_cap_mb": 0.002}
+    return train(rank, world_size, Net, batches, {"strategy": strategy, "comm_hook": [Twice()], "accelerator": "cpu"})
+
+
+def test_phases_do_not_cross_what_ddp_sends_after_the_last_bucket():
+    batches = joined_batches(60, 16)
+
+    weights = weights_on_all_ranks(run_in_processes(_searching, 2, batches))
+
+    assert relative_difference(weights, train_plainly(batches)[0]) < 1e-6

@@ -102,7 +102,7 @@ class DDP2Strategy(Strategy):
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
-            node.register_comm_hook(reducer, _reduce)
+            node.register_comm_hook(reducer, _reduce_all if self.find_unused_parameters else _reduce)
         return node
 
     @hookimpl
@@ -146,6 +146,14 @@ def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and want
             gradients=tuple(bucket.gradients()),
         )
     )
+
+
+def _reduce_all(reducer, bucket):
+    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
+    average = _reduce(reducer, bucket)
+    if bucket.is_last():
+        reducer.finish()
+    return average
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ class DDPStrategy(Strategy):
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
-            replica.register_comm_hook(reducer, _reduce)  # which counts by itself
+            replica.register_comm_hook(reducer, _reduce_all if search else _reduce)  # which counts by itself
         silent = reducer is not None
         self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
         return replica
@@ -227,6 +227,14 @@ def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and want
             gradients=tuple(bucket.gradients()),
         )
     )
+
+
+def _reduce_all(reducer, bucket):
+    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
+    average = _reduce(reducer, bucket)
+    if bucket.is_last():
+        reducer.finish()
+    return average
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel) -> None:

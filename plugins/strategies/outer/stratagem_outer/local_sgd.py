@@ -1,0 +1,34 @@
+"""Average the parameters every so many steps, instead of the gradients in every one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import define, field
+
+from stratagem.options import at_least
+from stratagem_outer.messages import means
+from stratagem_outer.teams import OuterStrategy
+
+
+@define(eq=False, kw_only=True)
+class LocalSGDStrategy(OuterStrategy):
+    """Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with `start_step` post-local SGD: Lin et
+    al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+    """
+
+    path: ClassVar[str] = "strategy.local_sgd"
+
+    #: Optimizer steps between two averages. More of them send less, and the average is of models further apart.
+    period: int = field(default=8, validator=at_least(1))
+    #: Until this step the parameters are averaged after every step: early steps are large, and lead far apart.
+    start_step: int = field(default=0, validator=at_least(0))
+
+    def _meets(self):
+        return self._steps <= self.start_step or (self._steps - self.start_step) % self.period == 0
+
+    def _meet(self, run):
+        mine = self._local()
+        for name, mean in means(mine, self._across, run.device):
+            mine[name].copy_(mean)
+        self._met = True

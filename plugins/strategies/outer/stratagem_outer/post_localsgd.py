@@ -1,0 +1,85 @@
+"""A comm hook of DDP's: after a while, average gradients within a node alone, and parameters now and then."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import define, field
+
+from stratagem import Capabilities, CommHook, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import at_least
+from stratagem.plugin import GRADIENT_BUCKETS, TEAMS
+from stratagem.world import Collectives
+from stratagem_outer.apart import Apart
+from stratagem_outer.messages import means
+
+
+@define(eq=False, kw_only=True)
+class PostLocalSGD(Apart, CommHook):
+    """Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020."""
+
+    path: ClassVar[str] = "comm_hook.post_localsgd"
+    innermost: ClassVar[bool] = True
+
+    #: Optimizer steps between two averages of the parameters; must be set. More of them send less, and the average is
+    #: of models further apart.
+    model_averaging_period: int | None = field(default=None, validator=at_least(1))
+    #: Until this step gradients are averaged over all processes: early steps are large, and lead far apart.
+    start_localSGD_iter: int = field(default=8, validator=at_least(0))  # noqa: N815 - what DDP's users know it by
+    #: Processes that average their gradients in every step. By default those of a node; each by itself if there is but
+    #: one node.
+    subgroup_size: int | None = field(default=None, validator=at_least(1))
+
+    _subgroup: Collectives = field(init=False, factory=Collectives)
+
+    capabilities = Capabilities(provides={TEAMS}, requires={GRADIENT_BUCKETS}, conflicts={TEAMS})
+
+    def __attrs_post_init__(self) -> None:
+        if self.model_averaging_period is None:
+            raise ConfigError(
+                f"{self.path}.model_averaging_period is not set",
+                expected="how many optimizer steps lie between two averages of the parameters",
+                do='say comm_hook={"name": "post_localsgd", "model_averaging_period": 4}',
+            )
+
+    @hookimpl(wrapper=True)
+    def connect(self, world):
+        size = self._size_of_subgroup(world)
+        self._across = collectives = yield
+        if size > 1:
+            ranks = range(world.world_size)
+            self._subgroup = collectives.split([list(ranks[first : first + size]) for first in ranks[::size]])
+        return collectives
+
+    def _size_of_subgroup(self, world) -> int:
+        size = self.subgroup_size or (world.local_world_size if world.num_nodes > 1 else 1)
+        found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
+        if world.world_size % size:
+            raise ConfigError(found, expected="a divisor of that")
+        if size == world.world_size:
+            raise ConfigError(
+                f"{found}, one subgroup: averaging parameters would change nothing",
+                expected="at least two subgroups",
+                do="set a smaller subgroup_size, start more processes, or drop the comm hook",
+            )
+        return size
+
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        if not self._drifts():
+            return (yield bucket.buffer)
+        return (yield self._subgroup.average_async(bucket.buffer))
+
+    def _drifts(self):
+        return self._steps >= self.start_localSGD_iter
+
+    def _meets(self):
+        apart = self._steps - self.start_localSGD_iter
+        return apart > 0 and apart % self.model_averaging_period == 0
+
+    def _meet(self, run):
+        mine = self._local()
+        for name, mean in means(mine, self._across, run.device):
+            mine[name].copy_(mean)
+        self._met = True

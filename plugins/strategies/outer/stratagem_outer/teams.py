@@ -1,0 +1,72 @@
+"""A strategy around another one: the teams in which that one trains, and who meets whom."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from attrs import define, field
+
+from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.options import at_least
+from stratagem.plugin import MULTI_PROCESS, TEAMS, WITHIN_TEAM
+from stratagem.world import DEFAULT_TIMEOUT
+from stratagem_outer.apart import Apart
+
+
+@define(eq=False, kw_only=True)
+class OuterStrategy(Apart, Strategy):
+    """Teams of processes, each with a model of its own between two meetings."""
+
+    outer: ClassVar[bool] = True
+
+    #: Processes that train one model together, by the strategy inside. By default those of a node, whose link is fast,
+    #: or each by itself where the strategy inside is for one process.
+    team_size: int | None = field(default=None, validator=at_least(1))
+    #: How long a process waits for the others before it gives up, in seconds or as a timedelta.
+    timeout: timedelta = DEFAULT_TIMEOUT
+
+    capabilities = Capabilities(provides={MULTI_PROCESS, TEAMS}, requires={WITHIN_TEAM}, conflicts={TEAMS})
+
+    def __attrs_post_init__(self) -> None:
+        given: Any = self.timeout
+        if isinstance(given, int | float):
+            self.timeout = timedelta(seconds=given)
+
+    def join_timeout(self) -> timedelta:
+        return self.timeout
+
+    def processes_per_team(self, world, inner) -> int:
+        together = MULTI_PROCESS in inner.capabilities.provides
+        size = self.team_size or (world.local_world_size if together else 1)
+        found = f"{self.path}.team_size is {size}{' by default' * (self.team_size is None)}"
+        if size > 1 and not together:
+            raise ConfigError(
+                found + " and the strategy inside it trains in one process",
+                expected="1",
+                do="drop it, or put a strategy for several processes inside",
+            )
+        if world.world_size % size:
+            raise ConfigError(f"{found} and the run has {world.world_size} processes", expected="a divisor of that")
+        if world.local_world_size % size and size % world.local_world_size:
+            raise ConfigError(
+                f"{found} and a node has {world.local_world_size} processes",
+                expected="a divisor of that, or a multiple",
+            )
+        if size == world.world_size:
+            raise ConfigError(
+                f"{found}, which makes one team of the run's {world.world_size} process{'es' * (size > 1)}: it would "
+                "meet nobody",
+                expected="at least two teams",
+                do="start more processes, or set team_size to a divisor of their number",
+            )
+        return size
+
+    @hookimpl(wrapper=True)
+    def connect(self, world, run):
+        collectives = yield
+        size = run.team_world.world_size
+        self._across = collectives.split([list(range(place, world.world_size, size)) for place in range(size)])
+        self._first = world.rank % size
+        return collectives
