@@ -105,15 +105,25 @@ def _refusal(arguments: dict[str, object]) -> str | None:
 
 
 def render_markdown(table: Sequence[Cell]) -> str:
-    """Return `table` as a Markdown table, precisions across, with the reasons under it."""
+    """Return `table` as a Markdown table, precisions across, with the reasons under it.
+
+    Where all checkpoint formats fare alike there is one row for "any" of them.
+    """
     precisions, rows, reasons = _arrange(table)
     lines = [
         " | ".join(["| strategy", "comm hook", "checkpoint", *precisions]) + " |",
         "|---" * (3 + len(precisions)) + "|",
     ]
+    alike: dict[tuple[str, str | None], dict[str, str]] = {}
     for (strategy, hook, checkpoint), row in rows.items():
-        words = [_word(row[precision], reasons) for precision in precisions]
-        lines.append(f"| {strategy} | {hook or '-'} | {checkpoint} | {' | '.join(words)} |")
+        words = " | ".join(_word(row[precision], reasons) for precision in precisions)
+        alike.setdefault((strategy, hook), {})[checkpoint] = words
+    for (strategy, hook), by_checkpoint in alike.items():
+        if len(set(by_checkpoint.values())) == 1:
+            by_checkpoint = {"any": next(iter(by_checkpoint.values()))}
+        lines += [
+            f"| {strategy} | {hook or '-'} | {checkpoint} | {words} |" for checkpoint, words in by_checkpoint.items()
+        ]
     return "\n".join([*lines, "", summary(table), "", *(f"{n}. {reason}" for reason, n in reasons.items())]).rstrip()
 
 

@@ -153,6 +153,10 @@ class Strategy(Plugin):
         """The comm hooks that this strategy's own options ask for, as a user would write them for ``comm_hook=``."""
         return []
 
+    def how_to_provide(self, word: str) -> str:
+        """What to set for this strategy to provide capability `word`, as the end of an error's sentence; "" if nothing."""
+        return ""
+
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
         return False

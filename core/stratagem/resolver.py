@@ -635,7 +635,7 @@ def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
         if word not in provided:
             raise ConfigError(
                 f"{who} needs {word!r}, which {stack.strategies[-1]} does not provide",
-                do=_alternatives(word, asker),
+                do=stack.strategy.how_to_provide(word) or _alternatives(word, asker),
             )
     for choice in choices:
         for other in choices:

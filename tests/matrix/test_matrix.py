@@ -12,7 +12,7 @@ import torch
 import stratagem as sg
 from stratagem import registry
 from stratagem.errors import StratagemError
-from stratagem.matrix import AXES, cells, render_html, render_markdown
+from stratagem.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem.testing import run_in_processes
 from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 OURS = {path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
-EVERY = cells(presets=True)
+#: Other names of the same classes, with options set, are in tests/conformance/test_presets.py.
+EVERY = cells()
 YES = [cell for cell in EVERY if cell.reason is None]
 NO = [cell for cell in EVERY if cell.reason is not None]
 
@@ -42,7 +43,12 @@ def all_pairs(candidates):
     return chosen
 
 
-FEW = all_pairs([cell for cell in cells() if cell.reason is None])
+FEW = all_pairs(YES)
+REASONS = {cell.reason: [other for other in NO if other.reason == cell.reason] for cell in NO}
+#: Each rank goes its own way with it, which is what it is for.
+DRIFTS = "noop"
+#: In eight steps these have sent little, or nothing: how far that may lead.
+FAR = {"noop": 0.5, "topk": 0.3}
 
 
 def title(cell):
@@ -52,20 +58,22 @@ def title(cell):
 # --- No ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", NO, ids=title)
-def test_no_is_refused_before_any_process_starts(cell, monkeypatch):
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: title(REASONS[reason][0]))
+def test_no_is_refused_before_any_process_starts(reason, monkeypatch):
     def started(*_, **__):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen.__init__", started)
     monkeypatch.setattr("os.fork", started)
-    with pytest.raises(StratagemError, match=re.escape(cell.reason)):
-        sg.Trainer(**cell.arguments, **QUIET)
+    for cell in REASONS[reason]:
+        with pytest.raises(StratagemError, match=re.escape(reason)):
+            sg.Trainer(**cell.arguments, **QUIET)
 
 
 def test_every_reason_is_a_sentence_that_names_both_sides():
-    for cell in NO:
-        assert re.match(r"\w+ '[\w-]+' (needs|cannot be used with) .*\.$", cell.reason), cell.reason
+    for reason in REASONS:
+        both = r"\w+ '[\w-]+' (needs|cannot be used with) .*|hook '\w+' is answered by \w+ .* and by \w+ .*"
+        assert re.match(rf"({both}|comm_hook\.\w+\.\w+ is not set; expected .*)\.$", reason), reason
 
 
 # --- Yes ---------------------------------------------------------------------------------------------------------
@@ -91,8 +99,11 @@ def works(cell, folder):
     used = [batches[index] for index in first[0]["used"]] + batches[4:]
     if len(used) == 8:  # an overflow in the second half would not be told
         tolerance = tolerance_of(sg.Run(precision=cell.precision, accelerator="cpu").policy)
-        assert relative_difference(second[0], train_module_plainly(Net(), used)[0]) < max(tolerance, 2e-2)
-    assert all(torch.equal(weights[name], second[0][name]) for weights in second for name in weights)
+        assert relative_difference(second[0], train_module_plainly(Net(), used)[0]) < FAR.get(
+            cell.comm_hook, max(tolerance, 2e-2)
+        )
+    if cell.comm_hook != DRIFTS:
+        assert all(torch.equal(weights[name], second[0][name]) for weights in second for name in weights)
     assert all(torch.isfinite(tensor).all() for tensor in second[0].values())
 
 
@@ -117,7 +128,7 @@ class _Saves(sg.Callback):
 
 
 def test_the_selection_holds_every_pair():
-    assert set().union(*map(pairs, FEW)) == set().union(*(pairs(cell) for cell in cells() if cell.reason is None))
+    assert set().union(*map(pairs, FEW)) == set().union(*map(pairs, YES))
     assert len(FEW) < len(YES)
 
 
@@ -142,8 +153,8 @@ def test_the_page_has_every_combination_and_reason(tmp_path):
 
 def test_aliases_are_one_plugin_and_presets_are_left_out():
     known = {entry.name for entry in registry.entries("precision")}
-    shown = {cell.precision for cell in cells()}
+    shown = {cell.precision for cell in EVERY}
 
     assert {"16", "16-mixed"} <= known
     assert "16" not in shown
-    assert {cell.strategy for cell in cells()} < {cell.strategy for cell in EVERY}
+    assert {cell.strategy for cell in EVERY} < set(names("strategy", True, lambda _: True))

@@ -290,8 +290,9 @@ def rounded_to_127(numbers):
     return torch.round(numbers / scale) * scale if scale else numbers
 
 
-def signs(numbers):
-    return torch.where(numbers >= 0, 1.0, -1.0) * numbers.abs().mean() if numbers.numel() else numbers
+def signs(numbers, block_size=64):
+    blocks = numbers.split(block_size) if numbers.numel() else [numbers]
+    return torch.cat([torch.where(block >= 0, 1.0, -1.0) * block.abs().mean() for block in blocks])
 
 
 def chunks(count, ranks, multiple):
@@ -338,7 +339,7 @@ def test_int8_is_a_compressed_all_reduce_with_feedback_on_both_sides(world_size)
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_bit_is_the_same_with_signs(world_size):
-    steps = record(OneBit, world_size, start_iter=0)
+    steps = record(OneBit, world_size, start_iter=0, block_size=64)
 
     assert_outputs(steps, two_phases(steps, world_size, signs, 8))
 
@@ -413,10 +414,13 @@ def gap(weights, batches):
 
 
 def allowed(stack):
-    """Return the gap that is allowed after 320 steps."""
+    """Return the gap that is allowed after 320 steps. What holds back factors of an earlier base pays late, and askew."""
+    factors = bool({"powersgd", "batched_powersgd"} & set(stack))
     if "one_bit" in stack:
-        return 0.4 if len(set(stack) & {"powersgd", "batched_powersgd"}) else 0.3
-    return 0.1 if set(stack) & {"powersgd", "batched_powersgd", "topk"} else 0.01
+        return 0.45 if factors else 0.3
+    if "topk" in stack:
+        return 0.2 if factors else 0.1
+    return 0.03 if factors else 0.01
 
 
 def assert_small_gaps(stacks, world_size):
@@ -489,6 +493,10 @@ def test_bytes_on_the_wire(world_size):
     def in_two_phases(chunk):
         return {"exchange": (world_size - 1) * (4 + chunk), "all_gather": (world_size - 1) * (4 + chunk)}
 
+    def in_blocks(size):
+        numbers = math.ceil(NUMBERS / world_size / 8) * 8
+        return numbers // 8 + 4 * (math.ceil(numbers / size) - 1)  # beside the mean that is counted for all
+
     at_once = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False, "rank": 2}
     expected = [
         ("allreduce", reduced(4 * NUMBERS)),
@@ -501,6 +509,7 @@ def test_bytes_on_the_wire(world_size):
         ([chosen("powersgd") | at_once, "bf16_compress"], reduced(2 * (FACTORS + 7))),
         ("int8", in_two_phases(math.ceil(NUMBERS / world_size))),
         (chosen("one_bit"), in_two_phases(math.ceil(NUMBERS / world_size / 8))),
+        (chosen("one_bit", block_size=128), in_two_phases(in_blocks(128))),
         (chosen("topk"), {"all_gather": (world_size - 1) * 8 * math.ceil(NUMBERS / 4)}),
         ("powersgd", reduced(4 * NUMBERS)),
         ("one_bit", reduced(4 * NUMBERS)),
@@ -617,6 +626,25 @@ def _own_loop(rank, world_size, batches):
 def test_a_loop_of_your_own_is_told_of_a_skipped_step():
     for stepped in run_in_processes(_own_loop, 2, poisoned(joined_batches(4, 16), 1, math.nan)):
         assert stepped == [True, False, True, True]
+
+
+class OneSickNumber(Net):
+    """In batch 2 the loss is finite, and so are all gradients but that of the last row's first number."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        number = self.net[0].weight[-1, 0]
+        return loss + (number - number).sqrt() if batch_idx == 2 else loss
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_other_shards_skip_the_step_as_well():
+    strategy = {"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    arguments = CPU | {"strategy": strategy}
+    every = run_in_processes(_poison, 4, ["int8", "fp16_compress"], OneSickNumber, joined_batches(4, 16), arguments)
+    for results in zip(*every, strict=True):
+        weights_on_all_ranks(list(results))
+        assert [result["used"] for result in results] == [[0, 1, 3]] * 4
 
 
 # --- State -------------------------------------------------------------------------------------------------------
@@ -784,6 +812,7 @@ def test_what_is_remembered_belongs_to_a_run_and_its_module():
         ({"name": "topk", "ratio": 0.0}, "comm_hook.topk.ratio is 0.0; expected more than 0"),
         ({"name": "topk", "ratio": math.nan}, "comm_hook.topk.ratio is nan"),
         ({"name": "one_bit", "start_iter": -1}, "comm_hook.one_bit.start_iter is -1; expected at least 0"),
+        ({"name": "one_bit", "block_size": 100}, "comm_hook.one_bit.block_size is 100; expected a multiple of 8"),
         ({"name": "int8", "error_feedback": "yes"}, "comm_hook.int8.error_feedback is 'yes'; expected true or false"),
         ({"name": "int8", "nonfinite": "ignore"}, "comm_hook.int8.nonfinite is 'ignore'; expected 'skip' or 'error'"),
         (["fp16_compress", "powersgd"], "'powersgd' needs the shapes"),
@@ -821,7 +850,7 @@ def powersgd(**options):
 @pytest.mark.parametrize("epsilon", [0.0, 1e-8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
-    outer = torch.outer(torch.arange(1.0, 21), torch.linspace(-1, 1, 30)).to(dtype)
+    outer = torch.outer(torch.arange(1.0, 21), torch.arange(30) % 7 - 3.0).to(dtype)  # exact in 16 bits, too
     if dtype.is_complex:
         outer = outer * (1 - 2j)
     buffer = outer.flatten().clone()
@@ -834,13 +863,15 @@ def test_a_matrix_of_low_rank_arrives_whole(dtype, epsilon):
     assert float((result - outer).abs().max()) < (0.3 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_zeros_are_no_dead_end_for_a_warm_start():
-    hook = PowerSGD(start_powerSGD_iter=2)
+@pytest.mark.parametrize("epsilon", [0.0, 1e-8])
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_nothing_is_a_dead_end_for_a_warm_start(value, epsilon):
+    hook = PowerSGD(start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
     run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
     reduce = run.bucket_reducer()
     hook._watches.of(run).steps = 2
 
-    reduce(one_bucket(0.0)).wait()
+    reduce(one_bucket(value)).wait()
     result = reduce(one_bucket(3.0)).wait()
 
     assert torch.allclose(result, torch.full((NUMBERS,), 3.0), atol=1e-4)

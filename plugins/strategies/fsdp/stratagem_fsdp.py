@@ -118,6 +118,11 @@ class FSDPStrategy(Strategy):
 
     # --- Before any process starts -------------------------------------------------------------------------------
 
+    def how_to_provide(self, word) -> str:
+        if word == GRADIENT_BUCKETS:
+            return 'set strategy.fsdp.sharding_strategy to "HYBRID_SHARD": averages over replicas pass comm hooks'
+        return ""
+
     def join_timeout(self) -> timedelta:
         return self.timeout
 

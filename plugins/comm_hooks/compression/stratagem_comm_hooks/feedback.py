@@ -36,7 +36,11 @@ class Feedback(Lossy):
     def load_rank_states(self, states: list[dict[str, Any]], run: Any) -> None:
         """Go on where the ranks stopped; where their number has changed, owe as much as they did."""
         self._watches.of(run).steps = states[0]["steps"]
-        everyone = [Owed.of_state(state["owed"], run.device) for state in states]
-        loaded = everyone[run.rank] if len(states) == run.world_size else Owed.mean(everyone)
+        if len(states) == run.world_size:
+            loaded = Owed.of_state(states[run.rank]["owed"], run.device)
+        elif run.shards_parameters:
+            return  # what was owed belongs to shards that are cut otherwise now
+        else:
+            loaded = Owed.mean([Owed.of_state(state["owed"], run.device) for state in states])
         owed = self.owed(run)
         owed.rests, owed.chunks = loaded.rests, loaded.chunks

@@ -76,17 +76,22 @@ class Lossy(CommHook):
             watch.looked = True  # the precision finds the overflow in the gradients
             stepped = yield
         elif closure is None:
-            fine = watch.look()
+            fine = self._are_finite(watch, run)
             if not fine:
                 self._let_pass_by(optimizer, watch, run)
             stepped = (yield) and fine
         else:  # the gradients come within the step, and go into it
             watch.looked = True
             stepped = yield
-            if not watch.look():
+            if not self._are_finite(watch, run):
                 raise self._refusal(run, f" within a step of {type(optimizer).__name__}, which cannot be skipped")
         watch.steps += 1
         return stepped
+
+    def _are_finite(self, watch: Watch, run: Any) -> bool:
+        """Whether this step's averages were. Ranks that saw those of their shards alone tell each other: collective."""
+        fine = watch.look()
+        return not run.peers.any(not fine) if run.shards_parameters else fine
 
     def _let_pass_by(self, optimizer: Any, watch: Watch, run: Any) -> None:
         """Take the gradients away: without any, an optimizer passes a parameter by."""

@@ -5,52 +5,74 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from stratagem import hookimpl
+from stratagem.errors import ConfigError
 from stratagem.options import at_least
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers
 
 
+def _in_eights(hook, attribute, value):
+    if isinstance(value, int) and (value < 8 or value % 8):
+        raise ConfigError(
+            f"{type(hook).__name__}.{attribute.name} is {value}", expected="a multiple of 8: a byte of signs"
+        )
+
+
 @define(eq=False, kw_only=True)
 class OneBit(InTwoPhases):
-    """Each gradient travels as its sign, with the mean of the absolute values in its chunk; what that takes is returned
+    """Each gradient travels as its sign, with the mean of the absolute values in its block; what that takes is returned
     with the next steps, always: signs alone do not converge.
 
     Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes
-    SignSGD", ICML 2019; averaged as in Tang et al., "1-bit Adam", ICML 2021. Made for SGD, with momentum or without: an
-    optimizer that divides by the size of past gradients sees the noise of the signs in it.
+    SignSGD", ICML 2019; in blocks as in Zheng et al., "Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019;
+    averaged as in Tang et al., "1-bit Adam", ICML 2021. Made for SGD, with momentum or without: an optimizer that
+    divides by the size of past gradients sees the noise of the signs in it.
     """
 
     #: Optimizer steps before that send whole gradients, while they change fast: fewer save bytes, more start better.
     start_iter: int = field(default=100, validator=at_least(0))
+
+    #: Gradients that share a mean, in eights: fewer tell layers of different size apart, and send more means.
+    block_size: int = field(default=1024, validator=_in_eights)
 
     innermost = True
 
     @hookimpl
     def reduce_bucket(self, bucket, collectives, run):
         if self.steps(run) >= self.start_iter:
-            return (yield from self.compressed(bucket, Signs(), collectives, run))
+            return (yield from self.compressed(bucket, Signs(self.block_size), collectives, run))
         average = yield bucket.buffer
         self.see(average, run)
         return average
 
 
+@frozen
 class Signs:
-    """A row is its mean absolute value, then a bit for each number."""
+    """A row is the mean absolute value of each of its blocks, then a bit for each number."""
 
     multiple: ClassVar[int] = 8
 
+    block_size: int
+
     def encode(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        means = rows.abs().sum(1, keepdim=True) / sizes.clamp(min=1).view(-1, 1)  # nan or inf if a number is
-        bits = (rows >= 0).view(len(rows), -1, 8)
+        count, length = rows.shape
+        blocks = F.pad(rows, (0, -length % self.block_size)).view(count, -1, self.block_size)
+        starts = torch.arange(blocks.shape[1], device=rows.device) * self.block_size
+        numbers = (sizes.view(-1, 1) - starts).clamp(1, self.block_size)
+        means = (blocks.abs().sum(-1) / numbers).to(rows.dtype)  # nan or inf if a number is
+        bits = (rows >= 0).view(count, -1, 8)
         packed = (bits * _weights(rows.device)).sum(-1, dtype=torch.uint8)
-        return torch.cat([means.to(rows.dtype).view(torch.uint8), packed], 1)
+        return torch.cat([means.view(torch.uint8), packed], 1)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        means = first_numbers(codes, dtype)
-        bits = (codes[:, dtype.itemsize :, None] & _weights(codes.device)).bool().flatten(1)
+        num_blocks = -(-codes.shape[1] // (dtype.itemsize + self.block_size // 8))  # the last one may be shorter
+        means = first_numbers(codes, dtype, num_blocks).repeat_interleave(self.block_size, 1)
+        bits = (codes[:, num_blocks * dtype.itemsize :, None] & _weights(codes.device)).bool().flatten(1)
+        means = means[:, : bits.shape[1]]
         return torch.where(bits, means, -means)
 
 

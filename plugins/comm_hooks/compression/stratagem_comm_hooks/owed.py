@@ -69,13 +69,13 @@ class Owed:
         if not bucket.parameters:
             return [(place, each * bucket.buffer.numel())]
         sizes = [each * gradient.numel() for gradient in bucket.gradients]
-        return list(zip(self._keys(bucket, place, run), sizes, strict=True))
+        return list(zip(self._keys(bucket, run), sizes, strict=True))
 
-    def _keys(self, bucket: Bucket, place: str, run: Any) -> list[str]:
+    def _keys(self, bucket: Bucket, run: Any) -> list[str]:
         if run.module is not None and any(id(parameter) not in self._names for parameter in bucket.parameters):
             self._names = {id(parameter): name for name, parameter in run.module.named_parameters()}
         named = enumerate(map(id, bucket.parameters))
-        return [self._names.get(number, f"{place}, parameter {index}") for index, number in named]
+        return [self._names.get(number, f"bucket {bucket.index}, parameter {index}") for index, number in named]
 
     # --- The rest ------------------------------------------------------------------------------------------------
 

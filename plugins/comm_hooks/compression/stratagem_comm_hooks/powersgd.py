@@ -175,7 +175,8 @@ class _PowerIteration(Feedback):
 
     def load_rank_states(self, states: list[dict[str, Any]], run: Any) -> None:
         super().load_rank_states(states, run)
-        starts = states[0]["starts"]  # the same on all ranks
+        # All that average together began with the same.
+        starts = states[run.rank if len(states) == run.world_size else 0]["starts"]
         self._starts.of(run).update({key: start.to(run.device) for key, start in starts.items()})
 
 

@@ -19,8 +19,8 @@ class TopK(Feedback):
     """Each rank sends its largest gradients with their places, to all; the others wait and add up until their turn.
 
     Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Stich et al., "Sparsified SGD
-    with Memory", NeurIPS 2018. What a rank receives grows with the number of ranks: it saves bytes where twice `ratio`
-    times that number stays well below two.
+    with Memory", NeurIPS 2018. What a rank sends grows with the number of ranks: it saves bytes of fp32 as long as
+    `ratio` times that number stays below 1.
     """
 
     #: Share of each bucket that is sent: smaller saves bytes, and delays the rest by more steps.

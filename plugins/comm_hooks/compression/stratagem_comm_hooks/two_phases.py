@@ -31,7 +31,7 @@ class Code(Protocol):
         """Return ``(rows, length)`` as uint8; from `sizes` on, a row is padded with zeros."""
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what `encode` was given, as far as its codes tell. All of a row is nan or inf if a part of it was."""
+        """Return what `encode` was given, as far as its codes tell: nan or inf, too, of what was not finite."""
 
 
 @frozen
@@ -102,7 +102,7 @@ def _average(
     return layout, rest, Chunk(layout, cut.start(rank), ranks, chunk_rest)
 
 
-def first_numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the number that each row of `codes` begins with: (rows, 1)."""
+def first_numbers(codes: Tensor, dtype: torch.dtype, count: int = 1) -> Tensor:
+    """Return the numbers that each row of `codes` begins with: (rows, count)."""
     # A copy, as bytes are read as numbers only where numbers may begin.
-    return codes[:, : dtype.itemsize].reshape(-1).clone().view(dtype).view(-1, 1)
+    return codes[:, : count * dtype.itemsize].reshape(-1).clone().view(dtype).view(-1, count)
