@@ -154,7 +154,7 @@ class Strategy(Plugin):
         return []
 
     def how_to_provide(self, word: str) -> str:
-        """What to set for this strategy to provide capability `word`, as the end of an error's sentence; "" if nothing."""
+        """What to set for this strategy to provide capability `word`, to end a sentence with; "" if nothing helps."""
         return ""
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
