@@ -61,7 +61,10 @@ CASES = [
     (
         {"name": "fsdp", "sharding_strategy": "NO_SHARD"},
         "bf16_compress",
-        lambda n: {("all_reduce", "bf16_compress"): SIZE // 2},
+        lambda n: {
+            ("all_reduce", "bf16_compress"): SIZE // 2,
+            ("all_reduce", ""): 8,
+        },  # and whether all shards were finite,
     ),
 ]
 
@@ -122,6 +125,22 @@ def test_they_reach_the_logger(tmp_path):
 
     assert [float(row["comm/bytes_per_step"]) for row in rows] == [SIZE / 2] * 4
     assert [float(row["comm/compression_ratio"]) for row in rows] == [2.0] * 4
+
+
+def _report(rank, world_size, folder):
+    trainer = sg.Trainer(
+        strategy="ddp", comm_hook={"name": "topk", "ratio": 0.5}, devices=world_size, callbacks=["comm_stats", "report"],
+        log_every_n_steps=1, default_root_dir=folder, **QUIET,
+    )  # fmt: skip
+    trainer.fit(Net(), share(trainer, joined_batches(4, 24)))
+
+
+def test_they_are_drawn_in_the_report(tmp_path):
+    run_in_processes(_report, 2, tmp_path)
+    (page,) = (path.read_text() for path in tmp_path.rglob("*.html"))
+
+    for name in ("comm/bytes_per_step", "comm/compression_ratio", "comm/topk/error_norm"):
+        assert name in page
 
 
 def test_one_process_has_nothing_to_count():

@@ -252,3 +252,22 @@ def _tuning_snippets(rank, world_size):
         steps.append(names["trainer"].global_step)
         names["trainer"].close()
     return steps, names["strategy"]
+
+
+def test_the_snippets_about_communication_run():
+    for ratio, hooks in run_in_processes(_communication_snippets, 2):
+        assert ratio == 2.0
+        assert hooks == ["powersgd", "fp16_compress"]
+
+
+def _communication_snippets(rank, world_size):
+    from stratagem.strategies import DDPStrategy
+
+    names = {"sg": sg, "DDPStrategy": DDPStrategy}
+    first, second = snippets("docs/communication.md")
+    exec(first, names)
+    exec(second, names)
+    trainer = names["trainer"]
+    trainer.fit(Net(), part(joined_batches(50, 8), rank, world_size))
+    run = sg.Run(strategy=names["strategy"], accelerator="cpu")
+    return trainer.callback_metrics["comm/compression_ratio"], [choice.name for choice in run.stack.comm_hooks]

@@ -7,13 +7,12 @@ example                                                     why
 ==========================================================  ==========================================================
 DeepSpeed (stages, offload, NVMe, config files, its own     no such strategy is installed
 optimizers and activation checkpointing)
-PowerSGD, PowerSGD in fp16, post-local SGD                  no such communication hook is installed
 one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
 Horovod                                                     left behind by torch, too
 SLURM, Kubernetes                                           no such environment is installed
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py
-NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by itself; ours are below, in `TestWaiting`
+NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by itself; options for them in plugins/test_tuning.py
 ``torch.cuda.memory_summary()``, ``nvidia-smi``             need GPUs
 a strategy chosen by ``if model_params < 1e9``              plain Python around a name
 ``etcd`` beside torchelastic                                torchrun meets without it
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import pickle
 import signal
@@ -42,6 +42,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localSGD
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor
@@ -248,6 +251,44 @@ def test_gradients_travel_in_16_bits(comm_hook, dtype):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not torch.equal(first[0], exact[0])
     torch.testing.assert_close(first[0], exact[0], rtol=0.02, atol=1e-3)
+
+
+def power_state():
+    return powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+
+
+COMPRESSED = {
+    "PowerSGD": lambda: DDPStrategy(ddp_comm_state=power_state(), ddp_comm_hook=powerSGD.powerSGD_hook),
+    "PowerSGD in fp16": lambda: DDPStrategy(
+        ddp_comm_state=power_state(),
+        ddp_comm_hook=powerSGD.powerSGD_hook,
+        ddp_comm_wrapper=default.fp16_compress_wrapper,
+    ),
+    "post-local SGD": lambda: DDPStrategy(
+        ddp_comm_state=post_localSGD.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2),
+        ddp_comm_hook=post_localSGD.post_localSGD_hook,
+        model_averaging_period=4,
+    ),
+}
+
+
+def _bytes_of_each_step(rank, world_size, recipe):
+    seen = []
+
+    class Counts(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self, run):
+            seen.append(sum(count.wire for count in run.collectives.traffic.counts.values()))
+
+    trainer = sg.Trainer(strategy=COMPRESSED[recipe](), devices=world_size, callbacks=[Counts()], **KEEPS_NOTHING)
+    trainer.fit(Deep(), DataLoader(Numbers(), batch_size=2))
+    return [after - before for before, after in itertools.pairwise(seen)]
+
+
+@pytest.mark.parametrize("recipe", COMPRESSED)
+def test_gradients_are_sent_in_fewer_bytes_from_a_step_on(recipe):
+    for whole, *later in run_in_processes(_bytes_of_each_step, 2, recipe):
+        assert min(later) < whole / 2
 
 
 def test_several_devices_and_no_strategy_mean_ddp():
