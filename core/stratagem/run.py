@@ -495,7 +495,7 @@ class Run:
             )
 
     def _raise_failure_of_hooks(self) -> None:
-        """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that something did."""
+        """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that it did."""
         for wire in self._wires:
             if wire.failure is not None:
                 raise wire.failure

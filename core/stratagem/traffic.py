@@ -21,7 +21,7 @@ _SHARES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: (n - 1) / n,
     "exchange": lambda n: (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
-    "send": lambda n: 1.0,
+    "send": lambda _: 1.0,
 }
 
 

@@ -128,7 +128,7 @@ class Collectives:
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Counts the bytes of the tensors that were sent; a conversation that was split off counts in the same place."""
+        """Counts the bytes of tensors that were sent; a conversation that was split off counts in the same place."""
         return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
@@ -148,7 +148,7 @@ class Collectives:
         return [tensor.clone()]
 
     def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return a future of every rank's 1-D `tensor` (equal sizes), one after the other in rank order: (ranks * n,)."""
+        """Return a future of every rank's 1-D `tensor` (equal sizes), in rank order, joined: (ranks * n,)."""
         return self.average_async(tensor.clone())
 
     def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
