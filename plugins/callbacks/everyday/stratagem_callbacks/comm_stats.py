@@ -17,10 +17,11 @@ class CommStats(Callback):
     """Logs the bytes that this rank gives to collectives, and those a wire has to carry, for each optimizer step.
 
     ``comm/bytes_per_step`` is what the collectives were given, ``comm/wire_bytes_per_step`` what the best algorithm
-    sends of it; ``comm/<collective>/<sender>`` is the first one by who sent it: a comm hook, the strategy's ``gradients`` or
-    ``parameters``, or ``other``. With comm hooks ``comm/compression_ratio`` is what an all-reduce of the same gradients
-    would have sent, over what was sent in their place, and ``comm/<hook>/<number>`` what a hook tells, such as the
-    ``error_norm`` of what error feedback still owes. Averages over the steps since the last time; of rank 0.
+    sends of it; ``comm/<collective>/<sender>`` is the first one by who sent it: a comm hook, the strategy's
+    ``gradients`` or ``parameters``, or ``other``. With comm hooks ``comm/compression_ratio`` is what an all-reduce of
+    the same gradients would have sent, over what was sent in their place, and ``comm/<hook>/<number>`` what a hook
+    tells, such as the ``error_norm`` of what error feedback still owes. Averages over the steps since the last time; of
+    rank 0.
     """
 
     #: Also the bytes of a step, in megabytes, and the compression ratio in the progress bar.
