@@ -166,7 +166,7 @@ class Student(sg.Module):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_start(self) -> None:
         self._look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from stratagem.errors import ConfigError
@@ -32,6 +33,14 @@ def at_least(low: float) -> Validator:
 def more_than(low: float) -> Validator:
     """Accept numbers above `low`."""
     return _rule(lambda value: value > low, f"more than {low}")
+
+
+def _lasts(value: Any) -> bool:
+    return bool((value.total_seconds() if isinstance(value, timedelta) else value) > 0)
+
+
+#: Accept a duration, in seconds or as a timedelta, that is longer than nothing.
+duration = _rule(_lasts, "more than 0 seconds")
 
 
 def between(low: float, high: float) -> Validator:

@@ -43,6 +43,8 @@ NO_SYNC: Final = "no-sync"
 FULL_STATE: Final = "full-state"
 #: The model is spread over ``run.peers`` alone, be they all ranks or a team of them.
 WITHIN_TEAM: Final = "within-team"
+#: Each rank steps all parameters with the gradients that its comm hooks returned, be they others' or not.
+LOCAL_STEPS: Final = "local-steps"
 #: Ranks train in teams, each with a model of its own for a while.
 TEAMS: Final = "teams"
 #: Parameters are sharded over processes.

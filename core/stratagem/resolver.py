@@ -578,6 +578,14 @@ def _check_order(stack: Stack) -> None:
                 do=f"put {inner} before it, if that one does" if inner.plugin.outer else "drop one of them",
             )
     names = [choice.name for choice in stack.comm_hooks]
+    for word in ("outermost", "innermost"):
+        rivals = [choice for choice in stack.comm_hooks if getattr(choice.plugin, word)]
+        if len(rivals) > 1:
+            end = "first" if word == "outermost" else "last"
+            raise ConfigError(
+                f"comm_hook is {names}, and {rivals[0]} and {rivals[1]} must both be the {end} of a stack",
+                expected="one of the two",
+            )
     for place, choice in enumerate(stack.comm_hooks):
         if choice.plugin.outermost and place > 0:
             raise ConfigError(

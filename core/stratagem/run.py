@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -532,6 +532,7 @@ class Run:
             "state_dict": self.ask("model_state", module=module),
             "optimizers": [self.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
             "plugins": {key: plugin.state_dict() for key, plugin in self.stack.stateful()},
+            "ranks": self.collectives.all_gather_object({"plugins": self.rank_states()}),
             "values": values,
             "format": format_tag(self.stack),
         }
@@ -545,8 +546,20 @@ class Run:
         self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
         self.load_optimizers(state.get("optimizers", []), optimizers, module)
         self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
+        self.load_rank_states(state.get("ranks", []))
         values: dict[str, Any] = state.get("values", {})
         return values
+
+    def rank_states(self) -> dict[str, Any]:
+        """Return what plugins keep of this rank's own."""
+        return {key: plugin.rank_state(self) for key, plugin in self.stack.stateful_by_rank()}
+
+    def load_rank_states(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Give plugins what they kept on each of `ranks`, which are those that saved. Collective."""
+        for key, plugin in self.stack.stateful_by_rank():
+            states = [rank.get("plugins", {}).get(key) for rank in ranks]
+            if states and None not in states:
+                plugin.load_rank_states(states, self)
 
     def read_checkpoint(self, path: Path) -> dict[str, Any]:
         """Return the logical state at `path`, whichever installed format it is in. Collective.
@@ -673,10 +686,11 @@ class ModelHandle:
     """A prepared module in a loop of your own: call it like the module; anything else is the module's."""
 
     def __init__(self, run: Run, module: nn.Module) -> None:
-        self.run, self.module = run, module
+        self.run, self.module, self._model = run, module, run.model
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         run = self.run
+        run.module, run.model = self.module, self._model  # of several modules, the one that was called last
         stage = "train" if self.module.training and torch.is_grad_enabled() else "validate"
         if run._step_context is None:
             return run.model("__call__", *arguments, **options)

@@ -120,7 +120,7 @@ class Session:
         if resumed is not None:
             snapshot.restore(trainer, resumed)
         elif job.carried is not None:
-            snapshot.restore_optimizers(trainer, job.carried)
+            snapshot.restore_carried(trainer, job.carried)
         trainer.should_stop = False
         trainer.batch_size = getattr(loader, "batch_size", None)
         if trainer.is_global_zero and self.module.hparams:

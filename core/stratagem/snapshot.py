@@ -61,7 +61,7 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "metrics": {} if position.epoch_ended else trainer.training_book.state_dict(),
         "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
-        "plugins": {key: plugin.rank_state(trainer.run) for key, plugin in trainer.run.stack.stateful_by_rank()},
+        "plugins": trainer.run.rank_states(),
     }
 
 
@@ -97,10 +97,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     ranks = state["ranks"]
     if len(ranks) == trainer.world_size:
         _restore_buffers(trainer.module, ranks[trainer.global_rank]["buffers"])
-    for key, plugin in run.stack.stateful_by_rank():
-        states = [rank.get("plugins", {}).get(key) for rank in ranks]
-        if None not in states:
-            plugin.load_rank_states(states, run)
+    run.load_rank_states(ranks)
     trainer.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != trainer.world_size:
         warnings.warn(
@@ -141,6 +138,13 @@ def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:
         )
     for config, scheduler in zip(configs, schedulers, strict=True):
         config.scheduler.load_state_dict(scheduler)
+
+
+def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
+    """Apply what an earlier fit of this module brought home to the process that launches. Collective."""
+    restore_optimizers(trainer, carried)
+    trainer.run.stack.restore(carried.get("plugins", {}))  # where training was here, plugins remember
+    trainer.run.load_rank_states(carried.get("ranks", []))
 
 
 def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -231,5 +235,6 @@ class Homecoming:
             trainer.position.load_state_dict(self.state["loop"])
             trainer.position.epoch_random_state = None
             restore_plugins(trainer, self.state)
-            trainer.carried = {key: self.state[key] for key in ("optimizers", "lr_schedulers")}
+            trainer.carried = {key: self.state[key] for key in ("optimizers", "lr_schedulers", "plugins")}
+            trainer.carried["ranks"] = [{"plugins": rank["plugins"]} for rank in self.state["ranks"]]
         return self.result

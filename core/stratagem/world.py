@@ -296,7 +296,7 @@ class TorchCollectives(Collectives):
         self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
         work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: future.value()[0])
+        return work.get_future().then(lambda future: _settled(future, tensor))  # gloo's holds complex ones as real
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         import torch

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
-from stratagem.options import more_than
+from stratagem.options import duration, more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -48,7 +48,7 @@ class ShardedDDPStrategy(Strategy):
     #: messages, and more memory while they are on their way. Without a hook parameters travel one by one.
     bucket_cap_mb: float | None = field(default=None, validator=more_than(0))
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = None
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network

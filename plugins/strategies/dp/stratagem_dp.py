@@ -28,13 +28,14 @@ from stratagem import Capabilities, Module, Strategy, hookimpl
 from stratagem.data import move_batch
 from stratagem.errors import ConfigError
 from stratagem.module import COMPILER
-from stratagem.options import more_than
+from stratagem.options import duration, more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
     FULL_STATE,
     GRADIENT_BUCKETS,
+    LOCAL_STEPS,
     MULTI_PROCESS,
     NO_SYNC,
     Bucket,
@@ -67,12 +68,15 @@ class DDP2Strategy(Strategy):
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
     #: How long a node waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = None
 
+    #: What DDP sends in a step without hooks, in bytes.
+    _num_bytes: int = field(init=False, default=0)
+
     process_per_device = False
-    capabilities = Capabilities(provides=_WITHIN_A_PROCESS | {GRADIENT_BUCKETS, MULTI_PROCESS})
+    capabilities = Capabilities(provides=_WITHIN_A_PROCESS | {GRADIENT_BUCKETS, LOCAL_STEPS, MULTI_PROCESS})
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
@@ -103,6 +107,8 @@ class DDP2Strategy(Strategy):
         reducer = run.bucket_reducer()
         if reducer is not None:
             node.register_comm_hook(reducer, _reduce_all if self.find_unused_parameters else _reduce)
+        silent = reducer is not None  # hooks count by themselves
+        self._num_bytes = 0 if silent else sum(p.nbytes for p in parts.parameters() if p.requires_grad)
         return node
 
     @hookimpl
@@ -111,9 +117,11 @@ class DDP2Strategy(Strategy):
         return run.model.no_sync() if silent else None
 
     @hookimpl
-    def backward(self, loss):
+    def backward(self, loss, run):
         with _explaining_unused():
             loss.backward()
+        if self._num_bytes and run.sync_gradients:
+            run.collectives.traffic.add("all_reduce", self._num_bytes, run.world_size, sender="gradients")
         return True
 
     @hookimpl

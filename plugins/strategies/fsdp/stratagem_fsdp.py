@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
+from stratagem.options import duration
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -71,7 +72,7 @@ class FSDPStrategy(Strategy):
     #: Dtypes to compute and to reduce in: a torch MixedPrecisionPolicy (or MixedPrecision); else the precision decides.
     mixed_precision: Any = None
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = None
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -206,6 +207,7 @@ class FSDPStrategy(Strategy):
         if earlier is not None:
             _check_same(earlier, self._device_mesh)
             _reshard(earlier[0])  # optimizers are made of shards
+            self._listen(earlier[0], run)
             return earlier[0]
         fill = _from_rank_0(module, "cpu" if self.cpu_offload else run.device, run)
         if self.activation_checkpointing_policy is not None:
@@ -226,14 +228,18 @@ class FSDPStrategy(Strategy):
             fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_scalars(user))
         fill(user)
         root = fully_shard(module, **options, ignored_params=_scalars(user))
-        replicas = self._layout(run.team_world)[0]
-        _count_bytes([*units, root], replicas, run.collectives.traffic)
-        if run.stack.comm_hooks and run.stage == "train":
-            _send_through_hooks([*units, root], run.bucket_reducer(over=self._replicas(run)))
+        self._listen(root, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             _match_inputs(user)
         user.__dict__[_WRAPPED] = (root, self._device_mesh)
         return root
+
+    def _listen(self, root: nn.Module, run) -> None:
+        """Have all units count what they send, and send through the comm hooks what they average over replicas."""
+        units = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        _count_bytes(units, self._layout(run.team_world)[0], run.collectives.traffic)
+        if run.stack.comm_hooks and run.stage == "train":
+            _send_through_hooks(units, run.bucket_reducer(over=self._replicas(run)))
 
     def _units(self, user: nn.Module) -> list[nn.Module]:
         """Return what the policy chooses and what was wrapped by hand, children before parents."""

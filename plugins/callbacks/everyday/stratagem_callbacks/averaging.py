@@ -10,10 +10,11 @@ from attrs import define, field
 from torch import nn
 from torch.optim.swa_utils import SWALR, update_bn
 
-from stratagem import Callback, hookimpl
+from stratagem import Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import at_least, between, more_than
+from stratagem.plugin import TEAMS
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +41,9 @@ class EMA(Callback):
     place.
     Costs one more copy of the parameters (of each rank's shards under a sharded strategy).
     """
+
+    # Of models that differ from rank to rank each would keep an average of its own.
+    capabilities = Capabilities(conflicts={TEAMS})
 
     #: Share of the old average that is kept at each update: nearer to 1 is smoother and slower.
     decay: float = field(default=0.999, validator=between(0, 1))
@@ -138,6 +142,9 @@ class StochasticWeightAveraging(Callback):
     Izmailov et al., 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". Training ends with the
     average in the model, and running statistics computed again for it.
     """
+
+    # Of models that differ from rank to rank each would keep an average of its own.
+    capabilities = Capabilities(conflicts={TEAMS})
 
     #: Learning rate to train with while averaging.
     swa_lrs: float = field(validator=more_than(0))

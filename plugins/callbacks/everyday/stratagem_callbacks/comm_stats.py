@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from attrs import define, evolve, field
@@ -67,19 +66,21 @@ class CommStats(Callback):
     def _measured(self, run: Any, num_steps: int) -> dict[str, float]:
         """Return the averages of the last `num_steps` steps."""
         counts = _since(run.collectives.traffic.counts, self._before)
+        begun = _since(run.collectives.traffic.counts, self._start)
         metrics = {
             "comm/bytes_per_step": sum(count.payload for count in counts.values()) / num_steps,
             "comm/wire_bytes_per_step": sum(count.wire for count in counts.values()) / num_steps,
         }
         for (collective, sender), count in counts.items():
-            if count.calls:
+            if begun[collective, sender].calls:
                 metrics[f"comm/{collective}/{sender or 'other'}"] = count.payload / num_steps
         hooks = [choice.name for choice in run.stack.comm_hooks]
         if hooks:
             came = _since(run.collectives.traffic.buckets, self._buckets_before)
             sent = sum(count.wire for (_, sender), count in counts.items() if sender in hooks)
             whole = came[hooks[0]].wire if hooks[0] in came else 0.0
-            metrics["comm/compression_ratio"] = whole / sent if sent else math.inf
+            if sent:
+                metrics["comm/compression_ratio"] = whole / sent
         for choice in run.stack.comm_hooks:
             told = choice.plugin.statistics(run) if hasattr(choice.plugin, "statistics") else {}
             metrics |= {f"comm/{choice.name}/{name}": value for name, value in told.items()}

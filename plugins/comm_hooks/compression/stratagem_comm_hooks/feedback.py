@@ -11,6 +11,9 @@ from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import Owed
 from stratagem_comm_hooks.per_run import PerRun
 
+#: How far the quotient of two 16-bit losses may be off.
+_ROUNDING = 0.1
+
 
 @define(eq=False, kw_only=True)
 class Feedback(Lossy):
@@ -26,6 +29,24 @@ class Feedback(Lossy):
     def step_context(self, stage, run):
         if stage == "train":
             self.owed(run).begin()
+
+    @hookimpl(wrapper=True)
+    def scale_loss(self, loss, run):
+        scaled = yield
+        if run.policy.loss_scaling and float(loss.detach()):
+            scale, owed = float(scaled.detach()) / float(loss.detach()), self.owed(run)
+            # Scales change by whole factors; a quotient of two losses is off by their rounding.
+            if owed.scale is not None and abs(scale / owed.scale - 1) > _ROUNDING:
+                owed.rescale(scale / owed.scale)
+            owed.scale = scale
+        return scaled
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, optimizer, closure, run):
+        stepped = yield from super().optimizer_step(optimizer, closure, run)
+        if not stepped:
+            self.owed(run).clear()
+        return stepped
 
     def statistics(self, run: Any) -> dict[str, float]:
         return {"error_norm": self.owed(run).norm()}
@@ -43,4 +64,4 @@ class Feedback(Lossy):
         else:
             loaded = Owed.mean([Owed.of_state(state["owed"], run.device) for state in states])
         owed = self.owed(run)
-        owed.rests, owed.chunks = loaded.rests, loaded.chunks
+        owed.rests, owed.chunks, owed.scale = loaded.rests, loaded.chunks, loaded.scale

@@ -48,6 +48,8 @@ class Owed:
     rests: dict[str, Tensor] = field(factory=dict)
     #: By place.
     chunks: dict[str, Chunk] = field(factory=dict)
+    #: What the loss was multiplied with when the gradients came that are owed; None if with nothing.
+    scale: float | None = None
     #: Messages since the last forward, by bucket.
     _messages: Counter[int] = field(factory=Counter)
     #: Names of parameters, by id.
@@ -65,10 +67,10 @@ class Owed:
 
     def layout(self, bucket: Bucket, place: str, run: Any) -> Layout:
         """Return the pieces of `bucket`."""
-        each = 2 if bucket.buffer.is_complex() else 1
         if not bucket.parameters:
-            return [(place, each * bucket.buffer.numel())]
-        sizes = [each * gradient.numel() for gradient in bucket.gradients]
+            return [(place, as_real(bucket.buffer).numel())]
+        # The buffer of complex gradients may be real: DDP's is.
+        sizes = [gradient.numel() * (2 if gradient.is_complex() else 1) for gradient in bucket.gradients]
         return list(zip(self._keys(bucket, run), sizes, strict=True))
 
     def _keys(self, bucket: Bucket, run: Any) -> list[str]:
@@ -126,6 +128,15 @@ class Owed:
 
     # --- State ---------------------------------------------------------------------------------------------------
 
+    def clear(self) -> None:
+        """Owe nothing any more: what was owed includes gradients of a step that was not made."""
+        self.rests, self.chunks = {}, {}
+
+    def rescale(self, factor: float) -> None:
+        """Owe `factor` times as much: the loss is scaled otherwise now."""
+        for tensor in (*self.rests.values(), *(chunk.rest for chunk in self.chunks.values())):
+            tensor.mul_(factor)
+
     def norm(self) -> float:
         """Return the norm of all that is owed."""
         tensors = [*self.rests.values(), *(chunk.rest for chunk in self.chunks.values())]
@@ -135,6 +146,7 @@ class Owed:
     def state(self) -> dict[str, Any]:
         """Return what is owed as plain data, on the CPU."""
         return {
+            "scale": self.scale,
             "rests": {key: _on_cpu(rest) for key, rest in self.rests.items()},
             "chunks": {
                 place: {
@@ -154,7 +166,7 @@ class Owed:
             )
             for place, saved in state["chunks"].items()
         }
-        return cls({key: rest.to(device) for key, rest in state["rests"].items()}, chunks)
+        return cls({key: rest.to(device) for key, rest in state["rests"].items()}, chunks, state["scale"])
 
     @classmethod
     def mean(cls, everyone: list[Owed]) -> Owed:
@@ -163,10 +175,11 @@ class Owed:
             owed.settle()
         keys = {key: rest for owed in everyone for key, rest in owed.rests.items()}
         return cls(
-            {
+            scale=everyone[0].scale,
+            rests={
                 key: torch.stack([_fitting(owed.rests.get(key), like.numel(), like) for owed in everyone]).mean(0)
                 for key, like in keys.items()
-            }
+            },
         )
 
 

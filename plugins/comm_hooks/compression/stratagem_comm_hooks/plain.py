@@ -6,7 +6,8 @@ import warnings
 
 from attrs import define
 
-from stratagem import CommHook, hookimpl
+from stratagem import Capabilities, CommHook, hookimpl
+from stratagem.plugin import GRADIENT_BUCKETS, LOCAL_STEPS
 
 
 @define(eq=False, kw_only=True)
@@ -26,6 +27,7 @@ class Noop(CommHook):
     """
 
     innermost = True
+    capabilities = Capabilities(requires={GRADIENT_BUCKETS, LOCAL_STEPS})
 
     @hookimpl
     def reduce_bucket(self, bucket):

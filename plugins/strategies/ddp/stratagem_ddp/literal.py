@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 
 from stratagem import CommHook, hookimpl
 from stratagem.errors import ConfigError, PluginError
@@ -82,7 +82,7 @@ def plugins(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[Any
         return []
     name, under = _ours(hook, _HOOKS), _ours(wrapper, _WRAPPERS)
     if name is None or (wrapper is not None and under is None):
-        return [TorchHook(hook=hook if wrapper is None else wrapper(hook), state=state)]
+        return [TorchHook(hook=hook, state=state, wrapper=wrapper)]
     options = _options(name, state)
     if period is not None:
         options["model_averaging_period"] = period
@@ -126,18 +126,31 @@ class TorchHook(CommHook):
     hook: Callable[[Any, Any], Any]
     #: Its first argument.
     state: Any = None
+    #: Makes another hook of it.
+    wrapper: Callable[[Any], Any] | None = None
+
+    _wrapped: Any = field(init=False, default=None)
 
     @hookimpl
     def reduce_bucket(self, bucket):
-        given = _GradBucket(bucket)
-        future = self.hook(self.state, given)
+        if self._wrapped is None:
+            self._wrapped = self.hook if self.wrapper is None else self.wrapper(self.hook)
+        future = self._wrapped(self.state, _GradBucket(bucket))
         if not isinstance(future, torch._C.Future):
             raise PluginError(
                 f"{_PATH}.ddp_comm_hook {_name(self.hook)} returned a {type(future).__name__}",
                 expected="a torch.futures.Future of the averaged bucket",
             )
         result = yield future
-        return result[0] if isinstance(result, list) else result  # the future of a collective holds a list
+        result = result[0] if isinstance(result, list) else result  # the future of a collective holds a list
+        fits = isinstance(result, torch.Tensor) and result.shape == bucket.buffer.shape
+        return bucket.buffer.copy_(result) if fits else result  # DDP casts, too
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"hook": self.hook, "state": self.state, "wrapper": self.wrapper}  # what a wrapper returns is a closure
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
 
 class _GradBucket:

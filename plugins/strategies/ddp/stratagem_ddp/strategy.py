@@ -12,14 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.config import options
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, more_than
+from stratagem.options import at_least, duration, more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
     FULL_STATE,
     GRADIENT_BUCKETS,
+    LOCAL_STEPS,
     MANUAL_OPTIMIZATION,
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
@@ -52,7 +54,7 @@ class DDPStrategy(Strategy):
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = None
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -83,6 +85,7 @@ class DDPStrategy(Strategy):
             CLOSURE_OPTIMIZERS,
             FULL_STATE,
             GRADIENT_BUCKETS,
+            LOCAL_STEPS,
             MANUAL_OPTIMIZATION,
             MULTI_PROCESS,
             MULTIPLE_OPTIMIZERS,
@@ -101,6 +104,14 @@ class DDPStrategy(Strategy):
                 do="drop find_unused_parameters",
             )
         literal.check(*self._literal)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The comm hooks travel by themselves; torch's states cannot, before the process that takes them is connected.
+        spent = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+        return {name: None if name in spent else getattr(self, name) for name in options(type(self))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
     @property
     def _literal(self):
@@ -147,8 +158,10 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
         )
+        replica.traffic = run.collectives.traffic
         reducer = run.bucket_reducer()
         if reducer is not None:
+            _check_dense(run.module)
             replica.register_comm_hook(reducer, _reduce_all if search else _reduce)  # which counts by itself
         silent = reducer is not None
         self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -182,6 +195,11 @@ class DDPStrategy(Strategy):
         return True
 
     @hookimpl
+    def on_train_epoch_end(self, run):
+        if isinstance(run.model, _Replica):
+            run.model.check_frozen()
+
+    @hookimpl
     def on_fit_end(self, trainer, run):
         # Under manual optimization torch keeps no count of what went unused.
         searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
@@ -206,6 +224,22 @@ class _Replica(DistributedDataParallel):
         super().__init__(module, **options)
         #: DDP counts those that are to be trained now: what is frozen later keeps its number.
         self.names = names_of(self)
+        self.traffic = None
+
+    def check_frozen(self):
+        """Refuse a parameter that was frozen when DDP counted them and is trained now: nobody averages its gradient."""
+        thawed = set(names_of(self)) - set(self.names)
+        if thawed:
+            raise ConfigError(
+                f"{min(thawed)!r} was frozen when training began and is trained now, which DDP does not notice",
+                expected="the same parameters from beginning to end of a fit",
+                do="begin with it trainable, or train in two fits",
+            )
+
+    def _sync_buffers(self):
+        super()._sync_buffers()
+        size = sum(buffer.nbytes for buffer in self.modules_buffers)
+        self.traffic.add("broadcast", size, torch.distributed.get_world_size(self.process_group), sender="buffers")
 
     def forward(self, *inputs, **kwargs):
         if not torch.is_grad_enabled():
@@ -224,8 +258,20 @@ def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and want
             index=bucket.index(),
             is_last=bucket.is_last(),
             parameters=tuple(bucket.parameters()),
-            gradients=tuple(bucket.gradients()),
+            gradients=_gradients(bucket),
         )
+    )
+
+
+def _gradients(bucket) -> tuple[torch.Tensor, ...]:
+    """Return the gradients in `bucket`; those of complex parameters, which DDP takes for half as many real numbers."""
+    parameters = bucket.parameters()
+    if not any(parameter.is_complex() for parameter in parameters):
+        return tuple(bucket.gradients())
+    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+    parts = zip(bucket.buffer().split(sizes), parameters, strict=True)
+    return tuple(
+        torch.view_as_complex(part.view(*p.shape, 2)) if p.is_complex() else part.view(p.shape) for part, p in parts
     )
 
 
@@ -235,6 +281,15 @@ def _reduce_all(reducer, bucket):
     if bucket.is_last():
         reducer.finish()
     return average
+
+
+def _check_dense(module: torch.nn.Module) -> None:
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ConfigError(
+            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and comm hooks send dense ones",
+            expected="sparse=False there, or no comm hook",
+        )
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel) -> None:

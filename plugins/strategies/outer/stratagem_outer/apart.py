@@ -269,6 +269,7 @@ class Apart(Plugin):
         """Put the one model in the place of this process's own. Collective."""
         if self._own is not None or self._module() is not run.module:
             return
+        self._check_frozen()
         with torch.inference_mode(False), torch.no_grad():
             apart = self._apart(run)
             self._own = {name: tensor.clone() for name, tensor in apart.items()}

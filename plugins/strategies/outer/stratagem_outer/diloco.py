@@ -19,10 +19,11 @@ _AVERAGES = {None: plain_mean, "fp16": mean_in_fp16, "int8": mean_in_int8}
 
 @define(eq=False, kw_only=True)
 class DiLoCoStrategy(OuterStrategy):
-    """Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+    """Every team trains by itself for a period; then one step of an outer SGD is made on how far they came, on average.
 
-    The module's optimizer is the inner one; AdamW is what the method was made with. Holds two more copies of the
-    trained parameters: where the teams met last (the anchor), and the outer momentum.
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023. The module's optimizer
+    is the inner one; AdamW is what the method was made with. Holds two more copies of the trained parameters: where the
+    teams met last (the anchor), and the outer momentum.
     """
 
     path: ClassVar[str] = "strategy.diloco"
@@ -44,7 +45,8 @@ class DiLoCoStrategy(OuterStrategy):
     _momentum: dict[str, Tensor] = field(init=False, factory=dict)
 
     def _before_step(self, run):
-        if not self._anchor:
+        if self._anchor.keys() != self._trained.keys():  # the first step, or one with other parameters
+            self._forget()
             self._check_compression()
             with torch.no_grad():
                 self._anchor = {name: _exact(tensor) for name, tensor in self._local().items()}

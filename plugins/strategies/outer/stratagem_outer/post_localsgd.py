@@ -9,7 +9,7 @@ from attrs import define, field
 from stratagem import Capabilities, CommHook, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import at_least
-from stratagem.plugin import GRADIENT_BUCKETS, TEAMS
+from stratagem.plugin import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
 from stratagem.world import Collectives
 from stratagem_outer.apart import Apart
 from stratagem_outer.messages import means
@@ -17,7 +17,10 @@ from stratagem_outer.messages import means
 
 @define(eq=False, kw_only=True)
 class PostLocalSGD(Apart, CommHook):
-    """Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020."""
+    """Gradients are averaged by all until a step, then within subgroups; parameters by all, now and then.
+
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+    """
 
     path: ClassVar[str] = "comm_hook.post_localsgd"
     innermost: ClassVar[bool] = True
@@ -33,7 +36,7 @@ class PostLocalSGD(Apart, CommHook):
 
     _subgroup: Collectives = field(init=False, factory=Collectives)
 
-    capabilities = Capabilities(provides={TEAMS}, requires={GRADIENT_BUCKETS}, conflicts={TEAMS})
+    capabilities = Capabilities(provides={TEAMS}, requires={GRADIENT_BUCKETS, LOCAL_STEPS}, conflicts={TEAMS})
 
     def __attrs_post_init__(self) -> None:
         if self.model_averaging_period is None:

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
+from stratagem.options import at_least, duration
 from stratagem.plugin import MULTI_PROCESS, TEAMS, WITHIN_TEAM
 from stratagem.world import DEFAULT_TIMEOUT
 from stratagem_outer.apart import Apart
@@ -25,7 +25,7 @@ class OuterStrategy(Apart, Strategy):
     #: or each by itself where the strategy inside is for one process.
     team_size: int | None = field(default=None, validator=at_least(1))
     #: How long a process waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = DEFAULT_TIMEOUT
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
 
     capabilities = Capabilities(provides={MULTI_PROCESS, TEAMS}, requires={WITHIN_TEAM}, conflicts={TEAMS})
 
