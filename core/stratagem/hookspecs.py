@@ -10,10 +10,11 @@
   loggers. "All enter" means that each returned context manager is entered, in that order.
 
 An implementation names only the arguments it wants. `run` is the `stratagem.run.Run` of this process: ``run.world``,
-``run.mesh``, ``run.device``, ``run.collectives``, ``run.policy`` (the precision's), ``run.module`` (the user's module),
-``run.model`` (what `wrap_model` made of it), ``run.optimizers``, ``run.stage`` ("train", "validate", "test" or
-"predict"), ``run.manual`` (the module optimizes by hand), ``run.sync_gradients`` (False on inner micro-batches) and
-``run.settings``. Unless said otherwise a hook runs in every process.
+``run.mesh``, ``run.device`` (the first of ``run.devices``), ``run.collectives`` (of all ranks), ``run.peers`` (of those
+that the model is spread over: fewer, if an outer strategy makes teams), ``run.policy`` (the precision's),
+``run.module`` (the user's module), ``run.model`` (what `wrap_model` made of it), ``run.optimizers``, ``run.stage``
+("train", "validate", "test" or "predict"), ``run.manual`` (the module optimizes by hand), ``run.sync_gradients`` (False
+on inner micro-batches) and ``run.settings``. Unless said otherwise a hook runs in every process.
 """
 
 from __future__ import annotations
