@@ -129,6 +129,7 @@ class Run:
         #: The strategy has yet to ask for the comm hooks.
         self._reducer_is_due = False
         self._wires: list[Wire] = []
+        self._handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
         self.whole_state = not self.checkpoint_format.takes_shards
         self._whole_everywhere = False
@@ -302,6 +303,8 @@ class Run:
         finally:
             self.hook.teardown(run=self)
             self.model, self.optimizers, self._wires = None, [], []
+            for handle in self._handles:
+                handle.release()
             if self.neighbours is not None:
                 self.neighbours.close()
             self.collectives.close()
@@ -672,7 +675,7 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "neighbours"}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours"}
         bound |= {f"_{name}" for name in _STEP_HOOKS}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
@@ -687,6 +690,11 @@ class ModelHandle:
 
     def __init__(self, run: Run, module: nn.Module) -> None:
         self.run, self.module, self._model = run, module, run.model
+        run._handles.add(self)
+
+    def release(self) -> None:
+        """Let go of what was wrapped: it must not outlive the processes' connection."""
+        self._model = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         run = self.run
