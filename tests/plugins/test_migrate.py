@@ -244,12 +244,12 @@ def test_options_are_compared_with_the_plugin_that_is_installed():
     assert sum("ModelCheckpoint(" in old for _, old, _ in found(script, "same")) == 3
 
 
-def test_comm_hooks_move_to_the_trainer():
+def test_comm_hooks_of_torchs_may_stay():
     script = (
         "from lightning.pytorch.strategies import DDPStrategy\nDDPStrategy(static_graph=True, ddp_comm_hook=hook)\n"
     )
 
-    assert news(script) == ['Trainer(comm_hook="fp16_compress")']
+    assert news(script) == []
 
 
 def test_a_callback_of_ones_own_is_rewritten():

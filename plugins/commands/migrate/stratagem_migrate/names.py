@@ -242,11 +242,7 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
     "TQDMProgressBar": {"process_position": _LEAVE_OUT},
     "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},
-    "DDPStrategy": _TO_TRAINER | {
-        "ddp_comm_hook": 'Trainer(comm_hook="fp16_compress")', "ddp_comm_state": "an option of the comm hook",
-        "ddp_comm_wrapper": 'a list, Trainer(comm_hook=["bf16_compress", "fp16_compress"])',
-        "model_averaging_period": "nothing yet: local SGD is not available",
-    },
+    "DDPStrategy": _TO_TRAINER,
     "FSDPStrategy": _TO_TRAINER | {
         "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",
         "backward_prefetch": _LEAVE_OUT, "forward_prefetch": _LEAVE_OUT, "sync_module_states": _LEAVE_OUT,
