@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
-from stratagem.errors import PluginError
+from stratagem.errors import ConfigError, PluginError
 from stratagem.plugin import Bucket
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
     from stratagem.run import Run
     from stratagem.world import Collectives
 
@@ -72,6 +74,16 @@ class Wire:
         """Return once all buckets up to the last have arrived: for an engine that is about to send for itself."""
         for journey in list(self._travelling):
             journey.arrival.wait()
+
+    def serve(self, replica: DistributedDataParallel) -> None:
+        """Have `replica` send its buckets through here.
+
+        Raises:
+            ConfigError: a layer has sparse gradients, which do not travel in buckets.
+        """
+        assert self.run.module is not None, "a replica of it was made"
+        _check_dense(self.run.module)
+        replica.register_comm_hook(self, _reduce_all if replica.find_unused_parameters else _reduce)
 
     def take_turns(self) -> None:
         """Let the buckets that are on their way go on, in the order in which they came."""
@@ -192,6 +204,51 @@ class _Journey:
         found = _describe(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise PluginError(
             f"comm_hook {level.name!r} returned {found} for bucket {bucket.index}", expected=_describe(like), do=_SEE
+        )
+
+
+# --- For strategies that are made of torch's DDP -----------------------------------------------------------------
+# torch reads the annotations of a hook, and wants objects rather than text: these have none.
+
+
+def _reduce(wire, bucket):  # type: ignore[no-untyped-def]
+    return wire(
+        Bucket(
+            buffer=bucket.buffer(),
+            index=bucket.index(),
+            is_last=bucket.is_last(),
+            parameters=tuple(bucket.parameters()),
+            gradients=_gradients(bucket),
+        )
+    )
+
+
+def _reduce_all(wire, bucket):  # type: ignore[no-untyped-def]
+    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
+    average = _reduce(wire, bucket)  # type: ignore[no-untyped-call]
+    if bucket.is_last():
+        wire.finish()
+    return average
+
+
+def _gradients(bucket: Any) -> tuple[Tensor, ...]:
+    """Return the gradients in `bucket`; those of complex parameters, which DDP takes for half as many real numbers."""
+    parameters = bucket.parameters()
+    if not any(parameter.is_complex() for parameter in parameters):
+        return tuple(bucket.gradients())
+    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+    parts = zip(bucket.buffer().split(sizes), parameters, strict=True)
+    return tuple(
+        torch.view_as_complex(part.view(*p.shape, 2)) if p.is_complex() else part.view(p.shape) for part, p in parts
+    )
+
+
+def _check_dense(module: nn.Module) -> None:
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ConfigError(
+            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and comm hooks send dense ones",
+            expected="sparse=False there, or no comm hook",
         )
 
 

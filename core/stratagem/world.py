@@ -241,12 +241,15 @@ class Collectives:
 class TorchCollectives(Collectives):
     """Collectives over one of torch.distributed's process groups of all ranks, the default one unless given."""
 
-    def __init__(self, world: World, device: torch.device, *, owns_group: bool, group: Any = None) -> None:
+    def __init__(
+        self, world: World, device: torch.device, *, owns_group: bool, group: Any = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:  # fmt: skip
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
         self.rank, self._store, self._meetings = world.rank, _default_store(), 0
         self._world, self.group = world, group
         #: How long a message may take.
-        self.timeout = DEFAULT_TIMEOUT
+        self.timeout = timeout
 
     @classmethod
     def connect(
@@ -262,9 +265,7 @@ class TorchCollectives(Collectives):
 
         if dist.is_initialized():
             _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
-            adopted = cls(world, device, owns_group=False)
-            adopted.timeout = timeout
-            return adopted
+            return cls(world, device, owns_group=False, timeout=timeout)
         try:
             dist.init_process_group(
                 backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -277,9 +278,7 @@ class TorchCollectives(Collectives):
             ) from error
         # A group may outlive its run: a script that drops its trainer must leave in order all the same.
         atexit.register(_leave_group)
-        joined = cls(world, device, owns_group=True)
-        joined.timeout = timeout
-        return joined
+        return cls(world, device, owns_group=True, timeout=timeout)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         import torch.distributed as dist
@@ -350,9 +349,9 @@ class TorchCollectives(Collectives):
             group = dist.new_group([whole[rank] for rank in ranks], timeout=self.timeout)
             if self.rank in ranks:
                 place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
-                mine = TorchCollectives(place, self.device, owns_group=False, group=group)
+                mine = TorchCollectives(place, self.device, owns_group=False, group=group, timeout=self.timeout)
         assert mine is not None, "every rank is in a group"
-        mine.timeout, mine.traffic = self.timeout, self.traffic
+        mine.traffic = self.traffic
         return mine
 
     def _count(self, collective: str, tensor: torch.Tensor) -> None:

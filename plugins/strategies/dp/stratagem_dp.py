@@ -38,7 +38,6 @@ from stratagem.plugin import (
     LOCAL_STEPS,
     MULTI_PROCESS,
     NO_SYNC,
-    Bucket,
 )
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
 
@@ -106,7 +105,7 @@ class DDP2Strategy(Strategy):
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
-            node.register_comm_hook(reducer, _reduce_all if self.find_unused_parameters else _reduce)
+            reducer.serve(node)
         silent = reducer is not None  # hooks count by themselves
         self._num_bytes = 0 if silent else sum(p.nbytes for p in parts.parameters() if p.requires_grad)
         return node
@@ -142,26 +141,6 @@ class _Node(DistributedDataParallel):
             return self.module(*inputs, **kwargs)
         with _explaining_unused():
             return super().forward(*inputs, **kwargs)
-
-
-def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and wants objects rather than text
-    return reducer(
-        Bucket(
-            buffer=bucket.buffer(),
-            index=bucket.index(),
-            is_last=bucket.is_last(),
-            parameters=tuple(bucket.parameters()),
-            gradients=tuple(bucket.gradients()),
-        )
-    )
-
-
-def _reduce_all(reducer, bucket):
-    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
-    average = _reduce(reducer, bucket)
-    if bucket.is_last():
-        reducer.finish()
-    return average
 
 
 @contextlib.contextmanager

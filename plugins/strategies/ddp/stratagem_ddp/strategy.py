@@ -27,7 +27,6 @@ from stratagem.plugin import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     WITHIN_TEAM,
-    Bucket,
 )
 from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
@@ -161,8 +160,7 @@ class DDPStrategy(Strategy):
         replica.traffic = run.collectives.traffic
         reducer = run.bucket_reducer()
         if reducer is not None:
-            _check_dense(run.module)
-            replica.register_comm_hook(reducer, _reduce_all if search else _reduce)  # which counts by itself
+            reducer.serve(replica)  # which counts by itself
         silent = reducer is not None
         self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
         return replica
@@ -249,47 +247,6 @@ class _Replica(DistributedDataParallel):
         except RuntimeError as error:
             explain(error, self, torch.distributed.get_rank())
             raise
-
-
-def _reduce(reducer, bucket):  # torch reads the annotations of a hook, and wants objects rather than text
-    return reducer(
-        Bucket(
-            buffer=bucket.buffer(),
-            index=bucket.index(),
-            is_last=bucket.is_last(),
-            parameters=tuple(bucket.parameters()),
-            gradients=_gradients(bucket),
-        )
-    )
-
-
-def _gradients(bucket) -> tuple[torch.Tensor, ...]:
-    """Return the gradients in `bucket`; those of complex parameters, which DDP takes for half as many real numbers."""
-    parameters = bucket.parameters()
-    if not any(parameter.is_complex() for parameter in parameters):
-        return tuple(bucket.gradients())
-    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-    parts = zip(bucket.buffer().split(sizes), parameters, strict=True)
-    return tuple(
-        torch.view_as_complex(part.view(*p.shape, 2)) if p.is_complex() else part.view(p.shape) for part, p in parts
-    )
-
-
-def _reduce_all(reducer, bucket):
-    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
-    average = _reduce(reducer, bucket)
-    if bucket.is_last():
-        reducer.finish()
-    return average
-
-
-def _check_dense(module: torch.nn.Module) -> None:
-    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse:
-        raise ConfigError(
-            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and comm hooks send dense ones",
-            expected="sparse=False there, or no comm hook",
-        )
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel) -> None:
