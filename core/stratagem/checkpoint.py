@@ -148,11 +148,14 @@ def sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".sum")
 
 
-def read_any(path: str | Path) -> dict[str, Any]:
+def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     """Read a checkpoint in this process alone, in whichever installed format recognises it.
 
+    Args:
+        trust: also one that cannot be read without executing what pickles in it say.
+
     Raises:
-        CheckpointError: no such file, none of the formats, or damaged.
+        CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
     """
     path = place(path)
     with refusals(path, "read"):
@@ -163,7 +166,17 @@ def read_any(path: str | Path) -> dict[str, Any]:
         check_is_no_folder(path)
     if name is None:
         raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
-    state = read_with(format_named(name), path, Alone())
+    checkpoint_format = format_named(name)
+    if checkpoint_format.reads_pickles and not trust:
+        raise CheckpointError(
+            f"{path} holds pickles, and whoever wrote a pickle can make its reader do anything",
+            expected="files that only you, or people you trust, have written",
+            do="if they are, `stratagem checkpoint consolidate --trust DIR FILE` makes a file without pickles of it",
+        )
+    if checkpoint_format.reads_pickles:
+        state = checkpoint_format.consolidate(path)
+    else:
+        state = read_with(checkpoint_format, path, Alone())
     check_version(state, path)
     return state
 

@@ -39,6 +39,8 @@ MULTI_PROCESS: Final = "multi-process"
 GRADIENT_BUCKETS: Final = "gradient-buckets"
 #: Inner micro-batches of an accumulation window send nothing.
 NO_SYNC: Final = "no-sync"
+#: The gradients of several batches add up to one step. Who provides "no-sync" provides this, too.
+ACCUMULATION: Final = "accumulation"
 #: Every process can build the whole, unsharded state.
 FULL_STATE: Final = "full-state"
 #: The model is spread over ``run.peers`` alone, be they all ranks or a team of them.
@@ -72,11 +74,16 @@ def _words(values: Iterable[str]) -> frozenset[str]:
     return frozenset(values)
 
 
+def _offers(values: Iterable[str]) -> frozenset[str]:
+    words = frozenset(values)
+    return words | {ACCUMULATION} if NO_SYNC in words else words
+
+
 @frozen(kw_only=True)
 class Capabilities:
     """What a plugin offers, what it needs from the others, and what it cannot stand beside."""
 
-    provides: frozenset[str] = field(default=frozenset(), converter=_words)
+    provides: frozenset[str] = field(default=frozenset(), converter=_offers)
     requires: frozenset[str] = field(default=frozenset(), converter=_words)
     conflicts: frozenset[str] = field(default=frozenset(), converter=_words)
 
@@ -266,6 +273,9 @@ class CheckpointFormat(Plugin):
     suffix: ClassVar[str] = ".ckpt"
     #: `save_checkpoint` takes tensors of which each rank holds a shard; otherwise strategies make them whole first.
     takes_shards: ClassVar[bool] = False
+    #: What it writes is whole only to a program that executes what pickles in it say: `consolidate` does, and is called
+    #: for users who trust the files, with nobody else's.
+    reads_pickles: ClassVar[bool] = False
 
     def recognises(self, path: Path) -> bool:
         """Whether `path` looks like something this format wrote (cheap; no verification)."""
@@ -274,6 +284,10 @@ class CheckpointFormat(Plugin):
     def is_whole(self, path: Path) -> bool:
         """Whether `path` was written to the end and is unchanged since."""
         return self.recognises(path)
+
+    def consolidate(self, path: Path) -> dict[str, Any]:
+        """Return the state at `path` with whole tensors, in this process alone, for a format that `reads_pickles`."""
+        raise NotImplementedError
 
     def saved_at(self, path: Path) -> float:
         """When `path` was saved, in seconds since 1970; decides which one is the newest."""

@@ -20,11 +20,11 @@ from stratagem.config import build, check, convert_options
 from stratagem.devices import parse_devices
 from stratagem.errors import ConfigError, PluginError, StratagemError, nearest
 from stratagem.plugin import (
+    ACCUMULATION,
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     KINDS,
     MULTI_PROCESS,
-    NO_SYNC,
     Capabilities,
     Environment,
     Plugin,
@@ -619,7 +619,7 @@ def _needs(settings: Any, stack: Stack) -> dict[str, str]:
         word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
         needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"
     if getattr(settings, "accumulate_grad_batches", 1) != 1:
-        needs[NO_SYNC] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
+        needs[ACCUMULATION] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
     return needs
 
 

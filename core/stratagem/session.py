@@ -109,7 +109,6 @@ class Session:
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
         run.prepare(self.module, self._make_optimizers)
-        self._check_optimizers()
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
         self._size_epochs(loader)
@@ -139,10 +138,11 @@ class Session:
 
     def _make_optimizers(self) -> list[Optimizer]:
         optimizers, self.trainer.lr_scheduler_configs = read(self.module.configure_optimizers())
+        self._check_optimizers(optimizers)
         return optimizers
 
-    def _check_optimizers(self) -> None:
-        optimizers, provided = self.run.optimizers, self.run.stack.strategy.capabilities.provides
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        provided = self.run.stack.strategy.capabilities.provides
         needs = {
             MULTIPLE_OPTIMIZERS: len(optimizers) > 1,
             MANUAL_OPTIMIZATION: self.run.manual,

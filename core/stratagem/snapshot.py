@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from stratagem.checkpoint import newest_whole, read_any
+from stratagem.checkpoint import Alone, newest_whole, read_with
 from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, place
 from stratagem.run import format_tag
@@ -84,6 +84,13 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         )
     run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=trainer.module.strict_loading)
     if "loop" not in state:
+        return
+    if "optimizers" not in state:
+        if run.is_global_zero:
+            warnings.warn(
+                "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0",
+                stacklevel=2,
+            )
         return
     if "ranks" not in state:
         raise CheckpointError(
@@ -176,7 +183,7 @@ def _best(trainer: Trainer) -> Path:
         return place(best)
     for folder in _folders(trainer):  # an earlier process's callback wrote down which one it was
         newest = newest_whole(folder, trainer.checkpoint_format)
-        states = {} if newest is None else read_any(newest).get("callbacks", {})
+        states = {} if newest is None else read_with(trainer.checkpoint_format, newest, Alone()).get("callbacks", {})
         for state in states.values():
             named = place(state.get("best_model_path", "") if isinstance(state, dict) else "")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]

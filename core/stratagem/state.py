@@ -11,7 +11,7 @@ so that any strategy at any world size can read what any other wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import CheckpointError
@@ -45,26 +45,33 @@ def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, modu
         CheckpointError: the state belongs to other parameters or other groups.
     """
     names = _names_in_order(optimizer, module)
-    saved = [name for group in logical["param_groups"] for name in group["params"]]
-    _check_same("optimizer state", "parameters", saved, names)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    check_optimizer_state(logical, names, sizes)
     numbers = {name: number for number, name in enumerate(names)}
-    groups = physical_groups(logical, optimizer, numbers)
+    groups = physical_groups(logical, numbers)
     state = {numbers[name]: entry for name, entry in logical["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
-def physical_groups(logical: dict[str, Any], optimizer: Optimizer, numbers: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the parameter groups of `logical` numbered like those of `optimizer`."""
-    saved = logical["param_groups"]
-    sizes = [len(group["params"]) for group in saved]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != expected:
+def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list[int]) -> None:
+    """Check that `logical` belongs to an optimizer of the parameters `names`, in groups of `sizes`.
+
+    Raises:
+        CheckpointError: it belongs to other parameters or other groups.
+    """
+    saved = [group["params"] for group in logical["param_groups"]]
+    _check_same("optimizer state", "parameters", [name for group in saved for name in group], names)
+    if [len(group) for group in saved] != sizes:
         raise CheckpointError(
-            f"optimizer state has parameter groups of sizes {sizes}",
-            expected=f"{expected} as in this run's optimizer",
+            f"optimizer state has parameter groups of sizes {[len(group) for group in saved]}",
+            expected=f"{sizes} as in this run's optimizer",
             do="resume with the optimizer that wrote it, or load the weights alone",
         )
-    return [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved]
+
+
+def physical_groups(logical: dict[str, Any], numbers: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the parameter groups of `logical` by the numbers of its parameters."""
+    return [{**group, "params": [numbers[name] for name in group["params"]]} for group in logical["param_groups"]]
 
 
 def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
@@ -73,19 +80,27 @@ def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = Tru
     Raises:
         CheckpointError: names or shapes differ (names: only if `strict`).
     """
-    own = module.state_dict()
+    check_weights({name: getattr(value, "shape", None) for name, value in module.state_dict().items()}, state, strict)
+    module.load_state_dict(state, strict=strict)
+
+
+def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: bool = True) -> None:
+    """Check that `state` fits a model whose tensors have `shapes`; None is the shape of what is no tensor.
+
+    Raises:
+        CheckpointError: names or shapes differ (names: only if `strict`).
+    """
     if strict:
         way_out = "or set strict_loading = False on the module (strict=False) to load what fits"
-        _check_same("model state", "tensors", list(state), list(own), way_out)
-    for name in [name for name in own if name in state]:
-        mine, theirs = getattr(own[name], "shape", None), getattr(state[name], "shape", None)
+        _check_same("model state", "tensors", list(state), list(shapes), way_out)
+    for name in [name for name in shapes if name in state]:
+        mine, theirs = shapes[name], getattr(state[name], "shape", None)
         if mine != theirs:
             raise CheckpointError(
                 f"model state {name!r} has shape {tuple(theirs or ())}",
                 expected=f"{tuple(mine or ())} as in this model",
                 do="load it into the model that wrote it",
             )
-    module.load_state_dict(state, strict=strict)
 
 
 def _names_in_order(optimizer: Optimizer, module: nn.Module) -> list[str]:

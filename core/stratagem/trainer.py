@@ -25,7 +25,7 @@ from stratagem.module import Module, OptimizerHandle, original, overrides
 from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import read_accumulation
 from stratagem.places import place
-from stratagem.plugin import NO_SYNC, CheckpointFormat
+from stratagem.plugin import ACCUMULATION, CheckpointFormat
 from stratagem.run import Run
 from stratagem.session import Job, Session
 from stratagem.settings import TrainerSettings, gather, moved
@@ -415,10 +415,13 @@ class Trainer:
         """
         self._accumulation = read_accumulation(schedule, "the schedule")
         strategy = self.run.stack.strategies[-1]
-        if any(factor > 1 for factor in schedule.values()) and NO_SYNC not in strategy.plugin.capabilities.provides:
+        if (
+            any(factor > 1 for factor in schedule.values())
+            and ACCUMULATION not in strategy.plugin.capabilities.provides
+        ):
             raise ConfigError(
                 f"gradients are to accumulate by {schedule}, which {strategy} cannot",
-                do="choose a strategy that provides 'no-sync' (`stratagem plugins show NAME`)",
+                do="choose a strategy that provides 'accumulation' (`stratagem plugins show NAME`)",
             )
 
     @property

@@ -71,6 +71,32 @@ class TestFSDPOnFour(StrategyConformance):
     world_sizes = (3, 4)
 
 
+@pytest.mark.sweep
+class TestDeepSpeedWithoutZeRO(StrategyConformance):
+    plugin = {"name": "deepspeed", "stage": 0}  # noqa: RUF012
+    world_sizes = (2,)
+
+
+@pytest.mark.sweep
+class TestDeepSpeedStage1(StrategyConformance):
+    plugin = "deepspeed_stage_1"
+
+
+class TestDeepSpeedStage2(StrategyConformance):
+    plugin = "deepspeed_stage_2"
+    world_sizes = (2,)
+
+
+class TestDeepSpeedStage3(StrategyConformance):
+    plugin = "deepspeed_stage_3"
+
+
+@pytest.mark.sweep
+class TestDeepSpeedOffload(StrategyConformance):
+    plugin = "deepspeed_stage_3_offload"
+    world_sizes = (2, 3)
+
+
 class TestDP(StrategyConformance):
     plugin = "dp"
     world_sizes = (1,)

@@ -99,7 +99,7 @@ def test_a_strangers_strategy_is_a_strategy(installed, tmp_path, monkeypatch):
     assert relative_difference(first, train_plainly(batches, max_norm=1.0)[0]) < 1e-6
 
     with pytest.raises(
-        sg.StratagemError, match="accumulate_grad_batches=2 needs 'no-sync', which strategy 'averaging'"
+        sg.StratagemError, match="accumulate_grad_batches=2 needs 'accumulation', which strategy 'averaging'"
     ):
         sg.Trainer(strategy="averaging", accumulate_grad_batches=2, **QUIET)
     with pytest.raises(sg.StratagemError, match="strategy.averaging.evry is unknown.*did you mean 'every'"):

@@ -143,4 +143,9 @@ def _tracebacks(folder: Path, world_size: int) -> list[str]:
     for place, rank in enumerate(order):
         text = reports[rank]["text"].strip()
         lines.append(f"--- rank {rank}\n{text if place == 0 or not reports[rank]['echo'] else text.splitlines()[-1]}")
-    return lines + [f"--- rank {rank}, where it was\n{text}" for rank, text in stacks.items() if text]
+    return lines + [f"--- rank {rank}, where it was\n{_own_frames(text)}" for rank, text in stacks.items() if text]
+
+
+def _own_frames(stack: str) -> str:
+    """Return a dumped stack without what the parent was doing when it forked, which is the same for all ranks."""
+    return "\n".join(thread.split(f'  File "{__file__}"')[0].rstrip() for thread in stack.split("\n\n"))
