@@ -80,10 +80,10 @@ def test_a_star_import_hides_nothing():
 
 
 def test_what_does_not_exist_is_said_to_be_missing():
-    (finding,) = examine(Source(Path("a.py"), b"from lightning.pytorch.strategies import DeepSpeedStrategy"))
+    (finding,) = examine(Source(Path("a.py"), b"from lightning.pytorch.strategies import ModelParallelStrategy"))
 
     assert finding.new == ""
-    assert "deepspeed is not available yet" in str(finding)
+    assert "tensor parallelism is not available yet" in str(finding)
 
 
 def test_a_name_of_another_package_is_left_alone():
@@ -163,7 +163,8 @@ def test_a_digit_string_has_meant_two_things():
 
 def test_strategies_by_name():
     assert news(in_a_trainer('strategy="ddp_find_unused_parameters_true", precision="bf16-mixed"')) == []
-    assert news(in_a_trainer('strategy="deepspeed_stage_3"')) == ['strategy="fsdp" (deepspeed is not available yet)']
+    assert news(in_a_trainer('strategy="deepspeed_stage_3"')) == []
+    assert news(in_a_trainer('strategy="xla"')) != []
     assert news(in_a_trainer('strategy="dp"')) == []
     assert news(in_a_trainer('accelerator="ddp2"')) == ['strategy="ddp2"']
 
@@ -537,7 +538,6 @@ def test_what_the_page_calls_missing_is():
 
     for argument in re.findall(r"`(min_steps|reload_dataloaders_every_n_epochs|benchmark|model_registry)`", missing):
         assert argument not in today.trainer_arguments()
-    assert not today.has_plugin("strategy", "deepspeed")
     assert not today.has_plugin("accelerator", "tpu")
     assert not today.has_plugin("precision", "transformer-engine")
     with pytest.raises(ConfigError):

@@ -236,6 +236,33 @@ def _sharding_snippets(rank, world_size, folder):
     return steps
 
 
+@pytest.mark.slow
+def test_the_snippets_about_deepspeed_run(tmp_path):
+    for steps in run_in_processes(_deepspeed_snippets, 2, tmp_path, limit_s=180):
+        assert steps == [2, 2, 4]
+
+
+def _deepspeed_snippets(rank, world_size, folder):
+    from stratagem.strategies import DeepSpeedStrategy
+
+    class Block(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(32, 32), torch.nn.Tanh())
+
+    loader = [(torch.randn(4, 32), torch.randn(4, 1)) for _ in range(2)]
+    names = {
+        "sg": sg, "torch": torch, "nn": torch.nn, "DeepSpeedStrategy": DeepSpeedStrategy, "Block": Block,
+        "folder": folder, "loader": loader,
+    }  # fmt: skip
+    stage_3, with_config, moved = snippets("docs/deepspeed.md")[:3]
+    exec(stage_3, names)
+    exec(moved, names)
+    exec(with_config, names)
+    names["GPT"].configure_optimizers = sg.Module.configure_optimizers
+    names["configured"].fit(names["GPT"](), loader)
+    return [names[trainer].global_step for trainer in ("trainer", "configured", "elsewhere")]
+
+
 def test_the_snippets_about_tuning_run():
     for steps, strategy in run_in_processes(_tuning_snippets, 2):
         assert steps == [4, 4]

@@ -5,7 +5,7 @@ Examples of the same guides that are not here:
 ==========================================================  ==========================================================
 example                                                     why
 ==========================================================  ==========================================================
-DeepSpeed (stages, offload, NVMe, config files, its own     no such strategy is installed
+DeepSpeed (stages, offload, NVMe, config files, its own     in plugins/test_deepspeed_*.py and parity/test_deepspeed.py
 optimizers and activation checkpointing)
 one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
 Horovod                                                     left behind by torch, too

@@ -94,6 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
             expected="a file of tensors and plain values",
             do="nothing in it was executed; use another file",
         ) from error
+    if isinstance(state, dict) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
+        return {"state_dict": dict(state)}  # what torch.save(model.state_dict()) writes
     if not (isinstance(state, dict) and isinstance(state.get("state_dict"), dict)):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__} without a model", expected='a dict with a "state_dict"'

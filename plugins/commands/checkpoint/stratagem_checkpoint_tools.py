@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem import Command, registry
-from stratagem.checkpoint import Alone, format_named, read_any, write_with
+from stratagem.checkpoint import Alone, format_named, name_of_format, read_any, read_with, write_with
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.places import place
 from stratagem.resolver import make
@@ -44,6 +44,10 @@ class Checkpoint(Command):
             "--to", dest="format", help="name of a checkpoint format; by default target's ending tells"
         )
         consolidate.set_defaults(format=_ONE_FILE)
+        for action in (inspect, diff, convert, consolidate):
+            action.add_argument(
+                "--trust", action="store_true", help="also execute what pickles in it say: for files of those you trust"
+            )
         for action in (inspect, verify, diff):
             action.add_argument("--json", action="store_true", help="for programs")
 
@@ -57,7 +61,7 @@ class Checkpoint(Command):
 
 def _inspect(arguments: argparse.Namespace) -> int:
     path = place(arguments.path)
-    state = read_any(path)
+    state = read_any(path, arguments.trust)
     tensors = dict(_tensors(state["state_dict"]))
     report = {
         "path": str(path),
@@ -117,8 +121,9 @@ def _problem(path: Path) -> str:
     formats = [make(entry, {}) for entry in registry.entries("checkpoint")]
     if any(each.recognises(path) and each.is_whole(path) for each in formats):
         return ""
+    name = name_of_format(path)
     try:
-        read_any(path)
+        read_any(path) if name is None else read_with(format_named(name), path, Alone())
     except CheckpointError as error:
         return str(error)
     return "its checksum differs from what was written."
@@ -128,7 +133,7 @@ def _problem(path: Path) -> str:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    one, other = (read_any(path) for path in (arguments.path, arguments.other))
+    one, other = (read_any(path, arguments.trust) for path in (arguments.path, arguments.other))
     rows = list(_differences(one, other, arguments.tolerance))
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -180,7 +185,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     checkpoint_format = format_named(arguments.format or _format_for(target))
     if target.exists():
         raise CheckpointError(f"{target} exists", expected="a path where nothing is", do="nothing was changed")
-    state = read_any(source)
+    state = read_any(source, arguments.trust)
     if arguments.weights_only:
         state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
     write_with(checkpoint_format, state, target, Alone())
@@ -190,7 +195,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def _format_for(target: Path) -> str:
     """Return the name of the one format whose files end as `target` does."""
-    formats = {entry.name: format_named(entry.qualified_name) for entry in registry.entries("checkpoint")}
+    known = {entry.name: format_named(entry.qualified_name) for entry in registry.entries("checkpoint")}
+    formats = {name: each for name, each in known.items() if not each.reads_pickles}
     fitting = [name for name, each in formats.items() if each.suffix == target.suffix]
     if len(fitting) != 1:
         raise ConfigError(
@@ -208,7 +214,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _size(path: Path) -> int:
-    files = path.iterdir() if path.is_dir() else [path]
+    files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.is_file())
 
 

@@ -191,7 +191,6 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
 _Rows = Iterator[tuple[str, str, str]]
 
 _NOT_AVAILABLE: Final = "not available"
-_DEEPSPEED: Final = "deepspeed is not available yet"
 
 #: Strategies (and, in 1.x, accelerators) by the names that are no longer theirs.
 _OLD_STRATEGIES: Final = {
@@ -206,13 +205,6 @@ _OLD_STRATEGIES: Final = {
     "fsdp_native": 'strategy="fsdp"',
     "fsdp_native_full_shard_offload": 'strategy="fsdp_cpu_offload"',
     "fully_sharded": 'strategy="fsdp"',
-    "deepspeed": f'strategy="ddp_sharded" ({_DEEPSPEED})',
-    "deepspeed_stage_1": f'strategy="ddp_sharded" ({_DEEPSPEED})',
-    "deepspeed_stage_2": f'strategy="ddp_sharded" ({_DEEPSPEED})',
-    "deepspeed_stage_2_offload": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED})',
-    "deepspeed_stage_3": f'strategy="fsdp" ({_DEEPSPEED})',
-    "deepspeed_stage_3_offload": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED})',
-    "deepspeed_stage_3_offload_nvme": f'strategy="fsdp_cpu_offload" ({_DEEPSPEED}, nor is NVMe)',
     **dict.fromkeys(("xla", "single_xla", "xla_debug", "tpu_spawn", "single_tpu", "tpu_spawn_debug"), _NO_TPU),
     **dict.fromkeys(
         ("bagua", "colossalai", "hivemind", "ipu_strategy", "hpu_parallel", "hpu_single"), f"nothing: {_NOT_AVAILABLE}"

@@ -106,7 +106,7 @@ NAMES: Final[dict[str, Counterpart]] = {
         "strategy", DDPStrategy="ddp", FSDPStrategy="fsdp", SingleDeviceStrategy="single_device",
         DDPShardedStrategy="ddp_sharded", DDPFullyShardedNativeStrategy="fsdp", DDPFullyShardedStrategy="fsdp",
         DDPPlugin="ddp", DDPShardedPlugin="ddp_sharded", DDPFullyShardedPlugin="fsdp",
-        SingleDevicePlugin="single_device",
+        SingleDevicePlugin="single_device", DeepSpeedStrategy="deepspeed", DeepSpeedPlugin="deepspeed",
     ),
     **dict.fromkeys(
         ("DDPSpawnStrategy", "DDPSpawnPlugin"),
@@ -115,13 +115,6 @@ NAMES: Final[dict[str, Counterpart]] = {
     **dict.fromkeys(
         ("DDPSpawnShardedStrategy", "DDPSpawnShardedPlugin"),
         Counterpart(text='strategy="ddp_sharded", launcher="spawn"'),
-    ),
-    **dict.fromkeys(
-        ("DeepSpeedStrategy", "DeepSpeedPlugin"),
-        Counterpart(
-            note='deepspeed is not available yet; strategy="fsdp" shards as stage 3, "ddp_sharded" as stage 2, '
-            '"fsdp_cpu_offload" keeps shards on the CPU'
-        ),
     ),
     **dict.fromkeys(
         ("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin", "HorovodStrategy", "HorovodPlugin"),
@@ -152,7 +145,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
     "BitsandbytesPrecision": Counterpart(note="quantized weights are not available yet"),
     "TransformerEnginePrecision": Counterpart(note="FP8 is not available yet"),
-    "DeepSpeedPrecision": Counterpart(note="deepspeed is not available yet"),
+    "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine takes it over"),
     "PrecisionPlugin": Counterpart("Precision"),
     "Precision": Counterpart("Precision"),
     **_plugins(
@@ -247,5 +240,7 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
         "activation_checkpointing": "activation_checkpointing_policy=", "process_group": "device_mesh=",
         "backward_prefetch": _LEAVE_OUT, "forward_prefetch": _LEAVE_OUT, "sync_module_states": _LEAVE_OUT,
     },
+    "DeepSpeedStrategy": _TO_TRAINER | {"save_full_weights": _LEAVE_OUT},
 }  # fmt: skip
 OPTIONS["DDPPlugin"] = OPTIONS["DDPStrategy"]
+OPTIONS["DeepSpeedPlugin"] = OPTIONS["DeepSpeedStrategy"]

@@ -1,0 +1,178 @@
+"""One set of whole fp32 weights from the shards that DeepSpeed's ranks wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.checkpoint import Alone, format_named, write_with
+from stratagem.encoding import encode
+from stratagem.errors import CheckpointError
+from stratagem.places import place
+from stratagem_deepspeed import folder, start
+
+#: The key of what a run of ours remembers beside weights and optimizer.
+REST = "stratagem"
+#: What DeepSpeed itself writes beside the weights.
+_DEEPSPEEDS = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dims", "ds_config", "ds_version",
+    "universal_checkpoint_info", "num_experts", "ds_autoep_layers",
+}  # fmt: skip
+#: What some trainers put before every name.
+_PREFIX = "_forward_module."
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_file: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, Any]:
+    """Make one file of fp32 weights, with what the trainer kept beside them, of a checkpoint folder of DeepSpeed's.
+
+    The folder holds pickles, which are executed: call it for folders of people you trust. ``torch.load(output_file,
+    weights_only=True)["state_dict"]`` are the weights, which every strategy reads, too; there is no optimizer in it.
+
+    Args:
+        checkpoint_dir: the folder with the file ``latest``, of any stage, by any program.
+        output_file: where to write.
+        tag: the folder inside; by default what ``latest`` names.
+        exclude_frozen_parameters: leave out what is not trained.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: it is no such folder, or not whole.
+    """
+    state = consolidate(place(checkpoint_dir), tag, exclude_frozen_parameters)
+    write_with(format_named("full"), state, place(output_file), Alone())
+    return state
+
+
+def consolidate(path: Path, tag: str | None = None, exclude_frozen: bool = False) -> dict[str, Any]:
+    """Return weights and what the trainer kept beside them. Executes what the pickles say.
+
+    Raises:
+        CheckpointError: it is no folder of DeepSpeed's, or not whole.
+    """
+    facts = None
+    if folder.is_ours(path):
+        facts = folder.read_mark(path)
+        folder.verify(path, facts)
+    elif tag is None or not (path / tag).is_dir():
+        folder.check_place(path)
+    tag = folder.tag_in(path) if tag is None else tag
+    if "deepspeed" not in sys.modules:
+        start.load("cuda" if torch.cuda.is_available() else "cpu")
+    saved = _load(folder.model_file(path, tag))
+    whole = weights(path, tag, facts, exclude_frozen, saved)
+    return _beside(saved, path) | {"state_dict": whole}
+
+
+def weights(
+    path: Path,
+    tag: str,
+    facts: Mapping[str, Any] | None,
+    exclude_frozen: bool = False,
+    saved: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the whole weights by the names of the user's module, as far as `facts` tell them.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or holds what `folder.as_data` refuses.
+    """
+    saved = _load(folder.model_file(path, tag)) if saved is None else saved
+    found: dict[str, Any] = _collated(path, tag, exclude_frozen) if folder.has_shards(path, tag) else {}
+    prefix = "" if facts is None else facts["prefix"]
+    for alias, name in ({} if facts is None else facts["tied"]).items():
+        if prefix + name in found:
+            found.setdefault(prefix + alias, found[prefix + name])
+    found |= _not_sharded(saved, set(found), exclude_frozen, folder.has_placeholders(path, tag), path)
+    order = [name for name in saved["module"] if name in found]
+    whole = {name: _widened(found[name]) for name in dict.fromkeys([*order, *found])}
+    if facts is None and all(name.startswith(_PREFIX) for name in whole):
+        prefix = _PREFIX
+    return {name.removeprefix(prefix): value for name, value in whole.items()}
+
+
+def _not_sharded(
+    saved: Mapping[str, Any], found: set[str], exclude_frozen: bool, has_placeholders: bool, path: Path
+) -> dict[str, Any]:
+    """Return what rank 0's file of weights has whole: buffers in their own dtype, and what no optimizer trains."""
+    buffers = set(saved.get("buffer_names") or ())
+    own = {
+        name: value for name, value in saved["module"].items() if name in buffers or not isinstance(value, torch.Tensor)
+    }
+    rest = {name: value for name, value in saved["module"].items() if name not in own and name not in found}
+    if exclude_frozen:
+        return own
+    if rest and has_placeholders:
+        warnings.warn(
+            f"{path} lacks {', '.join(rest)}: at stage 3 DeepSpeed saves what it trains or freezes", stacklevel=2
+        )
+        return own
+    return own | rest
+
+
+def _collated(path: Path, tag: str, exclude_frozen: bool) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    quiet = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(path), tag, exclude_frozen))
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        mapped = zipfile.is_zipfile(file)
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", mmap=mapped, weights_only=False)
+    except Exception as error:
+        raise unreadable(file, error) from error
+    return loaded
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return what went wrong while DeepSpeed or torch read `path` as the error to raise."""
+    text = str(error).strip().splitlines()
+    return CheckpointError(
+        f"{path} cannot be read ({type(error).__name__}: {text[0][:160] if text else 'no reason given'})",
+        expected="what DeepSpeed wrote, all files of it", do="use another checkpoint",
+    )  # fmt: skip
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
+
+
+def _beside(saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a trainer put beside the weights, as far as it can be kept without pickles."""
+    if REST in saved:
+        rest: dict[str, Any] = dict(saved[REST])
+        return rest
+    kept, dropped = {}, []
+    for key, value in saved.items():
+        if key in _DEEPSPEEDS:
+            continue
+        try:
+            encode(value, lambda *_: 0, key)
+            kept[key] = value
+        except CheckpointError as error:
+            dropped.append(error.found)
+    if dropped:
+        warnings.warn(f"{path}: {'; '.join(dropped)}, which a file without pickles cannot keep", stacklevel=2)
+    return kept

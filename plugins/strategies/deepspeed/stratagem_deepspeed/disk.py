@@ -1,0 +1,409 @@
+"""What a run keeps on a disk: in a folder of its own, with room for every file, and removed at the end.
+
+[Note: what deepspeed's requests do not notice]
+deepspeed reads and writes past the operating system's cache, which a disk only does from and to memory at multiples of
+its block size, and never looks at what became of a request. On a full disk, or with a tensor in the middle of a buffer,
+it goes on with the numbers that happened to be in memory: gradients of zero, or of the step before. `Disk.watched` puts
+around its requests what it does not check: room for a file before anything is written to it, and an aligned buffer
+where a tensor is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError, StratagemError
+
+SECTIONS = ("offload_optimizer", "offload_param")
+
+#: Folders of runs begin with this, in whatever folder the user names.
+_PREFIX = "stratagem-swap-"
+#: Held by the process that a folder belongs to, as long as it lives.
+_LOCK = "in-use"
+#: Bytes to whose multiples disks may want addresses and sizes.
+_ALIGNMENTS = (512, 4096)
+#: deepspeed keeps what is smaller in memory.
+_SMALLEST_BYTES = 1024**2
+#: Bit of Linux's capability to lock any amount of memory.
+_CAP_IPC_LOCK = 14
+
+
+# --- Folders -----------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """The folders of this process, one for each folder that the configuration names; `remove` takes them away."""
+
+    def __init__(self, zero: Mapping[str, Any], called: Callable[[str], str]) -> None:
+        """Make the folders, after removing those of runs that were killed.
+
+        Raises:
+            ConfigError: nobody can write there, or not in the way that deepspeed writes.
+        """
+        self._parents = {
+            section: str(Path(zero[section]["nvme_path"])) for section in SECTIONS if is_on_disk(zero, section)
+        }
+        self._locks: list[int] = []
+        self._own: dict[str, Path] = {}
+        self._models = 0
+        self._alignment = _ALIGNMENTS[0]
+        for section, parent in self._parents.items():
+            if parent not in self._own:
+                self._make(Path(parent), called(f"{section}.nvme_path"))
+
+    def _make(self, parent: Path, name: str) -> None:
+        try:
+            _remove_forsaken(parent)
+            path = self._own[str(parent)] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._locks.append(_lock(path))
+            self._alignment = max(self._alignment, _alignment(path))
+        except OSError as error:
+            self.remove()
+            raise ConfigError(
+                f"{name} is {str(parent)!r}, which cannot hold what is offloaded ({_reason(error)})",
+                expected="a folder on a local disk with room, where this user may write",
+            ) from error
+
+    def begin(self) -> None:
+        """Give the next model places that no earlier one uses; what an optimizer left there is removed."""
+        for path in self._own.values():
+            shutil.rmtree(path / f"optimizer-{self._models}", ignore_errors=True)
+        self._models += 1
+
+    def place(self, zero: dict[str, Any]) -> None:
+        """Let the configuration name this process's folders."""
+        for section, parent in self._parents.items():
+            kind = "optimizer" if section == "offload_optimizer" else "parameters"
+            path = self._own[parent] / f"{kind}-{self._models}"
+            path.mkdir(exist_ok=True)
+            zero[section]["nvme_path"] = str(path)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have the handles that deepspeed makes within check what they do. See the note above."""
+        import deepspeed.utils
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        deepspeed.utils._deepspeed_nvme_write_warning_emitted = True  # that a disk wears out is said at `nvme_path`
+        op = AsyncIOBuilder().load()
+        before, op.aio_handle = op.aio_handle, _watched(op.aio_handle, self._alignment)
+        try:
+            yield
+        finally:
+            op.aio_handle = before
+
+    def remove(self) -> None:
+        """Remove the folders and all that is in them. Safe to call twice."""
+        for path in self._own.values():
+            shutil.rmtree(path, ignore_errors=True)
+        for descriptor in self._locks:
+            os.close(descriptor)
+        self._own, self._locks = {}, []
+
+
+def is_on_disk(zero: Mapping[str, Any], section: str) -> bool:
+    """Whether `section` of the configuration offloads to a disk."""
+    return bool(zero.get(section, {}).get("device") == "nvme")
+
+
+def _lock(path: Path) -> int:
+    """Make a lock file that is held from the moment on which others can see it."""
+    hidden = path / f"{_LOCK}.new"
+    descriptor = os.open(hidden, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    hidden.rename(path / _LOCK)
+    return descriptor
+
+
+def _remove_forsaken(parent: Path) -> None:
+    """Remove folders of processes that are gone: they were killed, and could not do it."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _alignment(path: Path) -> int:
+    """Return to what multiple of bytes the disk of `path` wants addresses and sizes.
+
+    Raises:
+        OSError: it is full, or has no such access.
+    """
+    trial = path / "trial"
+    descriptor = os.open(trial, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+    try:
+        with mmap.mmap(-1, 2 * _ALIGNMENTS[-1]) as memory, memoryview(memory) as view:
+            for size in _ALIGNMENTS[:-1]:
+                with contextlib.suppress(OSError), view[size : 2 * size] as block:
+                    os.pwrite(descriptor, block, size)
+                    return size
+            with view[: _ALIGNMENTS[-1]] as block:
+                os.pwrite(descriptor, block, 0)
+        return _ALIGNMENTS[-1]
+    finally:
+        os.close(descriptor)
+        trial.unlink()
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EINVAL:
+        return "its file system only writes through the system's cache"
+    return error.strerror or str(error)
+
+
+# --- Requests ----------------------------------------------------------------------------------------------------
+
+
+def _watched(handle: Any, alignment: int) -> Any:
+    """Return a class of handles that reserves room, and passes unaligned tensors through aligned ones."""
+
+    class Watched(handle):  # type: ignore[misc] # a class of a compiled module
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._parts = options["intra_op_parallelism"]
+            self._reserved: dict[str, int] = {}
+            #: Aligned buffers under way, and the tensors to fill from them.
+            self._detours: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+            self._under_way = 0
+
+        def __del__(self) -> None:
+            if self._under_way:  # a handle that still waits for something ends the process
+                super().wait()
+
+        def async_pwrite(self, tensor: torch.Tensor, path: str, offset: int = 0) -> int:
+            buffer = self._aligned(tensor, is_read=False)
+            size = offset + buffer.nbytes
+            if self._reserved.get(path, 0) < size:
+                _reserve(path, size)
+                self._reserved[path] = size
+            return self._request(super().async_pwrite, buffer, path, offset)
+
+        def async_pread(self, tensor: torch.Tensor, path: str, offset: int = 0) -> int:
+            return self._request(super().async_pread, self._aligned(tensor, is_read=True), path, offset)
+
+        def wait(self) -> int:
+            done: int = super().wait()
+            self._under_way = 0
+            for buffer, tensor in self._detours:
+                if tensor is not None:
+                    tensor.copy_(buffer[: tensor.numel()])
+                self.free_cpu_locked_tensor(buffer)
+            self._detours = []
+            return done
+
+        def _aligned(self, tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
+            unit = alignment * self._parts
+            if tensor.data_ptr() % alignment == 0 and tensor.nbytes % unit == 0:
+                return tensor
+            padded = -(-tensor.nbytes // unit) * unit
+            buffer: torch.Tensor = self.new_cpu_locked_tensor(padded // tensor.itemsize, tensor)
+            if not is_read:
+                buffer[: tensor.numel()].copy_(tensor)
+            self._detours.append((buffer, tensor if is_read else None))
+            return buffer
+
+        def _request(self, request: Callable[..., int], tensor: torch.Tensor, path: str, offset: int) -> int:
+            result = request(tensor, path, offset)
+            if result != 0:
+                raise StratagemError(
+                    f"{path} cannot be opened, which holds what was offloaded", do="see what removed it"
+                )
+            self._under_way += 1
+            return result
+
+    return Watched
+
+
+def _reserve(path: str, size: int) -> None:
+    """Give the file at `path` room for `size` bytes.
+
+    Raises:
+        StratagemError: there is none.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise StratagemError(
+            f"{path} needs {size / 1e6:.1f} MB for what is offloaded, and the disk has {_free(path)} "
+            f"({error.strerror})",
+            do="free some, or name another nvme_path",
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: str) -> str:
+    return f"{shutil.disk_usage(os.path.dirname(path)).free / 1e6:.1f} MB"
+
+
+def mend(swapper: Any) -> None:
+    """Let deepspeed's swapper of parameters be asked for one twice at a time.
+
+    Reading ahead, it asks so for a layer that is used twice in a row: last in forward, and first in backward.
+    """
+    swap_in = swapper.swap_in
+
+    def each_once(parameters: list[Any], *arguments: Any, **options: Any) -> None:
+        swap_in(list({id(parameter): parameter for parameter in parameters}.values()), *arguments, **options)
+
+    swapper.swap_in = each_once
+
+
+# --- Sizes -------------------------------------------------------------------------------------------------------
+
+
+def check_parameters(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    world_size: int,
+    called: Callable[[str], str],
+) -> None:
+    """Refuse buffers that parameters of `module` would not fit into, on their way from and to the disk.
+
+    Raises:
+        ConfigError: a buffer is too small, there are too few of them, or the system does not let them be locked.
+    """
+    section = config["zero_optimization"]["offload_param"]
+    size, count = section.get("buffer_size", 100_000_000), section.get("buffer_count", 5)  # deepspeed's defaults
+    smallest = max(_SMALLEST_BYTES, config.get("aio", {}).get("block_size", 0))
+    shares = {
+        name: share
+        for name, parameter in module.named_parameters()
+        if (share := _share(parameter, world_size)) * (dtype or parameter.dtype).itemsize >= smallest
+    }
+    if shares and max(shares.values()) > size:
+        name = max(shares, key=lambda name: shares[name])
+        raise ConfigError(
+            f"{called('offload_param.buffer_size')} is {size}, and each rank's share of {name} has {shares[name]} "
+            "elements",
+            expected="room for the largest", do=f"set it to {shares[name]}",
+        )  # fmt: skip
+    for name, part in module.named_modules():
+        own = [key for key, _ in part.named_parameters(name, recurse=False) if key in shares]
+        if len(own) > count:
+            raise ConfigError(
+                f"{called('offload_param.buffer_count')} is {count}, and {name or type(part).__name__} computes with "
+                f"{len(own)} parameters from the disk at a time",
+                expected="a buffer for each", do=f"set it to {len(own)}",
+            )  # fmt: skip
+    check_lockable(size * count * (dtype or torch.float32).itemsize, called("offload_param.buffer_size"))
+
+
+def _share(parameter: Any, world_size: int) -> int:
+    return -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
+
+
+def check_lockable(size: int, name: str) -> None:
+    """Refuse buffers that the system does not let this user lock into memory, which deepspeed would die of.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit in (resource.RLIM_INFINITY, -1) or size <= limit or _may_lock_all():
+        return
+    raise ConfigError(
+        f"{name} asks for {size / 1e6:.0f} MB of buffers, which are locked into memory, and a process of this user may "
+        f"lock {limit / 1e6:.0f} MB",
+        expected="smaller ones", do='or have the limit raised ("ulimit -l unlimited")',
+    )  # fmt: skip
+
+
+def _may_lock_all() -> bool:
+    status = Path("/proc/self/status").read_bytes()
+    return bool(int(status.partition(b"CapEff:")[2].split()[0], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def check_optimizer(optimizer: Any, section: Mapping[str, Any], called: Callable[[str], str]) -> None:
+    """Refuse fewer buffers than `optimizer` needs to step a parameter: its weights, its gradient, and its state.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    wanted, count = 2 + _tensors_kept(optimizer), section.get("buffer_count", 4)  # deepspeed's default
+    if count < wanted:
+        raise ConfigError(
+            f"{called('offload_optimizer.buffer_count')} is {count}, and a step of {type(optimizer).__name__} needs "
+            f"{wanted} buffers",
+            expected="as many", do=f"set it to {wanted}",
+        )  # fmt: skip
+
+
+def _tensors_kept(optimizer: Any) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for each."""
+    known = {"DeepSpeedCPUAdam": 2, "DeepSpeedCPUAdagrad": 1, "DeepSpeedCPULion": 1}
+    if type(optimizer).__name__ in known:
+        return known[type(optimizer).__name__]
+    probe = nn.Parameter(torch.zeros(3))
+    probe.grad = torch.ones(3)
+    trial = _alone_with(optimizer, probe)
+    trial.step()
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in trial.state[probe].values())
+
+
+def _alone_with(optimizer: Any, parameter: nn.Parameter) -> Any:
+    """Return an optimizer like this one that has nothing but `parameter`."""
+    import collections
+    import copy
+
+    trial = copy.copy(optimizer)
+    trial.__dict__.update(state=collections.defaultdict(dict))
+    trial.__dict__["param_groups"] = [{**optimizer.param_groups[0], "params": [parameter]}]
+    return trial
+
+
+def check_not_lost(module: nn.Module) -> None:
+    """Refuse a model whose parameters were on a disk in an earlier run, and went with its folder.
+
+    Raises:
+        ConfigError: some were.
+    """
+    for name, parameter in module.named_parameters():
+        share = getattr(parameter, "ds_tensor", None)
+        if getattr(share, "final_location", None) == "nvme" and parameter.nvme_swapper is None:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"the model's {name} was on a disk, and went with the run that had put it there",
+                expected="a whole model", do="save a checkpoint before a run is closed, and load it into a new model",
+            )  # fmt: skip
+
+
+# --- The end -----------------------------------------------------------------------------------------------------
+
+
+def let_go(module: nn.Module) -> None:
+    """Free the buffers that parameters of `module` came through; those on the disk are lost with its folder."""
+    on_disk = [parameter for parameter in module.parameters() if getattr(parameter, "nvme_swapper", None) is not None]
+    swappers = {id(parameter.nvme_swapper): parameter.nvme_swapper for parameter in on_disk}  # type: ignore[attr-defined]
+    for swapper in swappers.values():
+        with contextlib.suppress(AssertionError):
+            swapper.synchronize_reads()
+            swapper.synchronize_writes()
+    for parameter in on_disk:
+        if parameter.ds_tensor.final_location == "nvme":  # type: ignore[attr-defined]
+            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])  # type: ignore[attr-defined]
+        parameter.nvme_swapper = None  # type: ignore[attr-defined]
+    for swapper in swappers.values():
+        for buffer in (swapper.buffers, swapper.partitioned_swap_buffer):
+            if buffer is not None:
+                swapper.aio_write_handle.free_cpu_locked_tensor(buffer)
+        swapper.buffers = swapper.partitioned_swap_buffer = None

@@ -1,0 +1,234 @@
+"""DeepSpeed's engine as a module to call, and how a model and an optimizer become one."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError
+
+#: Where a module remembers what wrapped it last.
+_LATEST = "_stratagem_engine"
+#: Layers that on a CPU want what they normalize in the dtype of their weights.
+_NORMALIZING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class EngineModule(nn.Module):
+    """What a run calls: the user's steps inside DeepSpeed's engine, or by themselves as long as there is none."""
+
+    def __init__(self, step: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+        super().__init__()
+        self.step = _Autocast(step, dtype, device) if dtype is not None else step
+        # No submodule: the engine holds this model's steps itself.
+        self.__dict__["engine"] = None
+        step.module.__dict__[_LATEST] = weakref.ref(self)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        engine = self.engine
+        if engine is not None:
+            return engine(*arguments, **options)
+        self._check_whole()
+        return self.step(*arguments, **options)
+
+    def _check_whole(self) -> None:
+        if any(hasattr(parameter, "ds_id") for parameter in self.step.parameters()):
+            raise ConfigError(
+                "the model is shared out over the processes, and no engine gathers it: another run took it over, or "
+                "this one got no optimizer",
+                expected="a fit, or an evaluation, of the run that uses it",
+            )
+
+    def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any) -> Any:
+        """Make the engine; without an optimizer it only gathers what a forward needs."""
+        trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
+        accelerator = deepspeed.accelerator.get_accelerator()
+        if accelerator.device_name() == "cpu":
+            accelerator.is_fp16_supported = lambda: True  # torch can, if the processor cannot
+        # All ranks have the same parameters already, and it stumbles over those without dimensions.
+        with _replaced(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda _: None):
+            self.__dict__["engine"], *_ = deepspeed.initialize(
+                model=self.step, optimizer=optimizer, model_parameters=trained, config=config
+            )
+        self._clip(config["gradient_clipping"])
+
+    def clip(self, max_norm: float) -> Any:
+        """Have the next step clip; return the norm before clipping.
+
+        The engine averages, measures and clips when it steps. Here it averages and measures before, and not again.
+        """
+        engine = self.engine
+        engine._running_engine_step = True  # the end of a window, which is when gradients are averaged
+        if not engine.zero_optimization_partition_gradients():
+            engine.allreduce_gradients()
+        else:
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        self._clip(max_norm)
+        self.__dict__["_norms"] = norms = _norms(engine)
+        return _combined(norms) / getattr(engine.optimizer, "loss_scale", 1.0)
+
+    def step_optimizer(self) -> bool:
+        """Step; return whether parameters changed."""
+        engine, norms = self.engine, self.__dict__.pop("_norms", None)
+        if norms is None:
+            engine.step()
+            return bool(engine.was_step_applied())
+        with _as_it_is(engine, norms):
+            engine.step()
+        self._clip(engine.config["gradient_clipping"])
+        return bool(engine.was_step_applied())
+
+    def _clip(self, max_norm: float) -> None:
+        self.engine._config.gradient_clipping = max_norm
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = max_norm
+
+    def stop(self) -> None:
+        """Take the engine's hooks off the model. Safe to call twice."""
+        engine, self.__dict__["engine"] = self.engine, None
+        if engine is not None:
+            from deepspeed.runtime.zero import parameter_offload
+
+            if hasattr(engine.optimizer, "empty_partition_cache"):
+                engine.optimizer.empty_partition_cache()  # what it has begun to gather nobody else would finish
+                parameter_offload.FWD_MODULE_STACK.clear()  # of all engines, and it keeps the last model alive
+            engine.destroy()
+            engine.__dict__["destroy"] = _nothing  # or its end, some time, would unmake what the next engine has made
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            for parameter in self.step.parameters():
+                parameter.__dict__.pop("_z3_optimizer", None)  # it would keep the engine for as long as the model lives
+        if isinstance(self.step, _Autocast):
+            self.step.stop()
+
+
+def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
+    """Refuse an optimizer that DeepSpeed would refuse, with what to write where.
+
+    Raises:
+        ConfigError: the state of such an optimizer was never tried cut up, and the configuration does not allow that.
+    """
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+    if not config.get("zero_allow_untested_optimizer") and not is_zero_supported_optimizer(optimizer):
+        raise ConfigError(
+            f"configure_optimizers returned {type(optimizer).__name__}, which DeepSpeed has not tried with ZeRO",
+            expected="Adam or AdamW",
+            do=f'set "zero_allow_untested_optimizer": true in {origin}; it holds for any optimizer that treats '
+            "each number by itself",
+        )
+
+
+# --- Clipping ----------------------------------------------------------------------------------------------------
+
+
+def _norms(engine: Any) -> list[torch.Tensor]:
+    """Return what the norm is made of, times the loss scale: one over all ranks for each piece that is stepped."""
+    zero = engine.optimizer
+    if hasattr(zero, "_get_norm_groups"):
+        groups: list[torch.Tensor] = zero._get_norm_groups()
+        return groups
+    if hasattr(zero, "scaled_global_norm"):
+        return [zero.scaled_global_norm()]
+    return [torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])]
+
+
+def _combined(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Return one norm for all; DeepSpeed says -1 for one that is not finite."""
+    each = torch.stack([torch.as_tensor(norm, dtype=torch.float32).cpu() for norm in norms])
+    return torch.linalg.vector_norm(each) if bool((each >= 0).all()) else torch.tensor(torch.inf)
+
+
+@contextlib.contextmanager
+def _as_it_is(engine: Any, norms: list[torch.Tensor]) -> Iterator[None]:
+    """Have the step take gradients as they are, and their norms as they were measured."""
+    zero = engine.optimizer
+    engine.enable_backward_allreduce = False
+    with contextlib.ExitStack() as stack:
+        if engine.zero_optimization_partition_gradients():
+            stack.enter_context(_replaced(zero, "finalize_gradient_accumulation_boundary", lambda: None))
+        if hasattr(zero, "_get_norm_groups"):
+            stack.enter_context(_replaced(zero, "_get_norm_groups", lambda: norms))
+        elif hasattr(zero, "scaled_global_norm"):
+            stack.enter_context(_replaced(zero, "scaled_global_norm", lambda: norms[0]))
+        yield
+    engine.enable_backward_allreduce = True
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Have `owner` use another method for a while."""
+    own, missing = vars(owner), object()
+    before = own.get(name, missing)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+# --- Precision ---------------------------------------------------------------------------------------------------
+
+
+class _Autocast(nn.Module):
+    """Runs steps of a model with 16-bit parameters: inputs stay as they are, and each operation casts what it gets.
+
+    It stands inside the engine, which switches off what autocast it finds around it.
+    """
+
+    def __init__(self, step: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.step, self._dtype, self._device_type = step, dtype, device.type
+        normalizing = [part for part in step.modules() if isinstance(part, _NORMALIZING) and part.weight is not None]
+        self._hooks = [part.register_forward_pre_hook(_cast_to_weight) for part in normalizing if device.type == "cpu"]
+
+    def stop(self) -> None:
+        """Leave the layers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        with torch.autocast(self._device_type, self._dtype):
+            return self.step(*arguments, **options)
+
+
+def _cast_to_weight(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = arguments
+    return (x.to(layer.weight.dtype), *rest)
+
+
+def _nothing() -> None:
+    pass
+
+
+def stop_earlier(module: nn.Module) -> None:
+    """Stop the engine of an earlier call, or of another run, that still has its hooks on the user's `module`."""
+    earlier = module.__dict__.get(_LATEST, lambda: None)()
+    if earlier is not None:
+        earlier.stop()
+
+
+def the_only(optimizers: list[Any], configured: str | None) -> Any:
+    """Return the one optimizer of a run, None if DeepSpeed is to make it.
+
+    Raises:
+        ConfigError: there are several, or none at all.
+    """
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed steps one",
+            expected="one, with a parameter group for each",
+        )
+    if optimizers and configured is not None:
+        raise ConfigError(
+            f"there are two optimizers: {type(optimizers[0]).__name__} of configure_optimizers, and {configured}",
+            expected="one of the two",
+        )
+    return optimizers[0] if optimizers else None

@@ -1,0 +1,226 @@
+"""DeepSpeed's own checkpoint folder: what is in it, whether it is whole, and how to read it as data.
+
+[Note: DeepSpeed's files and ours]
+``latest`` names a folder inside, in which every rank has a file with its share of the optimizer (stages 1 to 3) and
+weights are in one file (up to stage 2) or one for each rank (stage 3). All of them are pickles, which can make whoever
+loads them do anything. ``stratagem.json`` is ours: it says what wrote the folder and what is in it, with the checksum
+of every other file, and stands for the folder being whole. A folder without it was written by another program.
+
+What we wrote is tensors and plain values, and a few kinds of DeepSpeed's that hold nothing else: `as_data` has torch
+read these and refuse everything else, so that continuing from a folder needs no trust in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote
+
+#: The folder inside.
+TAG = "checkpoint"
+MARK, LATEST = "stratagem.json", "latest"
+#: All that DeepSpeed and we put beside the folder inside.
+BESIDE = {MARK, LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
+_FORMAT, _VERSION = "stratagem deepspeed checkpoint", 1
+_CHUNK = 4 << 20
+_FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+def looks_like_one(path: Path) -> bool:
+    """Whether `path` is a folder of DeepSpeed's, or a part of one; cheap, nothing is read."""
+    if is_remote(path):
+        return False
+    if path.is_dir():
+        return (path / MARK).is_file() or (path / LATEST).is_file() or _is_inner(path)
+    return path.is_file() and _is_inner(path.parent) and path.suffix == ".pt"
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `path` is a folder that this package wrote."""
+    return not is_remote(path) and path.is_dir() and (path / MARK).is_file()
+
+
+def check_place(path: Path) -> None:
+    """Refuse what is no folder of DeepSpeed's, and say what is.
+
+    Raises:
+        CheckpointError: a URL, nothing, a file or a folder inside, or another folder.
+    """
+    if is_remote(path):
+        raise CheckpointError(
+            f"{path} is a URL", expected="a local folder, which is all that DeepSpeed reads and writes"
+        )
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", expected="a folder that DeepSpeed wrote", do="check the path")
+    inner = path if path.is_dir() else path.parent
+    if _is_inner(inner):
+        what = "is the folder inside a checkpoint of DeepSpeed's" if path is inner else "is a part of a checkpoint"
+        raise CheckpointError(f"{path} {what}", expected="the folder around it", do=f"give {inner.parent}")
+    if not path.is_dir() or not (path / LATEST).is_file():
+        raise CheckpointError(
+            f"{path} is no folder that DeepSpeed wrote",
+            expected=f"one with a file {LATEST!r} in it",
+            do="check the path",
+        )
+
+
+def tag_in(path: Path) -> str:
+    """Return the name of the folder inside that ``latest`` points to.
+
+    Raises:
+        CheckpointError: it points outside, or nowhere.
+    """
+    tag = (path / LATEST).read_text(errors="replace").strip()
+    if not tag or "/" in tag or tag in (".", "..") or not (path / tag).is_dir():
+        raise CheckpointError(f"{path / LATEST} names {tag!r}", expected=f"a folder in {path}")
+    return tag
+
+
+def model_file(path: Path, tag: str) -> Path:
+    """Return rank 0's file of weights, which also holds what a trainer added."""
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        if (path / tag / name).is_file():
+            return path / tag / name
+    raise CheckpointError(f"{path / tag} has no file of weights", expected="what DeepSpeed wrote", do="check the path")
+
+
+def has_shards(path: Path, tag: str) -> bool:
+    """Whether ranks wrote shares of the optimizer there: at every stage but 0."""
+    return any((path / tag).glob("*_optim_states.pt"))
+
+
+def has_placeholders(path: Path, tag: str) -> bool:
+    """Whether the file of weights has no parameters, which are in shares: at stage 3."""
+    return model_file(path, tag).name.startswith("zero_pp_rank_")
+
+
+def _is_inner(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*_model_states.pt"))
+
+
+# --- Whole, or not -----------------------------------------------------------------------------------------------
+
+
+def files_in(path: Path) -> list[str]:
+    """Return all files of a folder but the mark, by their paths in it, in the same order everywhere."""
+    found = (each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
+    return sorted(name for name in found if name != MARK)
+
+
+def seal(path: Path, names: list[str]) -> dict[str, Any]:
+    """Make files durable; return the size and checksum of each."""
+    sealed = {}
+    for name in names:
+        with (path / name).open("rb") as file:
+            os.fsync(file.fileno())
+        sealed[name] = _entry(path / name)
+    return sealed
+
+
+def write_mark(path: Path, facts: dict[str, Any]) -> None:
+    """Write down what is in a folder that is otherwise complete."""
+    text = json.dumps({"format": _FORMAT, "version": _VERSION} | facts, ensure_ascii=False).encode()
+    with (path / MARK).open("wb") as file:
+        file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_mark(path: Path) -> dict[str, Any]:
+    """Return what was written down, checked.
+
+    Raises:
+        CheckpointError: another program wrote the folder, or a newer version of this one, or it is damaged.
+    """
+    check_place(path)
+    if not is_ours(path):
+        raise CheckpointError(
+            f"{path} was written by another program, in pickles", expected="a folder that this strategy wrote",
+            do=f"if you trust it, `stratagem checkpoint consolidate --trust {path} FILE` makes a file of its weights",
+        )  # fmt: skip
+    text, _, digest = (path / MARK).read_bytes().partition(b"\n")
+    if xxhash.xxh3_128_hexdigest(text).encode() != digest.strip():
+        raise _damaged(path, MARK)
+    facts: dict[str, Any] = json.loads(text)
+    if facts.get("format") != _FORMAT or facts.get("version", 0) > _VERSION:
+        raise CheckpointError(
+            f"{path} has version {facts.get('version')}", expected=f"at most {_VERSION}",
+            do="read it with a newer stratagem-deepspeed",
+        )  # fmt: skip
+    return facts
+
+
+def verify(path: Path, facts: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
+    """Check this rank's part of the files against their checksums.
+
+    Raises:
+        CheckpointError: one of them differs, or is missing.
+    """
+    for name in sorted(facts["files"])[rank::world_size]:
+        file = path / name
+        if not re.fullmatch(r"(?!\.)[^/]+(/(?!\.)[^/]+)*", name) or file.is_symlink():
+            raise _damaged(path, name)
+        try:
+            same = _entry(file) == facts["files"][name]
+        except OSError:
+            same = False
+        if not same:
+            raise _damaged(path, name)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a folder is what was written; of others', whether its files have an end."""
+    try:
+        check_place(path)
+        if is_ours(path):
+            verify(path, read_mark(path))
+            return True
+        return all(zipfile.is_zipfile(file) for file in (path / tag_in(path)).glob("*.pt"))
+    except (CheckpointError, OSError):
+        return False
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with file.open("rb", buffering=0) as source:
+        while count := source.readinto(buffer):
+            hasher.update(buffer[:count])
+    return {"bytes": file.stat().st_size, "xxh3_128": hasher.hexdigest()}
+
+
+def _damaged(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not what was written: {name} differs", expected="the content that its checksum describes",
+        do="use an older checkpoint",
+    )  # fmt: skip
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_data() -> Iterator[None]:
+    """Within: whoever loads a pickle by torch, DeepSpeed too, gets tensors and plain values or an error."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
+    os.environ[_FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        del os.environ[_FORCED]
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -1,0 +1,146 @@
+"""What stands for a state that an engine of DeepSpeed's has, or a folder that it will read; see `native`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import CheckpointError
+from stratagem.state import check_optimizer_state, check_weights, parameter_names
+from stratagem_deepspeed import consolidation, folder
+from stratagem_deepspeed import state as logical
+
+if TYPE_CHECKING:
+    from stratagem.run import Run
+    from stratagem_deepspeed.strategy import DeepSpeedStrategy
+
+
+class InEngine(dict[str, Any]):
+    """Stands for a state by the names and shapes of its tensors: their numbers are in `engine`, or in `path`."""
+
+    def __init__(
+        self, tensors: Mapping[str, Any], facts: dict[str, Any], engine: Any = None, path: Path | None = None
+    ) -> None:
+        super().__init__(tensors)
+        self.facts, self.engine, self.path = facts, engine, path
+
+
+def of_model(
+    strategy: DeepSpeedStrategy, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: Run
+) -> InEngine:
+    """Return what stands for the model in `engine`; no tensor is gathered."""
+    excludes = strategy.exclude_frozen_parameters
+    frozen = {name for name, parameter in module.named_parameters() if excludes and not parameter.requires_grad}
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in frozen}
+    tensors = {
+        name: [list(logical.shape_of(value)), str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, torch.Tensor) else None
+        for name, value in own.items()
+    }  # fmt: skip
+    facts = {
+        "stage": strategy.zero_stage,
+        "world_size": run.world_size,
+        "dtype": str(strategy.engine_dtype(run.policy) or torch.float32).removeprefix("torch."),
+        "tensors": tensors,
+        "groups": groups,
+        "sizes": _sizes(zero),
+        "without_frozen": excludes,
+        "prefix": "" if engine is None else _prefix(engine, module),
+        "tied": _tied(module),
+        "untrained": _trained_by_nobody(module, groups),
+    }
+    return InEngine(without_values(tensors), facts, engine=engine)
+
+
+def of_optimizer(engine: Any) -> InEngine:
+    """Return what stands for the optimizer in `engine`."""
+    return InEngine({}, {}, engine=engine)
+
+
+def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict: bool, run: Run) -> None:
+    """Put the weights that `held` stands for into the model. Collective.
+
+    An engine that has yet to train takes all that is in the folder at once: weights, optimizer, scheduler, loss scale.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    own = {name: getattr(value, "shape", None) for name, value in module.state_dict(keep_vars=True).items()}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        own[name] = logical.shape_of(value)
+    check_weights(own, held, strict)
+    assert held.path is not None, "read from a folder"
+    if run.optimizers and engine.global_steps == 0:
+        _read_into(engine, held, zero, strict, run)
+        return
+    whole, error = None, None
+    try:
+        with folder.as_data():
+            whole = consolidation.weights(held.path, folder.TAG, held.facts)
+    except CheckpointError as caught:
+        error = caught
+    run.collectives.fail_together(error)
+    logical.load_model_state(whole, module, zero, strict)
+
+
+def load_optimizer(held: InEngine, engine: Any, zero: Any, groups: list[list[str]], strict: bool, run: Run) -> None:
+    """Put the optimizer's state that `held` stands for into `engine`, unless it came with the weights. Collective.
+
+    Raises:
+        CheckpointError: it belongs to other parameters or other groups.
+    """
+    saved = {"state": {}, "param_groups": [{"params": group} for group in held.facts["groups"]]}
+    check_optimizer_state(saved, [name for group in groups for name in group], [len(group) for group in groups])
+    if held.engine is not engine:
+        _read_into(engine, held, zero, strict, run)
+
+
+def _read_into(engine: Any, held: InEngine, zero: Any, strict: bool, run: Run) -> None:
+    error = None
+    if held.facts["sizes"] != _sizes(zero):
+        error = CheckpointError(
+            f"{held.path} holds flat tensors of {held.facts['sizes']} numbers",
+            expected=f"{_sizes(zero)} as in this run",
+            do="continue with the sub_group_size, groups and model that wrote it",
+        )  # fmt: skip
+    run.collectives.fail_together(error)
+    try:
+        with folder.as_data():
+            engine.load_checkpoint(str(held.path), tag=folder.TAG, load_module_strict=strict)
+    except Exception as caught:  # noqa: BLE001 - torch and DeepSpeed raise what they like
+        error = consolidation.unreadable(held.path or Path(), caught)
+        error.__cause__ = caught
+    run.collectives.fail_together(error)
+    held.engine = engine
+
+
+def _sizes(zero: Any) -> list[int]:
+    """Return how many numbers each flat tensor of this rank has."""
+    return [] if zero is None else [flat.tensor.numel() for flat in logical.flats(zero, write=False)]
+
+
+def _prefix(engine: Any, module: nn.Module) -> str:
+    return next(f"{name}." for name, part in engine.module.named_modules() if part is module)
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Return the other names of parameters that have several, with the first of them."""
+    names = parameter_names(module)
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every if names[id(parameter)] != name}
+
+
+def _trained_by_nobody(module: nn.Module, groups: list[list[str]]) -> list[str]:
+    known = {name for group in groups for name in group}
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in known]
+
+
+def without_values(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if entry is None else torch.empty(entry[0], dtype=getattr(torch, entry[1]), device="meta")
+        for name, entry in tensors.items()
+    }

@@ -1,0 +1,267 @@
+"""DeepSpeed's own checkpoint folder as a checkpoint format.
+
+[Note: who writes and who reads]
+The engine writes weights, the optimizer, and its scheduler and loss scale itself, each rank its share. So what the
+strategy answers as the state of model and optimizer is `InEngine`: names and shapes, and the engine that has the
+numbers. A checkpoint is read before there is an engine: then `InEngine` stands for the folder, and the strategy hands
+it to the engine that it makes. What the run remembers beside both goes into rank 0's file, as DeepSpeed's client state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import define
+
+from stratagem import Capabilities, CheckpointFormat, hookimpl
+from stratagem.checkpoint import Alone
+from stratagem.encoding import decode, encode
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, modified_at
+from stratagem.staging import StagedFolder, explained, remove_folder
+from stratagem_deepspeed import consolidation, folder, in_engine
+from stratagem_deepspeed.in_engine import InEngine
+from stratagem_deepspeed.options import DeepSpeedOptions
+
+if TYPE_CHECKING:
+    from stratagem.run import Run
+
+#: What a strategy must have for its checkpoints to be DeepSpeed's.
+ENGINE = "deepspeed-engine"
+
+
+@define(eq=False, kw_only=True)
+class DeepSpeedFormat(CheckpointFormat):
+    """The folder that DeepSpeed's engine writes, for runs of the strategy alone: see [Note: who writes and who reads].
+
+    It continues at the stage, precision and number of processes that wrote it. ``stratagem checkpoint consolidate
+    --trust`` makes a file of its weights that every strategy reads.
+    """
+
+    suffix: ClassVar[str] = ".ds"
+    takes_shards: ClassVar[bool] = True
+    reads_pickles: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities(requires={ENGINE})
+
+    @hookimpl
+    def save_checkpoint(self, state, path, run):
+        staged, error, held, rest = StagedFolder(path), None, None, {}
+        try:
+            held = _held(state, path)
+            rest = _plain({key: value for key, value in state.items() if key not in ("state_dict", "optimizers")})
+            if run.is_global_zero:
+                staged.begin(folder.is_ours)
+        except (CheckpointError, OSError) as caught:
+            error = explained(caught, path)
+        try:
+            run.collectives.fail_together(error)
+            _write(held, rest, staged, run)
+        finally:
+            staged.clear_away()
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, path, into, run):
+        facts, rest, error = None, None, None
+        if run.is_global_zero:
+            try:
+                facts = folder.read_mark(path)
+                _check_fits(facts, path, run)
+            except CheckpointError as caught:
+                error = caught
+        run.collectives.fail_together(error)
+        facts = run.collectives.broadcast_object(facts)
+        try:
+            folder.verify(path, facts, run.rank, run.world_size)
+            if run.is_global_zero:
+                rest = _read_rest(path)
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        rest = run.collectives.broadcast_object(rest)
+        held = InEngine(in_engine.without_values(facts["tensors"]), facts, path=path)
+        return rest | {"state_dict": held, "optimizers": [held]}
+
+    def consolidate(self, path: Path) -> dict[str, Any]:
+        return consolidation.consolidate(path)
+
+    def recognises(self, path: Path) -> bool:
+        return folder.looks_like_one(path)
+
+    def is_whole(self, path: Path) -> bool:
+        return folder.is_whole(path)
+
+    def saved_at(self, path: Path) -> float:
+        return modified_at(path / (folder.MARK if folder.is_ours(path) else folder.LATEST))
+
+    def remove(self, path: Path) -> None:
+        if not folder.is_ours(path):
+            raise CheckpointError(f"{path} is no checkpoint of ours", do="nothing was deleted")
+        strangers = sorted(set(folder.files_in(path)) - set(folder.read_mark(path)["files"]))
+        if strangers:
+            raise CheckpointError(f"{path} holds {', '.join(strangers)}, which it was not saved with",
+                                  do="nothing was deleted")  # fmt: skip
+        remove_folder(path, {folder.TAG, *folder.BESIDE})
+
+
+def takes_over(run: Run) -> bool:
+    """Whether the checkpoint format leaves writing to the engine, and nobody else asked for whole tensors."""
+    return isinstance(run.checkpoint_format, DeepSpeedFormat) and not run.whole_state
+
+
+# --- Writing -----------------------------------------------------------------------------------------------------
+
+
+def _held(state: Mapping[str, Any], path: Path) -> InEngine:
+    """Return what stands for the model in `state`, checked.
+
+    Raises:
+        CheckpointError: DeepSpeed could not write it.
+    """
+    held = state["state_dict"]
+    if is_remote(path):
+        raise CheckpointError(f"{path} is a URL", expected="a local folder, which is all that DeepSpeed writes",
+                              do="save to a folder, or in another format")  # fmt: skip
+    if not isinstance(held, InEngine) or held.engine is None:
+        raise CheckpointError(
+            "there is no engine to write the state", expected="a run of the strategy deepspeed that trains",
+            do="save in another format, which every strategy can",
+        )  # fmt: skip
+    given = [name for name, value in held.items() if isinstance(value, torch.Tensor) and not value.is_meta]
+    if given or held.keys() != held.facts["tensors"].keys():
+        raise CheckpointError(
+            f"on_save_checkpoint changed the weights ({', '.join(given) or 'their names'}), which DeepSpeed writes",
+            expected="other keys of the checkpoint", do="save in another format",
+        )  # fmt: skip
+    if "optimizers" not in state:
+        raise CheckpointError(
+            "weights alone were to be saved, and DeepSpeed writes them together with the optimizer",
+            expected="weights_only=False", do="save in another format, or consolidate what is saved",
+        )  # fmt: skip
+    _check_engine(held)
+    return held
+
+
+def _check_engine(held: InEngine) -> None:
+    writer, stage, untrained = held.engine.checkpoint_engine, held.facts["stage"], held.facts["untrained"]
+    if not getattr(writer, "zipfile_serialization", False):
+        raise CheckpointError(
+            f"DeepSpeed is configured to write by {type(writer).__name__} in another serialization than torch's",
+            expected="torch's",
+            do='drop "datastates_ckpt", and "writer" and "checkpoint_serialization" of "checkpoint"',
+        )  # fmt: skip
+    if held.engine.use_node_local_storage():
+        raise CheckpointError(
+            "use_node_local_storage is true in the configuration",
+            expected="a folder that all ranks share",
+            do="drop it",
+        )
+    if stage == 3 and untrained:
+        raise CheckpointError(
+            f"{', '.join(untrained)} is in no optimizer, and at stage 3 DeepSpeed saves what is trained or frozen",
+            expected="requires_grad=False for it, or an optimizer", do="save in another format",
+        )  # fmt: skip
+
+
+def _plain(rest: dict[str, Any]) -> dict[str, Any]:
+    """Return what can be read back as data, as it is read back.
+
+    Raises:
+        CheckpointError: names the place of a value that is no tensor, number, text or container.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor, _: str) -> int:
+        tensors.append(tensor.cpu())
+        return len(tensors) - 1
+
+    plain: dict[str, Any] = decode(encode(rest, keep), tensors)
+    return plain
+
+
+def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: Run) -> None:
+    """Have the engine write into the staged folder, and publish it. Collective."""
+    error, facts = None, held.facts
+    try:
+        held.engine.save_checkpoint(
+            str(staged.path), tag=folder.TAG, exclude_frozen_parameters=facts["without_frozen"],
+            client_state={consolidation.REST: rest} if run.is_global_zero else {},
+        )  # fmt: skip
+    except Exception as caught:  # noqa: BLE001 - torch raises what it likes when a disk is full
+        error = _unwritable(caught, staged.target)
+        torch.distributed.barrier()  # the others wait in the engine's last one
+    run.collectives.fail_together(error)
+    sealed: dict[str, Any] = {}
+    try:
+        names = folder.files_in(staged.path)
+        sealed = folder.seal(staged.path, names[run.rank :: run.world_size])
+    except OSError as caught:
+        error = explained(caught, staged.target)
+    run.collectives.fail_together(error)
+    everybody = run.collectives.all_gather_object(sealed)
+    if run.is_global_zero:
+        try:
+            files = {name: entry for each in everybody for name, entry in each.items()}
+            folder.write_mark(staged.path, facts | {"files": files})
+            staged.publish()
+        except OSError as caught:
+            error = explained(caught, staged.target)
+    run.collectives.fail_together(error)
+
+
+def _unwritable(error: Exception, path: Path) -> CheckpointError:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch hides it behind its own
+        cause = cause.__cause__ or cause.__context__
+    return explained(cause if isinstance(cause, OSError) else error, path)
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+def _check_fits(facts: Mapping[str, Any], path: Path, run: Any) -> None:
+    """Refuse a folder that the run's strategy cannot continue from.
+
+    Raises:
+        CheckpointError: another stage, precision or number of processes wrote it, or the strategy is another one.
+    """
+    if isinstance(run, Alone):
+        return
+    strategy = run.stack.strategy
+    if getattr(strategy, "load_full_weights", False):
+        raise CheckpointError(
+            f"strategy.deepspeed.load_full_weights is True and {path} holds shards", expected="a file of whole weights",
+            do=f"`stratagem checkpoint consolidate --trust {path} FILE` makes one, or drop the option",
+        )  # fmt: skip
+    wrote = (facts["stage"], facts["world_size"], facts["dtype"])
+    if isinstance(strategy, DeepSpeedOptions):
+        dtype = str(strategy.engine_dtype(run.policy) or torch.float32).removeprefix("torch.")
+        here = (strategy.zero_stage, run.world_size, dtype)
+        expected = f"{_place(*here)} as in this run"
+    else:
+        here, expected = None, f"a checkpoint that {run.stack.strategies[-1]} reads"
+    if here != wrote:
+        raise CheckpointError(
+            f"{path} was written by DeepSpeed at {_place(*wrote)}, and its own folders are only read at the same",
+            expected=expected,
+            do=f"`stratagem checkpoint consolidate --trust {path} FILE` makes a file of its weights for all "
+            "strategies; or continue as it was written, and save in another format",
+        )
+
+
+def _place(stage: int, world_size: int, dtype: str) -> str:
+    return f"stage {stage}, by {world_size} process{'es' * (world_size > 1)}, in {dtype}"
+
+
+def _read_rest(path: Path) -> dict[str, Any]:
+    """Return what the run remembered beside weights and optimizer; nothing is executed."""
+    file = folder.model_file(path, folder.TAG)
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        rest: dict[str, Any] = saved[consolidation.REST]
+    except Exception as error:
+        raise consolidation.unreadable(path, error) from error
+    return _plain(rest)  # not tied to the file

@@ -1,0 +1,324 @@
+"""What may be said about DeepSpeed: the options of the strategy, each under the name that other trainers know it by."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import define, field
+
+from stratagem import Strategy
+from stratagem.config import check, options
+from stratagem.errors import ConfigError
+from stratagem.options import at_least, duration
+from stratagem.plugin import PrecisionPolicy
+from stratagem.tuning import gloo_options, nccl_options
+from stratagem.world import DEFAULT_TIMEOUT
+from stratagem_deepspeed import config as configuration
+from stratagem_deepspeed import given as user
+
+if TYPE_CHECKING:
+    import torch
+
+#: Where a configuration may be found that no code names; the first one that is set counts.
+VARIABLES = ("STRATAGEM_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
+
+_PATH = "strategy.deepspeed"
+#: Options that say nothing about the engine, or complete a configuration of the user's.
+_BESIDE_A_CONFIG = {
+    "config", "remote_device", "logging_batch_size_per_gpu", "logging_level", "load_full_weights",
+    "exclude_frozen_parameters", "state_dict_type", "timeout", "process_group_backend", "nccl", "gloo",
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+}  # fmt: skip
+#: What tunes transfers to and from a disk.
+_FOR_NVME = (
+    "nvme_path", "params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size",
+    "queue_depth", "single_submit", "overlap_events", "thread_count",
+)  # fmt: skip
+
+
+def _whole(value: Any) -> Any:
+    """Read 2e8 as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _count(instance: Any, attribute: Any, value: Any) -> None:
+    if isinstance(value, float):
+        raise ConfigError(f"{type(instance).__name__}.{attribute.name} is {value!r}", expected="a whole number")
+    at_least(1)(instance, attribute, value)
+
+
+@define(eq=False, kw_only=True)
+class DeepSpeedOptions(Strategy):
+    """The options. Those that describe the engine are replaced as a whole by a `config` of the user's."""
+
+    #: Share out what `stage` says. False is stage 0: every process keeps everything.
+    zero_optimization: bool = True
+    #: What is shared out over the processes: 1 optimizer state, 2 gradients too, 3 parameters too, 0 nothing. More
+    #: saves memory; up to 2 at no cost in messages, 3 sends half as much again.
+    stage: Literal[0, 1, 2, 3] = 2
+    #: At stage 3: where parameters lie as soon as they are made. None leaves them on the device; "cpu" and "nvme" admit
+    #: models that no device holds, and are slower to begin.
+    remote_device: Literal["cpu", "nvme"] | None = None
+    #: Keep the optimizer's state in `offload_optimizer_device`, and step on the CPU: 12 bytes of device memory less for
+    #: each parameter of the share, and a slower step.
+    offload_optimizer: bool = False
+    #: At stage 3: keep parameters in `offload_params_device` while no layer computes with them.
+    offload_parameters: bool = False
+    #: "nvme" holds most and is slowest.
+    offload_params_device: Literal["cpu", "nvme"] = "cpu"
+    #: A folder on a fast local disk for what is offloaded to "nvme"; the system's disk works, and wears out.
+    nvme_path: Path = Path("/local_nvme")
+    #: Buffers for parameters on their way from and to the disk; more read further ahead and take memory.
+    params_buffer_count: int | float = field(default=5, converter=_whole, validator=_count)
+    #: Elements in each of them: at least those of the largest parameter's share.
+    params_buffer_size: int | float = field(default=100_000_000, converter=_whole, validator=_count)
+    #: Elements of parameters that stay in CPU memory though the disk could take them: less traffic, more memory.
+    max_in_cpu: int | float = field(default=1_000_000_000, converter=_whole, validator=_count)
+    #: "nvme" holds most and is slowest.
+    offload_optimizer_device: Literal["cpu", "nvme"] = "cpu"
+    #: Buffers for optimizer state on its way from and to the disk: at least one for each tensor that the optimizer
+    #: keeps of a parameter, which for Adam are 4.
+    optimizer_buffer_count: int | float = field(default=4, converter=_whole, validator=_count)
+    #: Bytes of a disk request; ``stratagem deepspeed tune-nvme`` finds what suits a disk, as for the next four.
+    block_size: int | float = field(default=1_048_576, converter=_whole, validator=_count)
+    #: Disk requests under way at a time; more hide latency until the disk is busy.
+    queue_depth: int | float = field(default=8, converter=_whole, validator=_count)
+    #: Hand requests to the disk one by one rather than in batches.
+    single_submit: bool = False
+    #: Hand over new requests while others complete.
+    overlap_events: bool = True
+    #: Threads that read and write; they compete with the optimizer's for cores.
+    thread_count: int | float = field(default=1, converter=_whole, validator=_count)
+    #: Lock what is offloaded into memory: faster to and from a GPU, and never paged out.
+    pin_memory: bool = False
+    #: At stage 3: elements of parameters that are stepped at a time. Smaller ones bound the memory of a step.
+    sub_group_size: int | float = field(default=1_000_000_000_000, converter=_whole, validator=_count)
+    #: Copy gradients into one buffer as they appear: less fragmentation for a copy.
+    contiguous_gradients: bool = True
+    #: Average gradients while backward still runs: faster, for a second `reduce_bucket_size`. Stage 2 and 3 can; None
+    #: is yes where there is something to overlap with, on a GPU.
+    overlap_comm: bool | None = None
+    #: Gather updated parameters in one collective. DeepSpeed no longer can do otherwise.
+    allgather_partitions: bool = True
+    #: Each rank gets only the gradients of its share, for less traffic than averages for everybody.
+    reduce_scatter: bool = True
+    #: Elements gathered at a time. 2e8 for all buckets is about 3.6 GB of memory; 5e8 is faster where that is at hand.
+    allgather_bucket_size: int | float = field(default=200_000_000, converter=_whole, validator=_count)
+    #: Elements averaged at a time; one and a half times as many are allocated.
+    reduce_bucket_size: int | float = field(default=200_000_000, converter=_whole, validator=_count)
+    #: Take any optimizer, also one whose state nobody has tried to share out.
+    zero_allow_untested_optimizer: bool = True
+    #: Samples of a process and batch, by which DeepSpeed counts throughput; "auto" asks the loader.
+    logging_batch_size_per_gpu: int | Literal["auto"] = field(default="auto", validator=at_least(1))
+    #: DeepSpeed's own configuration, a mapping or a JSON file, in place of all options that describe the engine. Where
+    #: it is None, the file that STRATAGEM_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH names.
+    config: dict[str, Any] | Path | str | None = None
+    #: What DeepSpeed may say: a level of `logging`, or its name. INFO is a page per run.
+    logging_level: int | str = logging.WARNING
+    #: With fp16: factor of the loss. 0 searches for the largest that does not overflow.
+    loss_scale: float = field(default=0.0, validator=at_least(0))
+    #: With fp16: the search begins at two to this power; too high a one skips the first steps.
+    initial_scale_power: int = field(default=16, validator=at_least(0))
+    #: With fp16: steps without overflow before the factor doubles.
+    loss_scale_window: int = field(default=1000, validator=at_least(1))
+    #: With fp16: overflows before the factor halves.
+    hysteresis: int = field(default=2, validator=at_least(1))
+    #: With fp16: the factor never falls below; an overflow there is an error.
+    min_loss_scale: int = field(default=1, validator=at_least(1))
+    #: Share out the inputs of checkpointed layers over the processes that share a layer. This and the next four only
+    #: concern layers that the model calls through ``deepspeed.checkpointing.checkpoint``.
+    partition_activations: bool = False
+    #: Keep the inputs of checkpointed layers in CPU memory: device memory for transfers.
+    cpu_checkpointing: bool = False
+    #: Copy the inputs of checkpointed layers into one buffer: less fragmentation for a copy. It has to know
+    #: `number_checkpoints`.
+    contiguous_memory_optimization: bool = False
+    #: How many layers are checkpointed, which `contiguous_memory_optimization` has to know beforehand.
+    number_checkpoints: int | None = field(default=None, validator=at_least(1))
+    #: Wait for the device before and after each checkpointed layer: slower, and times it.
+    synchronize_checkpoint_boundary: bool = False
+    #: Take the weights of a checkpoint alone, which must be whole: training begins at step 0 with a new optimizer. To
+    #: continue where a file of whole weights, optimizer included, was saved, leave this off.
+    load_full_weights: bool = False
+    #: Leave out of checkpoints what is not trained: smaller files, which need the original weights to be of use.
+    exclude_frozen_parameters: bool = False
+    #: "deepspeed" saves its own directory, which only DeepSpeed reads and only at the same world size. By default what
+    #: ``Trainer(checkpoint=)`` says, which every strategy reads.
+    state_dict_type: Literal["deepspeed"] | None = None
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: torch.distributed backend; by default the one that fits the device.
+    process_group_backend: str | None = None
+    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
+    #: slows down another; by default NCCL finds out by itself.
+    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    #: gloo's likewise. With NCCL they matter for what is saved in the background, which gloo synchronises.
+    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
+
+    _given: Mapping[str, Any] | None = field(init=False, default=None)
+    _origin: str = field(init=False, default=_PATH)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
+            self.timeout = timedelta(seconds=self.timeout)
+        check(self, _PATH)
+        source, setting = self._source()
+        if source is None:
+            self._check_effects()
+        else:
+            self._check_alone(setting)
+            self._origin = setting if isinstance(source, Mapping) else f"{source} ({setting})"
+            self._given = user.read(source, self._origin, setting)
+        configuration.check_zero(self.zero, self.called)
+        self._check_remote_device()
+
+    # --- What is in force ----------------------------------------------------------------------------------------
+
+    @property
+    def given(self) -> Mapping[str, Any] | None:
+        """The configuration that the user wrote, checked; None if the options speak."""
+        return self._given
+
+    @property
+    def origin(self) -> str:
+        """How to call the place where the engine is described."""
+        return self._origin
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The zero_optimization section in force."""
+        if self._given is None:
+            return configuration.zero_section(self)
+        section: Mapping[str, Any] = self._given.get("zero_optimization", {})
+        return section
+
+    @property
+    def zero_stage(self) -> int:
+        """What is shared out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        return int(self.zero.get("stage", 0))
+
+    @property
+    def offloads_optimizer(self) -> str | None:
+        """Where the optimizer's state is kept if not on the device: "cpu" or "nvme"."""
+        return configuration.device_of(self.zero, "offload_optimizer")
+
+    @property
+    def offloads_parameters(self) -> str | None:
+        """Where idle parameters are kept if not on the device: "cpu" or "nvme"."""
+        return configuration.device_of(self.zero, "offload_param")
+
+    @property
+    def configured_optimizer(self) -> str | None:
+        """The type of the optimizer that the configuration asks DeepSpeed to make."""
+        return None if self._given is None else self._given.get("optimizer", {}).get("type")
+
+    @property
+    def configured_scheduler(self) -> str | None:
+        """The type of the scheduler that the configuration asks DeepSpeed to make."""
+        return None if self._given is None else self._given.get("scheduler", {}).get("type")
+
+    def engine_dtype(self, policy: PrecisionPolicy) -> torch.dtype | None:
+        """Return the 16-bit dtype that the engine computes in, None for 32 bits.
+
+        Raises:
+            ConfigError: 16 bits at stage 0.
+        """
+        dtype = configuration.engine_dtype(self._given, policy)
+        if dtype is not None and self.zero_stage == 0:
+            raise ConfigError(
+                f"{self.called('stage')} is 0 and the precision is {dtype}, with which the installed DeepSpeed trains "
+                "wrongly",
+                expected="stage 1, 2 or 3, or 32 bits",
+            )
+        return dtype
+
+    def called(self, key: str) -> str:
+        """How the user wrote `key` of the zero_optimization section."""
+        if self._given is not None:
+            return f"zero_optimization.{key} of {self._origin}"
+        return f"{_PATH}.{configuration.OPTIONS.get(key, key)}"
+
+    # --- Contradictions ------------------------------------------------------------------------------------------
+
+    def _source(self) -> tuple[Any, str]:
+        """Return the configuration to read, if any, and what names it."""
+        if self.config is not None:
+            return self.config, f"{_PATH}.config"
+        for variable in VARIABLES:
+            if os.environ.get(variable):
+                return os.environ[variable], variable
+        return None, ""
+
+    def _check_alone(self, setting: str) -> None:
+        """Refuse options that the configuration would replace in silence."""
+        replaced = [name for name in self._changed() if name not in _BESIDE_A_CONFIG]
+        if replaced:
+            raise ConfigError(
+                f"{_PATH}.{replaced[0]} and {setting} are both set, and the configuration replaces all options that "
+                "describe the engine",
+                expected="one of the two",
+                do=f"drop {', '.join(replaced)}, or say it in the configuration",
+            )
+
+    def _changed(self) -> list[str]:
+        """Return the options that differ from their defaults."""
+        return [name for name, option in options(type(self)).items() if getattr(self, option.name) != option.default]
+
+    def _check_effects(self) -> None:
+        """Refuse an option that nothing would come of."""
+        changed = self._changed()
+        for name, holds, wanted in self._conditions():
+            if name in changed and not holds:
+                raise ConfigError(
+                    f"{_PATH}.{name} is {_shown(getattr(self, name))}, of which nothing would come",
+                    expected=wanted, do="drop it",
+                )  # fmt: skip
+        if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
+            raise ConfigError(
+                f"{_PATH}.contiguous_memory_optimization is True without partition_activations and number_checkpoints",
+                expected="both",
+            )
+
+    def _conditions(self) -> list[tuple[str, bool, str]]:
+        """Return what each option needs in order to have an effect."""
+        stage = self.stage if self.zero_optimization else 0
+        offloads = self.offload_optimizer or self.offload_parameters
+        parameters_on_disk = self.offload_parameters and self.offload_params_device == "nvme"
+        optimizer_on_disk = self.offload_optimizer and self.offload_optimizer_device == "nvme"
+        on_disk = dict.fromkeys(_FOR_NVME, parameters_on_disk or optimizer_on_disk)
+        on_disk |= dict.fromkeys(("params_buffer_count", "params_buffer_size", "max_in_cpu"), parameters_on_disk)
+        on_disk["optimizer_buffer_count"] = optimizer_on_disk
+        return [
+            ("stage", self.zero_optimization or self.stage == 0, "zero_optimization=True with it"),
+            ("offload_params_device", self.offload_parameters, "offload_parameters=True with it"),
+            ("offload_optimizer_device", self.offload_optimizer, "offload_optimizer=True with it"),
+            *((name, holds, 'what it is for to be offloaded to "nvme"') for name, holds in on_disk.items()),
+            ("pin_memory", offloads, "something that is offloaded"),
+            ("sub_group_size", stage == 3, "stage 3"),
+            ("number_checkpoints", self.contiguous_memory_optimization, "contiguous_memory_optimization=True with it"),
+        ]
+
+    def _check_remote_device(self) -> None:
+        if self.remote_device is None:
+            return
+        if self.zero_stage != 3:
+            raise ConfigError(
+                f"{_PATH}.remote_device is {self.remote_device!r} and {self.called('stage')} is {self.zero_stage}",
+                expected="stage 3, which alone shares parameters out as they are made",
+            )
+        on_disk = self.offloads_parameters == "nvme"
+        if on_disk is not (self.remote_device == "nvme"):
+            raise ConfigError(
+                f"{_PATH}.remote_device is {self.remote_device!r} and parameters are offloaded to "
+                f"{self.offloads_parameters!r}",
+                expected='"nvme" for both or for none of them',
+            )
+
+
+def _shown(value: Any) -> str:
+    return repr(str(value) if isinstance(value, Path) else value)

@@ -1,0 +1,237 @@
+"""What comes before DeepSpeed's engine: importing it quietly, and letting it talk over the group that exists.
+
+[Note: what deepspeed keeps]
+deepspeed is written for a process that a launcher started and that lives for one training. It remembers for good
+which accelerator it was imported for, which process group it talks over and which groups it cloned; and it reads
+LOCAL_RANK and LOCAL_SIZE from the environment whenever it likes. A process of ours may see several runs, one after the
+other, and may have been started by nobody: `join` gives deepspeed what it wants for one run, `leave` makes it forget.
+The environment itself stays as it is: a launcher's variables would make the next run believe in a launcher.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.errors import ConfigError
+from stratagem_deepspeed import builds
+from stratagem_deepspeed.ops import advise, ops_for, prepare_ops
+
+if TYPE_CHECKING:
+    from stratagem.run import Run
+
+__all__ = ["advise", "join", "leave", "load", "ops_for", "prepare_ops"]
+
+#: Modules that look for LOCAL_RANK or LOCAL_SIZE.
+_READERS = (
+    "deepspeed.accelerator.cpu_accelerator",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.utils",
+)
+#: What deepspeed says in runs in which nothing is wrong: every scheduler of its own is asked too early, every optimizer
+#: of torch's but Adam is untested, and every search for a loss scale overflows.
+_NOISE = (
+    "Attempting to get learning rate from scheduler before it has started",
+    "**** You are using ZeRO with an untested optimizer",
+    "OVERFLOW",
+)
+
+#: The runs that have joined and not left.
+_joined: weakref.WeakSet[Run] = weakref.WeakSet()
+#: torch's group that deepspeed talks over.
+_group: Any = None
+
+
+# --- Importing it ------------------------------------------------------------------------------------------------
+
+
+def load(device_type: str, logging_level: int | str = logging.WARNING) -> ModuleType:
+    """Import deepspeed for devices of that type, and let it log from `logging_level` on.
+
+    At WARNING and above rank 0 alone speaks, and what is said in every run is left out.
+
+    Raises:
+        ConfigError: it is not installed, cannot be imported, or was imported for devices of another type.
+    """
+    level = _level(logging_level)
+    if "deepspeed" not in sys.modules:
+        _check_variable(device_type)
+    with _variable("DS_ACCELERATOR", device_type):
+        deepspeed = _imported()
+        found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device_type:
+        raise ConfigError(
+            f"deepspeed was imported for {found!r} devices and this run trains on {device_type!r}",
+            expected="the same",
+            do=f"set DS_ACCELERATOR={device_type} before anything imports deepspeed",
+        )
+    _set_level(level)
+    return deepspeed
+
+
+def _set_level(level: int) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    for each in (logger, *logger.handlers):
+        each.setLevel(level)
+    logger.removeFilter(_is_news)
+    if level >= logging.WARNING:
+        logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a warning of deepspeed's is worth a user's time, and not the same on every rank."""
+    if record.levelno >= logging.ERROR:
+        return True
+    told_elsewhere = bool(_joined) and not any(run.is_global_zero for run in _joined)
+    return not told_elsewhere and not any(noise in record.getMessage() for noise in _NOISE)
+
+
+def _level(level: int | str) -> int:
+    number = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+    if number is None:
+        raise ConfigError(
+            f"strategy.deepspeed.logging_level is {level!r}", expected="a level of Python's logging, such as 'INFO'"
+        )
+    return number
+
+
+def _check_variable(device_type: str) -> None:
+    wanted = os.environ.get("DS_ACCELERATOR", device_type)
+    if wanted != device_type:
+        raise ConfigError(
+            f"DS_ACCELERATOR is {wanted!r} and this run trains on {device_type!r}",
+            expected="the same", do="unset it, or choose another accelerator",
+        )  # fmt: skip
+
+
+def _imported() -> ModuleType:
+    try:
+        return importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise _broken(error) from error
+        raise ConfigError(
+            "the strategy needs the package deepspeed, which is not installed", do='pip install "deepspeed>=0.19.8"'
+        ) from error
+    except Exception as error:
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"deepspeed cannot be imported ({type(error).__name__}: {error})", expected="a package that fits this torch",
+        do='pip install --force-reinstall --no-deps "deepspeed>=0.19.8"',
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Have an environment variable within, unless it is set."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+# --- One run -----------------------------------------------------------------------------------------------------
+
+
+def join(run: Run) -> None:
+    """Let deepspeed talk over the process group that `run` has joined. Safe to call twice."""
+    global _group
+    from deepspeed.comm import comm
+
+    group = torch.distributed.group.WORLD
+    assert group is not None, "connected before"
+    if comm.cdb is None or group is not _group:
+        _forget_groups()
+        comm.cdb, _group = _backend(), group
+    _joined.add(run)
+    _show(_variables(run))
+    builds.take_over(speaks=run.is_global_zero)
+
+
+def leave(run: Run) -> None:
+    """Make deepspeed forget the process group and the place of `run`. Safe to call twice."""
+    _joined.discard(run)
+    if _joined or "deepspeed.comm.comm" not in sys.modules:
+        return
+    _forget_groups()
+    _show({})
+    builds.give_back()
+
+
+def _backend() -> Any:
+    """Return deepspeed's view of torch's group."""
+    from deepspeed import ops as deepspeeds_ops
+    from deepspeed.comm import comm
+
+    # To ask which ops could be built is to run a compiler dozens of times; and on a CPU one of them, which serves
+    # inference only, would be built at once.
+    asked_before = vars(deepspeeds_ops).get("__compatible_ops__")
+    deepspeeds_ops.__compatible_ops__ = {}
+    try:
+        backend = comm.TorchBackend(torch.distributed.get_backend(), comm.default_pg_timeout, None)
+    finally:
+        del deepspeeds_ops.__compatible_ops__
+        if asked_before is not None:
+            deepspeeds_ops.__compatible_ops__ = asked_before
+    # The same collectives under the names that torch does not warn about.
+    backend.all_gather_function = getattr(torch.distributed, "all_gather_single", backend.all_gather_function)
+    backend.reduce_scatter_function = getattr(
+        torch.distributed, "reduce_scatter_single", backend.reduce_scatter_function
+    )
+    return backend
+
+
+def _forget_groups() -> None:
+    """Forget the group that deepspeed talks over and those that it made, which end with the group they came from."""
+    global _group
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb, _group = None, None
+    groups._release_process_group_references()
+
+
+def _variables(run: Run) -> dict[str, str]:
+    world = run.world
+    assert world is not None, "connected before"
+    # The number of the device, to deepspeed: a run may train on the second GPU with one process.
+    place = world.local_rank if run.device.index is None else run.device.index
+    return {"LOCAL_RANK": str(place), "LOCAL_SIZE": str(world.local_world_size)}
+
+
+def _show(variables: Mapping[str, str]) -> None:
+    """Have deepspeed's modules see `variables` as if they were in the environment."""
+    for name in _READERS:
+        module: Any = importlib.import_module(name)
+        module.os = _Os(variables) if variables else os
+
+
+class _Os:
+    """The module `os`, with more in its environment."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.environ = collections.ChainMap(dict(variables), os.environ)
+
+    def getenv(self, name: str, default: str | None = None) -> str | None:
+        return self.environ.get(name, default)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)

@@ -1,0 +1,286 @@
+"""Logical state of what ZeRO has cut up: whole tensors by the names of parameters, in and out.
+
+[Note: where ZeRO keeps things]
+Parameters that are stepped lie one after the other in a flat fp32 tensor for each parameter group (stages 1 and 2) or
+piece of it (stage 3), of which each rank holds a part: the parameters' masters. The optimizer knows only these flat
+tensors, so its state is flat, too. At stages 1 and 2 a part may begin in the middle of a parameter; at stage 3 each
+rank has an equal share of every parameter, and the last share is padded. What is swapped to a disk has to be fetched
+before it is looked at, flat tensor by flat tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from stratagem.errors import CheckpointError
+from stratagem.state import check_optimizer_state, check_weights, parameter_names
+
+#: What torch calls the state of a module that is no tensor.
+_EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+#: What optimizers of torch keep once, and not for each number.
+_COUNTS = {"step", "mu_product", "eta", "mu"}
+
+
+@frozen
+class Piece:
+    """This rank's part of a parameter: `length` numbers from `at` in a flat tensor, from `start` in the parameter."""
+
+    parameter: nn.Parameter
+    at: int
+    length: int
+    start: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.narrow(0, self.at, self.length)
+
+    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.reshape(-1).narrow(0, self.start, self.length)
+
+
+@frozen
+class Flat:
+    """A flat tensor of masters, in which `pieces` of parameters lie."""
+
+    index: int
+    tensor: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, be it cut up or not."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def flats(zero: Any, *, write: bool) -> Iterator[Flat]:
+    """Yield the flat tensors of ZeRO's optimizer, each fetched while it is used, and put back if it was written to."""
+    groups, pieces = _layout(zero)
+    for index, parameters in enumerate(groups):
+        with _fetched(zero, index, write):
+            tensor = _flat_tensors(zero)[index]
+            yield Flat(index, tensor, tuple(pieces(parameter) for parameter in parameters))
+
+
+def _layout(zero: Any) -> tuple[Any, Callable[[nn.Parameter], Piece]]:
+    if hasattr(zero, "fp16_groups"):
+
+        def piece(parameter: Any) -> Piece:
+            _, at, share = zero.grad_position[zero.get_param_id(parameter)]
+            start = share * zero._get_param_partition_rank(parameter)
+            return Piece(parameter, at, max(0, min(share, parameter.ds_numel - start)), min(start, parameter.ds_numel))
+
+        return zero.fp16_groups, piece
+    return getattr(zero, "bit16_groups", None) or zero.bf16_groups, _mapped_piece
+
+
+def _mapped_piece(parameter: Any) -> Piece:
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return Piece(parameter, 0, 0, 0)
+    master, place = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Piece(parameter, master.start, master.numel, place.start)
+
+
+def _flat_tensors(zero: Any) -> Any:
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(zero, name):
+            return getattr(zero, name)
+    raise TypeError(f"{type(zero).__name__} keeps its masters in another place than this version knows")
+
+
+@contextlib.contextmanager
+def _fetched(zero: Any, index: int, write: bool) -> Iterator[None]:
+    swaps = getattr(zero, "_swappable_optimizer_subgroup", None)
+    if swaps is None or not swaps(index):
+        yield
+        return
+    zero._optimizer_states_and_gradient_swap_in(index)
+    yield
+    if write:
+        zero._optimizer_states_and_gradient_swap_out(index)
+    else:
+        zero._release_swap_buffers(index)
+
+
+# --- The model ---------------------------------------------------------------------------------------------------
+
+
+def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of `module` whose names `keep` accepts, whole, parameters from their masters. Collective."""
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if keep(name)}
+    whole: dict[int, torch.Tensor] = {}
+    if zero is not None:
+        _check_complete(zero, run)
+        for flat in flats(zero, write=False):
+            for piece in flat.pieces:
+                whole[id(piece.parameter)] = _whole(piece, flat.tensor, run)
+    for value in own.values():
+        if id(value) not in whole and hasattr(value, "ds_id"):
+            whole[id(value)] = _gathered(value, run)
+    return {name: whole.get(id(v), v.detach() if isinstance(v, torch.Tensor) else v) for name, v in own.items()}
+
+
+def _check_complete(zero: Any, run: Any) -> None:
+    """Make sure that the ranks' parts make up every parameter: a hole would be saved as zeros. Collective."""
+    groups, pieces = _layout(zero)
+    stepped = [parameter for parameters in groups for parameter in parameters]
+    lengths = torch.tensor([pieces(parameter).length for parameter in stepped], device=run.device)
+    found = run.collectives.all_reduce(lengths, "sum").tolist()
+    holes = sum(1 for length, each in zip(found, stepped, strict=True) if length != shape_of(each).numel())
+    if holes:
+        raise CheckpointError(
+            f"DeepSpeed no longer knows where the masters of {holes} parameters are",
+            expected="an engine that is still in use",
+            do="save while the run that trains is the last one that used the model",
+        )
+
+
+def _whole(piece: Piece, flat: torch.Tensor, run: Any) -> torch.Tensor:
+    """Return the whole tensor of which each rank has a part in `flat`, where it is needed. Collective."""
+    whole = torch.zeros(shape_of(piece.parameter), dtype=flat.dtype, device=run.device)
+    piece.of_whole(whole).copy_(piece.of(flat))
+    # The others' parts are zero bytes: a sum of bytes puts them together, exactly.
+    whole = run.collectives.all_reduce(whole.reshape(-1).view(torch.uint8), "sum").view(whole.dtype).view(whole.shape)
+    return whole.cpu() if run.needs_values else whole.to("meta")
+
+
+def _gathered(parameter: Any, run: Any) -> torch.Tensor:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        whole = parameter.data.detach()
+        return whole.to("cpu", copy=True) if run.needs_values else whole.to("meta")
+
+
+@torch.no_grad()
+def load_model_state(
+    state: Mapping[str, Any], module: nn.Module, zero: Any, strict: bool, optional: AbstractSet[str] = frozenset()
+) -> None:
+    """Put whole tensors into `module`, and into the masters; those that are `optional` may be missing. Collective.
+
+    Raises:
+        CheckpointError: names or shapes differ (names: only if `strict`).
+    """
+    own = module.state_dict(keep_vars=True)
+    shapes = {name: shape_of(value) if isinstance(value, torch.Tensor) else None for name, value in own.items()}
+    missing = optional - set(state)
+    check_weights({name: shape for name, shape in shapes.items() if name not in missing}, state, strict)
+    given = {id(own[name]): value for name, value in state.items() if name in own}
+    if zero is not None:
+        for flat in flats(zero, write=True):
+            for piece in flat.pieces:
+                if id(piece.parameter) in given:
+                    piece.of(flat.tensor).copy_(piece.of_whole(given[id(piece.parameter)]))
+            if hasattr(zero, "_reassign_or_swap_out_partitioned_parameters"):
+                zero._reassign_or_swap_out_partitioned_parameters(flat.index)
+    stepped = _stepped(zero)
+    with torch.no_grad():
+        for value in own.values():
+            if not isinstance(value, torch.Tensor) or id(value) not in given:
+                continue
+            if not hasattr(value, "ds_id"):
+                value.data.copy_(given[id(value)])
+            elif id(value) not in stepped:
+                _scatter(value, given[id(value)])
+    _gather_persistent(zero)
+    for name, part in module.named_modules():  # what is no tensor
+        key = f"{name}.{_EXTRA}" if name else _EXTRA
+        if key in state:
+            part.set_extra_state(state[key])
+
+
+def _stepped(zero: Any) -> set[int]:
+    return set() if zero is None else {id(parameter) for group in _layout(zero)[0] for parameter in group}
+
+
+def _scatter(parameter: Any, whole: torch.Tensor) -> None:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(whole)
+
+
+def _gather_persistent(zero: Any) -> None:
+    """Small parameters of stage 3 stay whole on each rank: bring them up to date."""
+    persistent = getattr(zero, "persistent_parameters", ())
+    if persistent:
+        persistent[0].partition(persistent, has_been_updated=False)
+        persistent[0].all_gather(persistent)
+
+
+# --- The optimizer -----------------------------------------------------------------------------------------------
+
+
+def optimizer_state(zero: Any, module: nn.Module, groups: list[list[str]], run: Any) -> dict[str, Any]:
+    """Return the state of ZeRO's optimizer by parameter names. Collective."""
+    names, state = parameter_names(module), {}
+    _check_complete(zero, run)
+    for flat in flats(zero, write=False):
+        entry = zero.optimizer.state.get(flat.tensor, {})
+        for piece in flat.pieces if entry else ():
+            state[names[id(piece.parameter)]] = {
+                key: _whole(piece, value, run) if _is_flat(value) else _as_torch_counts(key, value)
+                for key, value in entry.items()
+            }
+    order = [name for group in groups for name in group if name in state]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in zero.param_groups]
+    return {
+        "state": {name: state[name] for name in order},
+        "param_groups": [{**group, "params": names} for group, names in zip(options, groups, strict=True)],
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(state: dict[str, Any], zero: Any, module: nn.Module, groups: list[list[str]]) -> None:
+    """Put logical `state` into ZeRO's optimizer.
+
+    Raises:
+        CheckpointError: it belongs to other parameters or other groups.
+    """
+    check_optimizer_state(state, [name for group in groups for name in group], [len(group) for group in groups])
+    names = parameter_names(module)
+    for flat in flats(zero, write=True):
+        for piece in flat.pieces:
+            saved = state["state"].get(names[id(piece.parameter)], {})
+            entry = zero.optimizer.state[flat.tensor] if saved else {}
+            for key, value in saved.items():
+                if _belongs_to(key, value, piece.parameter):
+                    if not _is_flat(entry.get(key)):
+                        entry[key] = torch.zeros_like(flat.tensor)
+                    piece.of(entry[key]).copy_(piece.of_whole(value))
+                else:
+                    entry[key] = _as_optimizer_counts(value, zero.optimizer)
+    for group, saved_group in zip(zero.param_groups, state["param_groups"], strict=True):
+        known = {*group, "initial_lr"} - {"params"}
+        group.update({key: value for key, value in saved_group.items() if key in known})
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def _belongs_to(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Whether `value` holds a number for each of the parameter's, which may itself be a single one."""
+    return isinstance(value, torch.Tensor) and value.shape == shape_of(parameter) and key not in _COUNTS
+
+
+def _as_torch_counts(key: str, value: Any) -> Any:
+    """torch's optimizers count steps in a tensor, DeepSpeed's in a number: the logical state is torch's.
+
+    Each parameter gets a tensor of its own, where parameters that are stepped as one have had a common one.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return torch.tensor(float(value)) if key == "step" else value
+
+
+def _as_optimizer_counts(value: Any, optimizer: Any) -> Any:
+    if type(optimizer).__module__.startswith("deepspeed.") and isinstance(value, torch.Tensor) and value.dim() == 0:
+        return int(value.item())
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,334 @@
+"""The strategy: what DeepSpeed's engine does at each hook."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem import Capabilities, hookimpl
+from stratagem.errors import ConfigError
+from stratagem.plugin import ACCUMULATION, CLIP_BY_NORM, FULL_STATE, MULTI_PROCESS, NO_SYNC, SHARDED_PARAMETERS
+from stratagem.state import logical_optimizer_state, parameter_names, physical_optimizer_state
+from stratagem.tuning import in_force, take_back
+from stratagem.world import TorchCollectives
+from stratagem_deepspeed import in_engine, native, start
+from stratagem_deepspeed import state as logical
+from stratagem_deepspeed.activations import CheckpointedLayers
+from stratagem_deepspeed.config import engine_config, micro_batch_size
+from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, is_on_disk, let_go, mend
+from stratagem_deepspeed.engine import EngineModule, check_tested, stop_earlier, the_only
+from stratagem_deepspeed.options import DeepSpeedOptions
+from stratagem_deepspeed.shares import Shares, share_out
+
+
+@define(eq=False, kw_only=True)
+class DeepSpeedStrategy(DeepSpeedOptions):
+    """ZeRO: each process keeps a share of the optimizer's state (stage 1), the gradients (2) and the parameters (3).
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; "ZeRO-Offload",
+    ATC 2021; "ZeRO-Infinity", SC 2021. By the engine of the deepspeed package.
+    """
+
+    _deepspeed: Any = field(init=False, default=None)
+    _model: EngineModule | None = field(init=False, default=None)
+    _disk: Disk | None = field(init=False, default=None)
+    _layers: CheckpointedLayers | None = field(init=False, default=None)
+    #: The models of which each rank has a share.
+    _shares: list[Shares] = field(init=False, factory=list)
+    #: The parameters of each group of the optimizer, by name.
+    _groups: list[list[str]] = field(init=False, factory=list)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        provides = {ACCUMULATION, CLIP_BY_NORM, FULL_STATE, MULTI_PROCESS, native.ENGINE}
+        own = {0: {NO_SYNC}, 1: {NO_SYNC}, 2: set(), 3: {SHARDED_PARAMETERS}}[self.zero_stage]
+        return Capabilities(provides=provides | own)
+
+    # --- Before any process starts -------------------------------------------------------------------------------
+
+    def join_timeout(self) -> timedelta:
+        return self.timeout
+
+    def default_checkpoint(self) -> str | None:
+        return self.state_dict_type
+
+    def absorbs(self, policy) -> bool:
+        """The engine computes in 16 bits by itself, and keeps fp32 masters."""
+        dtype = policy.compute_dtype or policy.param_dtype
+        if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise ConfigError(f"the precision computes in {dtype}", expected="32 or 16 bits, as DeepSpeed does")
+        return self.engine_dtype(policy) is not None
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def connect(self, world, run):
+        self._deepspeed = start.load(run.device.type, self.logging_level)
+        self._layers = CheckpointedLayers()
+        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        with in_force(self, run, backend):
+            joined = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+        start.join(run)  # a model may ask things of deepspeed while it is built
+        return joined
+
+    @hookimpl
+    def teardown(self, run):
+        if self._model is not None:
+            self._model.stop()
+        self._model = None
+        for shares in self._shares:
+            let_go(shares.module)
+            shares.leave()
+        self._shares.clear()
+        if self._disk is not None:
+            self._disk.remove()
+            self._disk = None
+        if self._layers is not None:
+            self._layers.forget()
+            self._layers = None
+        run.optimizers = []
+        gc.collect()  # the engine is full of cycles, and must not outlive the group
+        if self._deepspeed is not None:
+            start.leave(run)
+        take_back(run)
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        user = module.module
+        stop_earlier(user)
+        start.join(run)
+        self._use_disk(run)
+        config, dtype = self._config(run), self._dtype(run)
+        self._layers.configure(config.get("activation_checkpointing", {}), self.zero_stage, module)
+        if self.zero_stage == 3:
+            check_not_lost(user)
+            self._shares.append(share_out(user, lambda: self._maker(user, config, run), dtype, run))
+        else:
+            _same_everywhere(user.to(run.device).parameters(), run)
+        _same_everywhere(user.to(run.device).buffers(), run)
+        self._model = EngineModule(module, dtype, run.device)
+        if run.stage != "train":
+            self._start(None, run)
+        return self._model
+
+    def _config(self, run) -> dict[str, Any]:
+        """Return what the engine is told, with this run's own folders on a disk."""
+        config = engine_config(self, run)
+        if self._disk is not None:
+            self._disk.place(config["zero_optimization"])
+        return config
+
+    def _use_disk(self, run) -> None:
+        """Have a place for the next model on a disk, if anything is offloaded to one. Collective."""
+        if not any(is_on_disk(self.zero, section) for section in ("offload_optimizer", "offload_param")):
+            return
+        zero, error = engine_config(self, run)["zero_optimization"], None
+        try:
+            self._disk = self._disk or Disk(zero, self.called)
+        except ConfigError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        assert self._disk is not None, "made, or an error was raised"
+        self._disk.begin()
+
+    def _watched(self) -> Any:
+        return contextlib.nullcontext() if self._disk is None else self._disk.watched()
+
+    def _dtype(self, run) -> torch.dtype | None:
+        return self.engine_dtype(run.policy)
+
+    def _maker(self, module: nn.Module, config: dict[str, Any], run) -> Any:
+        """Return what shares out the parameters of `module`."""
+        dtype = self._dtype(run)
+        if is_on_disk(self.zero, "offload_param"):
+            check_parameters(module, config, dtype, run.world_size, self.called)
+            start.prepare_ops(start.ops_for(config, None, run.device.type), run)
+        with self._watched():
+            maker = self._deepspeed.zero.Init(config_dict_or_path=config, remote_device=self.remote_device, dtype=dtype)
+        if maker.param_swapper is not None:
+            mend(maker.param_swapper)
+        return maker
+
+    @hookimpl
+    def wrap_optimizers(self, optimizers, module, run):
+        optimizer = the_only(optimizers, self.configured_optimizer)
+        self._check_schedulers(run)
+        self._start(optimizer, run)
+        return [] if module.engine is None or module.engine.optimizer is None else [module.engine.optimizer]
+
+    def _start(self, optimizer, run) -> None:
+        """Make the engine, unless there is nothing for it to do."""
+        assert self._model is not None, "wrapped before"
+        _check_dtypes(run.module)
+        config = self._config(run)
+        if optimizer is None and (self.configured_optimizer is None or run.stage != "train"):
+            config.pop("optimizer", None)
+            config.pop("scheduler", None)
+            if self.zero_stage < 3:
+                if self._dtype(run) is not None:
+                    self._model.step.to(self._dtype(run))
+                return
+        if optimizer is not None and is_on_disk(self.zero, "offload_optimizer"):
+            check_optimizer(optimizer, config["zero_optimization"]["offload_optimizer"], self.called)
+        names = parameter_names(run.module)
+        trained = [names[id(p)] for p in run.module.parameters() if p.requires_grad]
+        self._groups = [trained] if optimizer is None else [
+            [names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
+        ]  # fmt: skip
+        start.prepare_ops(start.ops_for(config, optimizer, run.device.type), run)
+        start.advise(config, optimizer, run)
+        if optimizer is not None and self.zero_stage:
+            check_tested(optimizer, config, self.origin)
+        with self._watched():
+            self._model.start(self._deepspeed, config, optimizer)
+
+    def _check_schedulers(self, run) -> None:
+        """Refuse two schedules of one learning rate."""
+        own = getattr(run.trainer, "lr_scheduler_configs", ())
+        if own and self.configured_scheduler is not None:
+            raise ConfigError(
+                f"there are two schedulers: {type(own[0].scheduler).__name__} of configure_optimizers, and "
+                f"{self.configured_scheduler} of {self.origin}",
+                expected="one of the two",
+            )
+
+    @hookimpl(wrapper=True)
+    def wrap_dataloader(self, loader, stage, run):
+        shared = yield
+        wanted, size = micro_batch_size(self, run), getattr(loader, "batch_size", None)
+        if stage == "train" and self.given is not None and None not in (wanted, size) and wanted != size:
+            raise ConfigError(
+                f"train_micro_batch_size_per_gpu of {self.origin} comes to {wanted}, and the training loader has "
+                f"batches of {size}",
+                expected="the same",
+                do='drop it, or say "auto": batches are the loader\'s',
+            )
+        return shared
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def backward(self, loss, module):
+        if module.engine is None:
+            raise ConfigError("DeepSpeed is to differentiate a loss and got no optimizer", expected="one optimizer")
+        module.engine.backward(loss)
+        return True
+
+    @hookimpl
+    def clip_gradients(self, max_norm, run):
+        return run.model.clip(max_norm)
+
+    @hookimpl
+    def optimizer_step(self, run):
+        stepped = run.model.step_optimizer()
+        self._layers.check_used(speaks=run.is_global_zero)
+        return stepped
+
+    # --- State ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _zero(self) -> Any:
+        """ZeRO's optimizer, if there is one."""
+        engine = None if self._model is None else self._model.engine
+        zero = None if engine is None else engine.optimizer
+        return zero if hasattr(zero, "optimizer") else None
+
+    @property
+    def _engine(self) -> Any:
+        return None if self._model is None else self._model.engine
+
+    @hookimpl
+    def model_state(self, module, run):
+        if native.takes_over(run):
+            return in_engine.of_model(self, self._engine, self._zero, self._groups, module, run)
+        return logical.model_state(module, self._zero, self._keeps(module), run)
+
+    def _keeps(self, module: nn.Module) -> Callable[[str], bool]:
+        if not self.exclude_frozen_parameters:
+            return lambda _: True
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        return lambda name: name not in frozen
+
+    @hookimpl
+    def load_model_state(self, state, module, strict, run):
+        if isinstance(state, in_engine.InEngine):
+            in_engine.load_model(state, self._engine, self._zero, module, strict, run)
+            return True
+        if self.zero_stage == 3 and self._engine is not None:
+            self._engine.optimizer.empty_partition_cache()  # what a forward has gathered would stay as it is
+        optional = {name for name in module.state_dict() if not self._keeps(module)(name)}
+        logical.load_model_state(state, module, self._zero, strict, optional)
+        return True
+
+    @hookimpl
+    def optimizer_state(self, optimizer, module, run):
+        if native.takes_over(run):
+            return in_engine.of_optimizer(self._engine)
+        if self._zero is None:
+            return logical_optimizer_state(optimizer, module)
+        return logical.optimizer_state(self._zero, module, self._groups, run)
+
+    @hookimpl
+    def load_optimizer_state(self, state, optimizer, module, run):
+        if isinstance(state, in_engine.InEngine):
+            strict = getattr(module, "strict_loading", True)
+            in_engine.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
+        elif self._zero is None:
+            optimizer.load_state_dict(physical_optimizer_state(state, optimizer, module))
+        else:
+            logical.load_optimizer_state(state, self._zero, module, self._groups)
+        return True
+
+    @hookimpl
+    def on_load_checkpoint(self, checkpoint):
+        if self.load_full_weights:
+            checkpoint.pop("optimizers", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine remembers beside weights and optimizer: the loss scale, and its scheduler's place."""
+        engine = None if self._model is None else self._model.engine
+        scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
+        scheduler = getattr(engine, "lr_scheduler", None)
+        kept = {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}
+        return {"loss_scaler": kept, "scheduler": {} if scheduler is None else scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        engine = None if self._model is None else self._model.engine
+        scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
+        for name, value in state["loss_scaler"].items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
+        if state["scheduler"] and getattr(engine, "lr_scheduler", None) is not None:
+            engine.lr_scheduler.load_state_dict(state["scheduler"])
+
+
+#: What a loss scaler of DeepSpeed's changes as it goes.
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+#: What fits into fp32.
+_MASTERED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in _MASTERED and (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}, and DeepSpeed steps fp32 copies",
+                expected="parameters in 32 bits or fewer, and real ones",
+                do="convert it, or choose another strategy",
+            )
+
+
+def _same_everywhere(tensors: Iterable[torch.Tensor], run) -> None:
+    """Give all ranks rank 0's values."""
+    with torch.no_grad():
+        for tensor in tensors:
+            run.collectives.broadcast(tensor.data)

@@ -1,0 +1,549 @@
+"""DeepSpeed begins quietly, forgets one run before the next, and compiles what a run uses, once on a machine."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.conformance import QUIET
+from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem.testing.training import share, weights_of, weights_on_all_ranks
+from stratagem_deepspeed import builds, ops, start
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+
+
+def forget_deepspeed():
+    logging.getLogger("DeepSpeed").handlers.clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    """deepspeed is there in the process that the tests fork from, for as long as these tests last."""
+    start.load("cpu")
+    yield
+    forget_deepspeed()
+
+
+def connected(strategy="deepspeed_stage_2", devices=2):
+    """A run that has joined the others, as far as `wrap_model` takes it."""
+    run = sg.Run(strategy=strategy, devices=devices, accelerator="cpu")
+    run.connect()
+    start.join(run)
+    return run
+
+
+def error_of(act):
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return str(caught.value)
+
+
+# --- Quietness ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import logging, sys, torch
+import torch.distributed as dist
+import stratagem as sg
+from stratagem.strategies import DeepSpeedStrategy
+from stratagem.testing.reference import Net, joined_batches
+
+class FromConfig(Net):
+    def configure_optimizers(self):
+        return None
+
+class Own(Net):
+    def configure_optimizers(self):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        return DeepSpeedCPUAdam(self.parameters(), lr=1e-3)
+
+class Warns(Net):
+    def training_step(self, batch, batch_idx):
+        whole = torch.empty(2)
+        if batch_idx == 0:
+            dist.all_gather_into_tensor(whole, torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 4}}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+CASES = {
+    "configuration": (FromConfig, {"config": {"zero_optimization": {"stage": 2}, "optimizer": ADAM, "scheduler": WARMUP}}),
+    "3_offload": (Own, "deepspeed_stage_3_offload"),
+    "warning of the user's": (Warns, "deepspeed_stage_3"),
+    "at level INFO": (Net, {"stage": 1, "logging_level": "INFO"}),
+}
+
+if __name__ == "__main__":
+    make, strategy = CASES[sys.argv[1]]
+    strategy = DeepSpeedStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    trainer = sg.Trainer(
+        strategy=strategy, devices=2, accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=1
+    )
+    trainer.fit(make(), joined_batches(4, 8))
+    trainer.save_checkpoint("last.ckpt")
+    trainer.close()
+"""
+
+
+def heard_of(case, folder):
+    """What a script of a user's prints while two ranks train and save."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, program, case], cwd=folder, text=True, capture_output=True, timeout=900, env=unlaunched()
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "last.ckpt").exists()
+    return done.stdout + done.stderr
+
+
+def unlaunched():
+    return {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONWARNINGS")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["configuration", "3_offload"])
+def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
+    assert [line for line in heard_of(case, tmp_path).splitlines() if "building deepspeed's cpu_adam" not in line] == []
+
+
+@pytest.mark.slow
+def test_the_users_own_warnings_are_heard(tmp_path):
+    heard = heard_of("warning of the user's", tmp_path)
+
+    assert heard.count("all_gather_into_tensor` is deprecated") == 2, heard  # one each rank
+
+
+@pytest.mark.slow
+def test_a_level_turns_deepspeeds_log_on_again(tmp_path):
+    assert "[INFO]" in heard_of("at level INFO", tmp_path)
+
+
+# --- Importing it ------------------------------------------------------------------------------------------------
+
+
+def _without_deepspeed(rank, world_size):
+    forget_deepspeed()
+    sys.modules["deepspeed"] = None  # what Python makes of a package that is not there
+    return error_of(lambda: start.load("cpu"))
+
+
+def test_without_deepspeed_it_says_what_to_install():
+    assert run_in_processes(_without_deepspeed, 1) == [
+        'the strategy needs the package deepspeed, which is not installed; pip install "deepspeed>=0.19.8".'
+    ]
+
+
+def _contradicted(rank, world_size):
+    forget_deepspeed()
+    os.environ["DS_ACCELERATOR"] = "xpu"
+    return error_of(lambda: start.load("cpu"))
+
+
+def test_a_contradicting_accelerator_in_the_environment_is_refused():
+    assert run_in_processes(_contradicted, 1) == [
+        "DS_ACCELERATOR is 'xpu' and this run trains on 'cpu'; expected the same; "
+        "unset it, or choose another accelerator."
+    ]
+
+
+def _imported_for_another(rank, world_size):
+    start.load("cpu")
+    said = error_of(lambda: start.load("cuda"))
+    return said, "DS_ACCELERATOR" in os.environ
+
+
+def test_what_was_imported_for_other_devices_is_refused():
+    ((said, left),) = run_in_processes(_imported_for_another, 1)
+
+    assert "imported for 'cpu' devices and this run trains on 'cuda'" in said
+    assert not left
+
+
+def test_an_unknown_level_is_refused():
+    assert "logging_level is 'LOUD'" in error_of(lambda: start.load("cpu", "LOUD"))
+
+
+# --- One run after the other -------------------------------------------------------------------------------------
+
+
+def _one_after_the_other(rank, world_size):
+    weights = []
+    for strategy in ("deepspeed_stage_3", "deepspeed_stage_2"):
+        trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", **QUIET)
+        trainer.fit(Net(), share(trainer, joined_batches(6, 8)))
+        weights.append({"weights": weights_of(trainer)})
+        trainer.close()
+        assert not torch.distributed.is_initialized()
+    return weights
+
+
+def test_a_second_run_of_a_process_talks_over_a_new_group():
+    results = run_in_processes(_one_after_the_other, 2)
+
+    reference, norms = train_plainly(joined_batches(6, 8))
+    assert max(norms) > 1
+    for number in (0, 1):
+        weights = weights_on_all_ranks([result[number] for result in results])
+        assert relative_difference(weights, reference) < 1e-6
+
+
+def _alone(rank, world_size):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    trainer = sg.Trainer(strategy="deepspeed_stage_3", devices=1, accelerator="cpu", **QUIET)
+    trainer.fit(Net(), joined_batches(6, 8))
+    weights = weights_of(trainer)
+    left = {name for name in os.environ if name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "DS_ACCELERATOR")}
+    trainer.close()
+    return weights, left
+
+
+def test_one_process_that_nobody_launched_trains_and_keeps_its_environment():
+    ((weights, left),) = run_in_processes(_alone, 1)
+
+    assert relative_difference(weights, train_plainly(joined_batches(6, 8))[0]) < 1e-6
+    assert left == set()
+
+
+def _place(rank, world_size):
+    import deepspeed
+    import deepspeed.runtime.zero.partition_parameters as theirs
+
+    run = connected()
+    seen = theirs.os.environ["LOCAL_RANK"], theirs.os.getenv("LOCAL_SIZE"), theirs.os.path is os.path
+    start.leave(run)
+    start.leave(run)
+    return seen, theirs.os is os, deepspeed.comm.is_initialized()
+
+
+def test_deepspeed_sees_the_place_of_the_process_until_it_leaves():
+    assert run_in_processes(_place, 2) == [(("0", "2", True), True, False), (("1", "2", True), True, False)]
+
+
+# --- Which ops ---------------------------------------------------------------------------------------------------
+
+
+def configuration(optimizer=None, offload=None, offload_param=None, **params):
+    zero = {"stage": 3}
+    zero |= {} if offload is None else {"offload_optimizer": {"device": offload}}
+    zero |= {} if offload_param is None else {"offload_param": {"device": offload_param}}
+    named = {} if optimizer is None else {"optimizer": {"type": optimizer, "params": params}}
+    return {"zero_optimization": zero, **named}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (configuration(), []),
+        (configuration(offload="cpu"), []),
+        (configuration("AdamW"), ["fused_adam"]),
+        (configuration("AdamW", torch_adam=True), []),
+        (configuration("Adam", offload="cpu"), ["cpu_adam"]),
+        (configuration("Adam", offload="none"), ["fused_adam"]),
+        (configuration("Adagrad"), []),
+        (configuration("Adagrad", offload="cpu"), ["cpu_adagrad"]),
+        (configuration("Lion", offload="cpu"), ["cpu_lion"]),
+        (configuration("SGD", offload="cpu"), []),
+        (configuration("AdamW", offload="nvme"), ["cpu_adam", "pin_memory", "async_io"]),
+        (configuration(offload_param="nvme"), ["pin_memory", "async_io"]),
+    ],
+)
+def test_only_what_a_configuration_uses_is_built(config, expected):
+    assert ops.ops_for(config, None, "cpu") == expected
+
+
+def test_an_optimizer_without_an_op_for_the_cpu_is_refused():
+    assert "'Lion' and this run trains on the CPU" in error_of(lambda: ops.ops_for(configuration("Lion"), None, "cpu"))
+
+
+def _of_the_users(rank, world_size):
+    connected(devices=1)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    return [ops.ops_for(configuration(), make(weights), "cpu") for make in (DeepSpeedCPUAdam, torch.optim.AdamW)]
+
+
+def test_the_users_optimizer_decides():
+    assert run_in_processes(_of_the_users, 1, limit_s=900) == [[["cpu_adam"], []]]
+
+
+def _advice(rank, world_size, config, optimizer):
+    run = connected()
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        start.advise(config, optimizer(weights, lr=0.1), run)
+    return [str(warning.message) for warning in said]
+
+
+def test_rank_0_tells_of_the_faster_optimizer_for_offload():
+    first, second = run_in_processes(_advice, 2, configuration(offload="cpu"), torch.optim.Adam)
+
+    assert len(first) == 1
+    assert "DeepSpeedCPUAdam(parameters, ..., adamw_mode=False)" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer"), [(configuration(), torch.optim.AdamW), (configuration(offload="cpu"), torch.optim.SGD)]
+)
+def test_it_says_nothing_where_nothing_is_faster(config, optimizer):
+    assert run_in_processes(_advice, 2, config, optimizer) == [[], []]
+
+
+# --- Building them -----------------------------------------------------------------------------------------------
+# A real op of deepspeed's takes minutes to compile; this one is built by the same code of deepspeed's and torch's.
+
+SOURCE = """
+#include <Python.h>
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", "", -1, methods};
+PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&module); }
+"""
+
+
+def tiny(folder, includes="here", name="tiny", source=SOURCE):
+    """A builder of an op, as it looks from an environment whose headers are in `includes`."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    file = Path(folder) / f"{name}.cpp"
+    if not file.exists():
+        file.write_text(source)
+
+    class Tiny(OpBuilder):
+        def absolute_name(self):
+            return name
+
+        def sources(self):
+            return [str(file)]
+
+        def include_paths(self):
+            return [str(Path(folder) / includes)]
+
+    return Tiny(name)
+
+
+def _answer(rank, world_size, folder, path=None, includes="here"):
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    os.environ["PATH"] = os.environ["PATH"] if path is None else str(path)
+    connected(devices=world_size)
+    return tiny(folder, includes).load().answer()
+
+
+def test_two_ranks_that_want_an_op_at_once_build_it_once(tmp_path, capfd):
+    assert run_in_processes(_answer, 2, tmp_path) == [42, 42]
+    assert capfd.readouterr().err.count("building deepspeed's tiny") == 1
+    assert not (tmp_path / "tiny" / "lock").exists()
+
+
+def test_a_built_op_needs_no_compiler_in_another_environment(tmp_path):
+    run_in_processes(_answer, 1, tmp_path)
+
+    assert run_in_processes(_answer, 2, tmp_path, tmp_path / "empty", "elsewhere") == [42, 42]
+
+
+def test_an_op_of_other_versions_is_built_again(tmp_path, capfd):
+    run_in_processes(_answer, 1, tmp_path)
+    (tmp_path / "tiny" / "built-by-stratagem").write_text("torch-1.0")
+    capfd.readouterr()
+
+    assert run_in_processes(_answer, 1, tmp_path) == [42]
+    assert "building deepspeed's tiny" in capfd.readouterr().err
+
+
+def _broken(rank, world_size, folder):
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    connected(devices=world_size)
+    return error_of(tiny(folder, source="#include <nowhere.h>").load)
+
+
+def test_what_the_compiler_says_is_passed_on(tmp_path):
+    (said,) = run_in_processes(_broken, 1, tmp_path)
+
+    assert "deepspeed's tiny could not be built" in said
+    assert "fatal error: nowhere.h: No such file or directory" in said
+    assert said.count("\n") == 0
+
+
+#: Stands for a compiler that is at work when its build is killed: it says that it began, and waits.
+COMPILER = """#!/bin/sh
+echo began > {folder}/began
+read line < {folder}/never
+"""
+
+
+def test_a_build_that_was_killed_is_begun_again(tmp_path, capfd):
+    for name in ("began", "never"):
+        os.mkfifo(tmp_path / name)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from {Path(__file__).stem} import _answer\n"
+        f"_answer(0, 1, {str(tmp_path)!r})\n"
+    )
+    build = subprocess.Popen(
+        [sys.executable, program], env=unlaunched() | {"CXX": str(compiler)}, start_new_session=True
+    )
+    with open(tmp_path / "began") as began:
+        began.read()
+    os.killpg(build.pid, signal.SIGKILL)
+    build.wait()
+    assert (tmp_path / "tiny" / "lock").exists()
+
+    assert run_in_processes(_answer, 2, tmp_path) == [42, 42]
+    assert capfd.readouterr().err.count("that was killed") == 1
+
+
+def test_one_process_at_a_time_builds(tmp_path):
+    library = builds._Library("tiny", tmp_path)
+
+    with library.locked(), open(tmp_path / "stratagem.lock") as another, pytest.raises(BlockingIOError):
+        fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_folder_in_which_a_compiler_works_is_not_free(tmp_path):
+    assert not builds._is_worked_in(tmp_path)
+
+    (tmp_path / "ninja").symlink_to(shutil.which("cat"))
+    for name, works in (("ninja", True), ("cat", False)):  # a shell may well be there
+        command = shutil.which(name, path=f"{tmp_path}:{os.environ['PATH']}")
+        with subprocess.Popen([command], cwd=tmp_path, stdin=subprocess.PIPE) as process:
+            assert builds._is_worked_in(tmp_path) is works
+            process.communicate(b"")
+    with open(tmp_path / "lock", "w"):
+        assert builds._is_worked_in(tmp_path)
+    assert not builds._is_worked_in(tmp_path)
+
+
+# --- deepspeed's own ---------------------------------------------------------------------------------------------
+
+
+def _without_a_compiler(rank, world_size, folder):
+    if rank == 0:
+        os.environ["PATH"] = str(folder)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    run = connected()
+    return error_of(lambda: start.prepare_ops(["cpu_adam"], run))
+
+
+def _an_optimizer_without_a_compiler(rank, world_size, folder):
+    os.environ |= {"PATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder)}
+    connected(devices=1)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with pytest.raises(RuntimeError) as caught:
+        DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(2))])
+    return str(caught.value.__cause__)
+
+
+def test_a_rank_without_a_compiler_makes_all_say_how_to_do_without(tmp_path):
+    first, second = run_in_processes(_without_a_compiler, 2, tmp_path)
+
+    assert first == second
+    assert first.startswith("deepspeed's cpu_adam is built on the machine that uses it, and c++ is missing on ")
+    assert "install it (apt-get install g++), or use an optimizer of torch's" in first
+
+
+def test_an_optimizer_that_a_user_makes_says_the_same(tmp_path):
+    (said,) = run_in_processes(_an_optimizer_without_a_compiler, 1, tmp_path)
+
+    assert said.startswith("deepspeed's cpu_adam is built on the machine that uses it, and c++ is missing on ")
+
+
+def _without_libaio(rank, world_size, folder):
+    os.environ |= {"CC": str(folder / "cc"), "TORCH_EXTENSIONS_DIR": str(folder)}
+    run = connected()
+    return error_of(lambda: start.prepare_ops(["async_io"], run))
+
+
+def test_without_libaio_all_ranks_say_how_to_do_without(tmp_path):
+    (tmp_path / "cc").write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1;; esac\nexec gcc "$@"\n')
+    (tmp_path / "cc").chmod(0o755)
+    first, second = run_in_processes(_without_libaio, 2, tmp_path)
+
+    assert first == second
+    assert "deepspeed's async_io" in first
+    assert "libaio is missing" in first
+    assert "apt-get install libaio-dev" in first
+    assert "offload to the CPU" in first
+
+
+def _unwritable(rank, world_size, file):
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(file)
+    run = connected()
+    return error_of(lambda: start.prepare_ops(["cpu_adam"], run))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = run_in_processes(_unwritable, 2, tmp_path / "file")
+
+    assert first == second
+    assert f"cpu_adam cannot be kept in {tmp_path}/file" in first
+
+
+def _updated(rank, world_size):
+    run = connected()
+    start.prepare_ops(["cpu_adam"], run)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = DeepSpeedCPUAdam([weight], lr=0.1, weight_decay=0.01)
+    weight.grad = torch.tensor([0.5, 0.25])
+    optimizer.step()
+    return weight.detach()
+
+
+def updated_by_torch():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.01)
+    weight.grad = torch.tensor([0.5, 0.25])
+    optimizer.step()
+    return weight.detach()
+
+
+def test_both_ranks_load_the_op_that_this_machine_has():
+    for weight in run_in_processes(_updated, 2, limit_s=900):  # it may have to be built
+        torch.testing.assert_close(weight, updated_by_torch())
+
+
+def _in_own_cache(rank, world_size, folder, path=None):
+    os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    os.environ["PATH"] = os.environ["PATH"] if path is None else path
+    weight = _updated(rank, world_size)
+    return weight, "TORCH_EXTENSIONS_DIR" in os.environ
+
+
+@pytest.mark.sweep
+def test_a_fresh_machine_builds_once_in_the_users_cache(tmp_path, capfd):
+    first = run_in_processes(_in_own_cache, 2, tmp_path, limit_s=1200)
+    again = run_in_processes(_in_own_cache, 2, tmp_path, "/nonexistent")
+
+    for weight, chosen in (*first, *again):
+        torch.testing.assert_close(weight, updated_by_torch())
+        assert not chosen
+    assert capfd.readouterr().err.count("building deepspeed's cpu_adam") == 1
+    assert len(list(tmp_path.glob("stratagem/deepspeed/torch-*/cpu_adam/cpu_adam.so"))) == 1
