@@ -91,11 +91,9 @@ class EngineModule(nn.Module):
         """Take the engine's hooks off the model. Safe to call twice."""
         engine, self.__dict__["engine"] = self.engine, None
         if engine is not None:
-            from deepspeed.runtime.zero import parameter_offload
-
             if hasattr(engine.optimizer, "empty_partition_cache"):
                 engine.optimizer.empty_partition_cache()  # what it has begun to gather nobody else would finish
-                parameter_offload.FWD_MODULE_STACK.clear()  # of all engines, and it keeps the last model alive
+                _forget_models()
             engine.destroy()
             engine.__dict__["destroy"] = _nothing  # or its end, some time, would unmake what the next engine has made
             engine.module_forward_pre_hook.remove()
@@ -202,6 +200,18 @@ class _Autocast(nn.Module):
 def _cast_to_weight(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = arguments
     return (x.to(layer.weight.dtype), *rest)
+
+
+def _forget_models() -> None:
+    """Empty what stage 3 remembers of models for as long as the process lives."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    FWD_MODULE_STACK.clear()
+    method = vars(Coordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(method, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 def _nothing() -> None:
