@@ -11,15 +11,20 @@ STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
           tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic scikit-learn jsonschema
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo ops test test-all lint types clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
 
-test: $(STAMP)-dev lint types
+# Tests of DeepSpeed need an operation that it compiles: once on a machine, kept in the user's cache directory.
+ops: $(STAMP)-dev
+	$(BIN)/stratagem deepspeed build-ops cpu_adam
+
+test: $(STAMP)-dev lint types ops
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep" tests plugins
 
-test-all: $(STAMP)-dev lint types
+test-all: $(STAMP)-dev lint types ops
+	$(BIN)/stratagem deepspeed build-ops async_io
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests plugins
 
 lint: $(STAMP)-dev

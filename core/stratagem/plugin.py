@@ -166,6 +166,10 @@ class Strategy(Plugin):
         """What to set for this strategy to provide capability `word`, to end a sentence with; "" if nothing helps."""
         return ""
 
+    def makes_optimizer(self) -> bool:
+        """Whether its options say which optimizer to make, so that a module need not."""
+        return False
+
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
         return False

@@ -137,7 +137,9 @@ class Session:
         trainer.events.emit("on_fit_end")
 
     def _make_optimizers(self) -> list[Optimizer]:
-        optimizers, self.trainer.lr_scheduler_configs = read(self.module.configure_optimizers())
+        left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
+        configured = None if left_out else self.module.configure_optimizers()
+        optimizers, self.trainer.lr_scheduler_configs = read(configured)
         self._check_optimizers(optimizers)
         return optimizers
 

@@ -233,7 +233,8 @@ class Trainer:
         """
         model = original(model)
         _require(model, "training_step", "fit")
-        _require(model, "configure_optimizers", "fit")
+        if not self.run.stack.strategy.makes_optimizer():
+            _require(model, "configure_optimizers", "fit")
         self._call("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
 
     def validate(

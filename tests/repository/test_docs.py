@@ -254,13 +254,34 @@ def _deepspeed_snippets(rank, world_size, folder):
         "sg": sg, "torch": torch, "nn": torch.nn, "DeepSpeedStrategy": DeepSpeedStrategy, "Block": Block,
         "folder": folder, "loader": loader,
     }  # fmt: skip
-    stage_3, with_config, moved = snippets("docs/deepspeed.md")[:3]
+    stage_3, with_config, moved, *_ = snippets("docs/deepspeed.md")
     exec(stage_3, names)
     exec(moved, names)
     exec(with_config, names)
     names["GPT"].configure_optimizers = sg.Module.configure_optimizers
     names["configured"].fit(names["GPT"](), loader)
     return [names[trainer].global_step for trainer in ("trainer", "configured", "elsewhere")]
+
+
+@pytest.mark.slow
+def test_the_snippets_about_deepspeeds_own_folder_run(tmp_path):
+    ((steps, weights, trained),) = run_in_processes(_folder_snippets, 1, tmp_path, limit_s=180)
+    assert steps == 4
+    assert relative_difference({name: weights[name] for name in trained}, trained) == 0
+
+
+def _folder_snippets(rank, world_size, folder):
+    from stratagem.strategies import DeepSpeedStrategy
+
+    names = {
+        "sg": sg, "torch": torch, "DeepSpeedStrategy": DeepSpeedStrategy, "folder": folder, "model": Net(),
+        "batches": joined_batches(4, 8),
+    }  # fmt: skip
+    writing, converting = snippets("docs/deepspeed.md")[3:]
+    exec(writing, names)
+    exec(converting, names)
+    trained = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
+    return names["trainer"].global_step, names["weights"], trained
 
 
 def test_the_snippets_about_tuning_run():

@@ -12,6 +12,7 @@ from torch import nn
 
 from stratagem.errors import ConfigError
 
+_AS_IT_IS = contextlib.nullcontext()
 #: Where a module remembers what wrapped it last.
 _LATEST = "_stratagem_engine"
 #: Layers that on a CPU want what they normalize in the dtype of their weights.
@@ -31,7 +32,8 @@ class EngineModule(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         engine = self.engine
         if engine is not None:
-            return engine(*arguments, **options)
+            with self._sparing():
+                return engine(*arguments, **options)
         self._check_whole()
         return self.step(*arguments, **options)
 
@@ -55,6 +57,21 @@ class EngineModule(nn.Module):
                 model=self.step, optimizer=optimizer, model_parameters=trained, config=config
             )
         self._clip(config["gradient_clipping"])
+        zero = config["zero_optimization"]
+        self.__dict__["spares_weights"] = zero["stage"] == 3 and zero.get("memory_efficient_linear", True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiate `loss`; what is computed again is computed as it was."""
+        with self._sparing():
+            self.engine.backward(loss)
+
+    def _sparing(self) -> contextlib.AbstractContextManager[None]:
+        """Have linear layers not save their weights for backward, which would keep every gathered one."""
+        if not self.__dict__.get("spares_weights"):
+            return _AS_IT_IS
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+        return _replaced(nn.functional, "linear", zero3_linear_wrap)
 
     def clip(self, max_norm: float) -> Any:
         """Have the next step clip; return the norm before clipping.

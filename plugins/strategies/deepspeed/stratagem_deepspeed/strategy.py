@@ -59,6 +59,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def default_checkpoint(self) -> str | None:
         return self.state_dict_type
 
+    def makes_optimizer(self) -> bool:
+        return self.configured_optimizer is not None
+
     def absorbs(self, policy) -> bool:
         """The engine computes in 16 bits by itself, and keeps fp32 masters."""
         dtype = policy.compute_dtype or policy.param_dtype
@@ -218,7 +221,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def backward(self, loss, module):
         if module.engine is None:
             raise ConfigError("DeepSpeed is to differentiate a loss and got no optimizer", expected="one optimizer")
-        module.engine.backward(loss)
+        module.backward(loss)
         return True
 
     @hookimpl
