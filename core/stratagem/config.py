@@ -16,6 +16,7 @@ import re
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
@@ -93,9 +94,15 @@ def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
-def option_types(cls: type[Any]) -> dict[str, Any]:
+def option_types(cls: type[Any]) -> Mapping[str, Any]:
     """Return the type of each option of `cls`, as an object."""
-    return {name: _resolve(cls, field) for name, field in options(cls).items()}
+    if cls not in _TYPES:
+        _TYPES[cls] = {name: _resolve(cls, field) for name, field in options(cls).items()}
+    return _TYPES[cls]
+
+
+#: What `option_types` has found: every choice of a plugin asks for it several times.
+_TYPES: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:

@@ -107,24 +107,42 @@ def _refusal(arguments: dict[str, object]) -> str | None:
 def render_markdown(table: Sequence[Cell]) -> str:
     """Return `table` as a Markdown table, precisions across, with the reasons under it.
 
-    Where all checkpoint formats fare alike there is one row for "any" of them.
+    Where all checkpoint formats fare alike there is one row for "any" of them, and where one of them fares alike with
+    all comm hooks, one for "any" of these.
     """
     precisions, rows, reasons = _arrange(table)
     lines = [
         " | ".join(["| strategy", "comm hook", "checkpoint", *precisions]) + " |",
         "|---" * (3 + len(precisions)) + "|",
     ]
-    alike: dict[tuple[str, str | None], dict[str, str]] = {}
+    said: dict[str, dict[str | None, dict[str, str]]] = {}
     for (strategy, hook, checkpoint), row in rows.items():
         words = " | ".join(_word(row[precision], reasons) for precision in precisions)
-        alike.setdefault((strategy, hook), {})[checkpoint] = words
-    for (strategy, hook), by_checkpoint in alike.items():
-        if len(set(by_checkpoint.values())) == 1:
-            by_checkpoint = {"any": next(iter(by_checkpoint.values()))}
-        lines += [
-            f"| {strategy} | {hook or '-'} | {checkpoint} | {words} |" for checkpoint, words in by_checkpoint.items()
-        ]
+        said.setdefault(strategy, {}).setdefault(hook, {})[checkpoint] = words
+    for strategy, by_hook in said.items():
+        lines += [f"| {strategy} | {' | '.join(cells)} |" for cells in _joined(by_hook)]
     return "\n".join([*lines, "", summary(table), "", *(f"{n}. {reason}" for reason, n in reasons.items())]).rstrip()
+
+
+def _joined(by_hook: dict[str | None, dict[str, str]]) -> list[tuple[str, str, str]]:
+    """Return (comm hook, checkpoint, words) of one strategy, in as few rows as say the same."""
+    uniform = {hook: words for hook, each in by_hook.items() if len(words := set(each.values())) == 1}
+    mixed = [each for hook, each in by_hook.items() if hook not in uniform]
+    apart = {
+        checkpoint: words
+        for checkpoint, words in (mixed[0] if len(mixed) > 1 else {}).items()
+        if all(each[checkpoint] == words and list(each.values()).count(words) == 1 for each in mixed)
+    }
+    found = []
+    for hook, by_checkpoint in by_hook.items():
+        rest = {checkpoint: words for checkpoint, words in by_checkpoint.items() if checkpoint not in apart}
+        if hook in uniform:
+            rest = {"any": uniform[hook].pop()}
+        elif len(set(rest.values())) == 1:
+            rest = {"any other": next(iter(rest.values()))}
+        found += [(hook or "-", checkpoint, words) for checkpoint, words in rest.items()]
+    others = "any of the others" if uniform else "any"
+    return found + [(others, checkpoint, words) for checkpoint, words in apart.items()]
 
 
 def render_html(table: Sequence[Cell]) -> str:
