@@ -101,7 +101,7 @@ def test_explain_shows_everything_and_starts_nothing():
     assert "+ strategy ddp  (stratagem-ddp 0.1.0; asked for (command line))" in text
     assert "static_graph = True  (command line)" in text
     assert "bucket_cap_mb = 25.0  (default)" in text
-    assert "provides: clip-by-norm" in text
+    assert "provides: accumulation, clip-by-norm" in text
     assert "answers: backward, connect, wrap_model" in text
 
 

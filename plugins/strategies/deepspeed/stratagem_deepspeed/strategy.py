@@ -66,7 +66,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         """The engine computes in 16 bits by itself, and keeps fp32 masters."""
         dtype = policy.compute_dtype or policy.param_dtype
         if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ConfigError(f"the precision computes in {dtype}", expected="32 or 16 bits, as DeepSpeed does")
+            raise ConfigError(
+                f"strategy 'deepspeed' cannot be used with a precision that computes in {dtype}",
+                expected="one of 32 or 16 bits",
+            )
         return self.engine_dtype(policy) is not None
 
     # --- The model -----------------------------------------------------------------------------------------------
