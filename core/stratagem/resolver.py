@@ -177,6 +177,7 @@ def resolve(settings: Any) -> Stack:
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
     )
     chooser.check_all_used()
+    _check_absorbed(stack)
     _check_order(stack)
     _check_hooks(stack)
     _check_sync_batchnorm(settings, stack)
@@ -607,6 +608,18 @@ def _check_sync_batchnorm(settings: Any, stack: Stack) -> None:
             expected="a process for each device",
             do="drop it, or choose a strategy that has one",
         )
+
+
+def _check_absorbed(stack: Stack) -> None:
+    """Refuse options of a precision that a strategy applies by itself: nobody would read them."""
+    precision = stack.precision
+    if stack.precision_absorbed and precision.origins:
+        option, origin = next(iter(precision.origins.items()))
+        raise ConfigError(
+            f"precision.{precision.name}.{option} is set ({origin}), and {stack.strategies[-1]} applies the precision "
+            "by itself",
+            expected="the precision by its name alone", do="set an option of the strategy's, if it has one for that",
+        )  # fmt: skip
 
 
 def _needs(settings: Any, stack: Stack) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import stratagem as sg
 from stratagem.testing import run_in_processes
 from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
+from stratagem.testing.training import outcome, share, weights_of
 
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
@@ -85,12 +86,90 @@ def test_what_is_offloaded_to_the_cpu_trains_the_same(strategy):
 
 def _in_16_bits(rank, world_size, strategy, precision):
     expected, _ = _train(AdamW, world_size, "ddp", 1, None)
-    weights, policy = _train(AdamW, world_size, strategy, 1, None, precision=precision)
+    options = {"name": strategy, "initial_scale_power": 6} if precision == "16-mixed" else strategy
+    weights, policy = _train(AdamW, world_size, options, 1, None, precision=precision)
     return relative_difference(weights, expected), tolerance_of(policy)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", {"name": "16-mixed", "init_scale": 64.0}], ids=str)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("strategy", STAGES)
 def test_sixteen_bits_stay_close(strategy, precision):
     for distance, tolerance in run_in_processes(_in_16_bits, 2, strategy, precision, limit_s=120):
         assert 0 < distance < tolerance
+
+
+class Sometimes(Net):
+    """A layer that only some steps use, and on `ranks` alone."""
+
+    def __init__(self, use=lambda step: step == 0, ranks=(0, 1)):
+        super().__init__()
+        self.use, self.ranks, self.extra = use, ranks, torch.nn.Linear(16, 1)
+        torch.nn.init.constant_(self.extra.weight, 0.1)
+        torch.nn.init.zeros_(self.extra.bias)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        used = self.use(batch_idx) and self.global_rank in self.ranks
+        return loss + self.extra(batch[0]).square().mean() if used else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=5e-3)
+
+
+def _sometimes(rank, world_size, strategy, accumulate):
+    make = functools.partial(Sometimes, lambda step: step % 4 == 1)
+    expected, _ = _train(make, world_size, "ddp_find_unused_parameters_true", accumulate, None)
+    return relative_difference(_train(make, world_size, strategy, accumulate, None)[0], expected)
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATE)
+@pytest.mark.parametrize("strategy", [*STAGES, "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])
+def test_a_parameter_without_a_gradient_is_not_stepped_with_its_last_one(strategy, accumulate):
+    for distance in run_in_processes(_sometimes, 2, strategy, accumulate, limit_s=120):
+        assert distance < 1e-6
+
+
+def _refused(rank, world_size, make, strategy):
+    return outcome(lambda: _train(make, world_size, strategy, 1, 0.5))
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2"])
+def test_ranks_that_use_different_parameters_are_refused(strategy):
+    make = functools.partial(Sometimes, lambda step: step == 2, ranks=(1,))
+    for said in run_in_processes(_refused, 2, make, strategy, limit_s=120):
+        assert said.startswith("refused: ranks used different parameters in one step"), said
+
+
+class WholeLayers(Net):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+def test_an_optimizer_of_whole_layers_is_refused():
+    for said in run_in_processes(_refused, 2, WholeLayers, "deepspeed_stage_1", limit_s=120):
+        assert said.startswith("refused: configure_optimizers returned Adafactor, which looks at whole layers"), said
+
+
+def _again(rank, world_size, strategy):
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, precision="bf16-mixed", **QUIET)
+    module, batches = Net(), part(BATCHES, rank, world_size)
+    trainer.fit(module, batches)
+    trained = weights_of(trainer)
+    trainer.fit(module, batches)  # nothing left to do
+    again = weights_of(trainer)
+    trainer.run.close()
+    return relative_difference(again, trained), next(module.parameters()).dtype
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+def test_masters_outlive_an_engine(strategy):
+    for distance, dtype in run_in_processes(_again, 2, strategy, limit_s=120):
+        assert distance == 0
+        assert dtype == (torch.float32 if strategy == "deepspeed_stage_2" else torch.bfloat16)
+
+
+def test_options_of_a_precision_that_the_engine_takes_over_are_refused():
+    with pytest.raises(
+        sg.StratagemError, match=r"precision.16-mixed.init_scale is set .* applies the precision by itself"
+    ):
+        sg.Trainer(strategy="deepspeed_stage_2", precision={"name": "16-mixed", "init_scale": 64.0}, **QUIET)

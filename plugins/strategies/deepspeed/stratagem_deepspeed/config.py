@@ -116,7 +116,8 @@ def zero_section(options: DeepSpeedOptions) -> dict[str, Any]:
     """Return the section that `options` describe."""
     if not options.zero_optimization:
         return {"stage": 0}
-    section: dict[str, Any] = {"stage": options.stage, **{name: getattr(options, name) for name in _BUCKETS}}
+    stage = 2 if options.stage is None else options.stage
+    section: dict[str, Any] = {"stage": stage, **{name: getattr(options, name) for name in _BUCKETS}}
     if options.overlap_comm is not None:
         section["overlap_comm"] = options.overlap_comm
     if options.offload_optimizer:
@@ -149,6 +150,9 @@ def check_zero(zero: Mapping[str, Any], called: Callable[[str], str]) -> None:
     Raises:
         ConfigError: the section contradicts itself.
     """
+    for section in ("offload_optimizer", "offload_param"):
+        if section in zero and "device" not in zero[section]:
+            raise ConfigError(f"{called(section)} names no device, and offloads nothing", expected='"cpu" or "nvme"')
     stage = zero.get("stage", 0)
     at_stage = f"{called('stage')} is {stage}"
     optimizer, parameters = (device_of(zero, section) for section in ("offload_optimizer", "offload_param"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +13,15 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_deepspeed.state import masters, put_masters
 
 _AS_IT_IS = contextlib.nullcontext()
 #: Where a module remembers what wrapped it last.
 _LATEST = "_stratagem_engine"
+#: Where it keeps the masters of its 16-bit parameters from one engine to the next.
+_MASTERS = "_stratagem_masters"
+#: Optimizers for which a layer is more than its numbers.
+_WHOLE_LAYERS = {"adafactor", "muon", "shampoo", "soap", "lars", "lamb", "novograd"}
 #: Layers that on a CPU want what they normalize in the dtype of their weights.
 _NORMALIZING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -25,8 +32,10 @@ class EngineModule(nn.Module):
     def __init__(self, step: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         self.step = _Autocast(step, dtype, device) if dtype is not None else step
-        # No submodule: the engine holds this model's steps itself.
+        # Not as submodules and not twice: the engine holds this model's steps itself.
         self.__dict__["engine"] = None
+        self.__dict__["user"], self.__dict__["dtype"] = step.module, dtype
+        self.__dict__["dtypes"] = [(parameter, parameter.dtype) for parameter in step.parameters()]
         step.module.__dict__[_LATEST] = weakref.ref(self)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -45,7 +54,7 @@ class EngineModule(nn.Module):
                 expected="a fit, or an evaluation, of the run that uses it",
             )
 
-    def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any) -> Any:
+    def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any, run: Any) -> None:
         """Make the engine; without an optimizer it only gathers what a forward needs."""
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
         accelerator = deepspeed.accelerator.get_accelerator()
@@ -57,13 +66,34 @@ class EngineModule(nn.Module):
                 model=self.step, optimizer=optimizer, model_parameters=trained, config=config
             )
         self._clip(config["gradient_clipping"])
+        if self._keeps_masters() and (kept := self.user.__dict__.pop(_MASTERS, None)):
+            put_masters(kept, self.engine.optimizer, self.dtype)
         zero = config["zero_optimization"]
         self.__dict__["spares_weights"] = zero["stage"] == 3 and zero.get("memory_efficient_linear", True)
+        if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
+            self.__dict__["arrivals"] = Arrivals(trained, run)
+            if zero["stage"] == 2:
+                self._check_each_backward()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiate `loss`; what is computed again is computed as it was."""
         with self._sparing():
             self.engine.backward(loss)
+
+    def _check_each_backward(self) -> None:
+        """Stage 2 sends what backward has left as soon as it is over: compare before."""
+        finish = self.engine._backward_epilogue
+
+        def compare_and_finish() -> None:
+            self.arrivals.compare(ordered=True)
+            finish()
+
+        self.engine.__dict__["_backward_epilogue"] = compare_and_finish
+
+    def _compare_arrivals(self) -> None:
+        arrivals = self.__dict__.get("arrivals")
+        if arrivals is not None and not self.engine.zero_optimization_partition_gradients():
+            arrivals.compare(ordered=False)  # stage 1 sends once in a window
 
     def _sparing(self) -> contextlib.AbstractContextManager[None]:
         """Have linear layers not save their weights for backward, which would keep every gathered one."""
@@ -79,6 +109,7 @@ class EngineModule(nn.Module):
         The engine averages, measures and clips when it steps. Here it averages and measures before, and not again.
         """
         engine = self.engine
+        self._compare_arrivals()
         engine._running_engine_step = True  # the end of a window, which is when gradients are averaged
         if not engine.zero_optimization_partition_gradients():
             engine.allreduce_gradients()
@@ -92,11 +123,13 @@ class EngineModule(nn.Module):
         """Step; return whether parameters changed."""
         engine, norms = self.engine, self.__dict__.pop("_norms", None)
         if norms is None:
+            self._compare_arrivals()
             engine.step()
-            return bool(engine.was_step_applied())
-        with _as_it_is(engine, norms):
-            engine.step()
-        self._clip(engine.config["gradient_clipping"])
+        else:
+            with _as_it_is(engine, norms):
+                engine.step()
+            self._clip(engine.config["gradient_clipping"])
+        _forget_gradients(engine.optimizer)
         return bool(engine.was_step_applied())
 
     def _clip(self, max_norm: float) -> None:
@@ -104,8 +137,24 @@ class EngineModule(nn.Module):
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = max_norm
 
-    def stop(self) -> None:
-        """Take the engine's hooks off the model. Safe to call twice."""
+    def _keeps_masters(self) -> bool:
+        return self.dtype is not None and hasattr(getattr(self.engine, "optimizer", None), "optimizer")
+
+    def cast(self) -> None:
+        """Have parameters in the engine's 16 bits where no engine is needed."""
+        if self.dtype is not None:
+            for parameter, dtype in self.dtypes:
+                if dtype.is_floating_point:
+                    parameter.data = parameter.data.to(self.dtype)
+
+    def stop(self, *, keep_masters: bool = False) -> None:
+        """Take the engine's hooks off the model, and leave its parameters as wide as they were. Safe to call twice.
+
+        Args:
+            keep_masters: leave the masters of 16-bit parameters for the next engine: it would begin with rounded ones.
+        """
+        if keep_masters and self._keeps_masters():
+            self.user.__dict__[_MASTERS] = masters(self.engine.optimizer)
         engine, self.__dict__["engine"] = self.engine, None
         if engine is not None:
             if hasattr(engine.optimizer, "empty_partition_cache"):
@@ -117,8 +166,28 @@ class EngineModule(nn.Module):
             engine.module_forward_post_hook.remove()
             for parameter in self.step.parameters():
                 parameter.__dict__.pop("_z3_optimizer", None)  # it would keep the engine for as long as the model lives
+        for parameter, dtype in self.dtypes:
+            if parameter.dtype != dtype and not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(dtype)
+        if "arrivals" in self.__dict__:
+            self.__dict__.pop("arrivals").stop()
         if isinstance(self.step, _Autocast):
             self.step.stop()
+
+
+def check_elementwise(optimizer: Any) -> None:
+    """Refuse an optimizer that looks at whole matrices or layers: ZeRO cuts them up and lays them end to end.
+
+    Raises:
+        ConfigError: it is known to do so.
+    """
+    if type(optimizer).__name__.lower() in _WHOLE_LAYERS and not type(optimizer).__module__.startswith("deepspeed."):
+        raise ConfigError(
+            f"configure_optimizers returned {type(optimizer).__name__}, which looks at whole layers, and ZeRO hands it "
+            "pieces of them",
+            expected="an optimizer that treats each number by itself, such as AdamW",
+            do='choose it, or a strategy that steps whole parameters, such as "ddp"',
+        )
 
 
 def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
@@ -136,6 +205,61 @@ def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
             do=f'set "zero_allow_untested_optimizer": true in {origin}; it holds for any optimizer that treats '
             "each number by itself",
         )
+
+
+class Arrivals:
+    """Which parameters backward gave gradients to, in order.
+
+    Stages 1 and 2 add up over the ranks what lies at the same place of their buffers: gradients of other parameters, if
+    ranks use different ones, and nobody would notice.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], run: Any) -> None:
+        self._run, self._order = run, list[int]()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def _arrived(self, index: int, _: torch.Tensor) -> None:
+        self._order.append(index)
+
+    def compare(self, *, ordered: bool) -> None:
+        """Make sure that all ranks have seen the same ones since the last time. Collective.
+
+        Raises:
+            ConfigError: they have not; on every rank.
+        """
+        seen = self._order if ordered else sorted(set(self._order))
+        self._order = []
+        mine = int.from_bytes(hashlib.sha256(repr(seen).encode()).digest()[:7], "big")
+        extremes = self._run.collectives.all_reduce(torch.tensor([mine, -mine]), "max").tolist()
+        if extremes[0] != -extremes[1]:
+            order = ", in the same order" if ordered else ""
+            raise ConfigError(
+                f"ranks used different parameters in one step{order and ', or in another order'}, and DeepSpeed would "
+                "add up gradients of one with those of another",
+                expected=f"a loss that uses the same parameters on every rank{order}",
+                do='add the others with a factor of zero, or choose strategy="ddp_find_unused_parameters_true"',
+            )
+
+    def stop(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _forget_gradients(zero: Any) -> None:
+    """Zero what ZeRO keeps of gradients after a step: it would step a parameter again that gets none in the next."""
+    kept = [getattr(zero, "grad_partitions_flat_buffer", None)]
+    if getattr(zero, "cpu_offload", False):
+        kept += [flat.grad for flat in zero.single_partition_of_fp32_groups]
+        kept += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+    if getattr(zero, "offload_optimizer", False):
+        kept += [flat.grad for flat in zero.fp32_partitioned_groups_flat]
+    for tensor in kept:
+        if tensor is not None:
+            tensor.zero_()
 
 
 # --- Clipping ----------------------------------------------------------------------------------------------------
@@ -162,8 +286,8 @@ def _combined(norms: list[torch.Tensor]) -> torch.Tensor:
 def _as_it_is(engine: Any, norms: list[torch.Tensor]) -> Iterator[None]:
     """Have the step take gradients as they are, and their norms as they were measured."""
     zero = engine.optimizer
-    engine.enable_backward_allreduce = False
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(engine, "enable_backward_allreduce", False))
         if engine.zero_optimization_partition_gradients():
             stack.enter_context(_replaced(zero, "finalize_gradient_accumulation_boundary", lambda: None))
         if hasattr(zero, "_get_norm_groups"):
@@ -171,7 +295,6 @@ def _as_it_is(engine: Any, norms: list[torch.Tensor]) -> Iterator[None]:
         elif hasattr(zero, "scaled_global_norm"):
             stack.enter_context(_replaced(zero, "scaled_global_norm", lambda: norms[0]))
         yield
-    engine.enable_backward_allreduce = True
 
 
 @contextlib.contextmanager
@@ -239,7 +362,7 @@ def stop_earlier(module: nn.Module) -> None:
     """Stop the engine of an earlier call, or of another run, that still has its hooks on the user's `module`."""
     earlier = module.__dict__.get(_LATEST, lambda: None)()
     if earlier is not None:
-        earlier.stop()
+        earlier.stop(keep_masters=True)
 
 
 def the_only(optimizers: list[Any], configured: str | None) -> Any:

@@ -59,8 +59,8 @@ class DeepSpeedOptions(Strategy):
     #: Share out what `stage` says. False is stage 0: every process keeps everything.
     zero_optimization: bool = True
     #: What is shared out over the processes: 1 optimizer state, 2 gradients too, 3 parameters too, 0 nothing. More
-    #: saves memory; up to 2 at no cost in messages, 3 sends half as much again.
-    stage: Literal[0, 1, 2, 3] = 2
+    #: saves memory; up to 2 at no cost in messages, 3 sends half as much again. None is 2, or what a `config` says.
+    stage: Literal[0, 1, 2, 3] | None = None
     #: At stage 3: where parameters lie as soon as they are made. None leaves them on the device; "cpu" and "nvme" admit
     #: models that no device holds, and are slower to begin.
     remote_device: Literal["cpu", "nvme"] | None = None
@@ -286,7 +286,7 @@ class DeepSpeedOptions(Strategy):
 
     def _conditions(self) -> list[tuple[str, bool, str]]:
         """Return what each option needs in order to have an effect."""
-        stage = self.stage if self.zero_optimization else 0
+        stage = (2 if self.stage is None else self.stage) if self.zero_optimization else 0
         offloads = self.offload_optimizer or self.offload_parameters
         parameters_on_disk = self.offload_parameters and self.offload_params_device == "nvme"
         optimizer_on_disk = self.offload_optimizer and self.offload_optimizer_device == "nvme"

@@ -47,6 +47,14 @@ _NOISE = (
     "OVERFLOW",
 )
 
+#: What ZeRO calls: the collective, and which argument holds what each rank gives.
+_COUNTED = {
+    "all_reduce": ("all_reduce", 0, "tensor", "gradients"),
+    "reduce_scatter_tensor": ("reduce_scatter", 1, "input_tensor", "gradients"),
+    "all_gather_into_tensor": ("all_gather", 1, "input_tensor", "parameters"),
+    "broadcast": ("broadcast", 0, "tensor", "parameters"),
+}
+
 #: The runs that have joined and not left.
 _joined: weakref.WeakSet[Run] = weakref.WeakSet()
 #: torch's group that deepspeed talks over.
@@ -164,6 +172,28 @@ def join(run: Run) -> None:
     _joined.add(run)
     _show(_variables(run))
     builds.take_over(speaks=run.is_global_zero)
+
+
+def count_bytes(run: Run) -> None:
+    """Have what deepspeed sends counted with what `run` sends."""
+    from deepspeed.comm import comm
+
+    backend: Any = comm.cdb
+    if getattr(backend, "counts_in", None) is run.collectives.traffic:
+        return
+    backend.counts_in = run.collectives.traffic
+    for name, (collective, place, argument, sender) in _COUNTED.items():
+        setattr(backend, name, _counting(getattr(type(backend), name), backend, collective, place, argument, sender))
+
+
+def _counting(send: Any, backend: Any, collective: str, place: int, argument: str, sender: str) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
+        tensor = options[argument] if argument in options else arguments[place]
+        size = torch.distributed.get_world_size(options.get("group"))
+        backend.counts_in.add(collective, tensor.nbytes, size, sender=sender)
+        return send(backend, *arguments, **options)
+
+    return counted
 
 
 def leave(run: Run) -> None:

@@ -122,8 +122,16 @@ def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: 
                 whole[id(piece.parameter)] = _whole(piece, flat.tensor, run)
     for value in own.values():
         if id(value) not in whole and hasattr(value, "ds_id"):
-            whole[id(value)] = _gathered(value, run)
-    return {name: whole.get(id(v), v.detach() if isinstance(v, torch.Tensor) else v) for name, v in own.items()}
+            whole[id(value)] = _wide(nn.Parameter(_gathered(value, run), requires_grad=False))
+    return {name: whole[id(v)] if id(v) in whole else _wide(v) for name, v in own.items()}
+
+
+def _wide(value: Any) -> Any:
+    """Return what is not stepped in the dtype of what is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    narrow = isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.detach().float() if narrow else value.detach()
 
 
 def _check_complete(zero: Any, run: Any) -> None:
@@ -212,6 +220,27 @@ def _gather_persistent(zero: Any) -> None:
     if persistent:
         persistent[0].partition(persistent, has_been_updated=False)
         persistent[0].all_gather(persistent)
+
+
+def masters(zero: Any) -> list[tuple[nn.Parameter, int, torch.Tensor]]:
+    """Return this rank's parts of the masters: of which parameter, from where in it, and the numbers."""
+    return [
+        (piece.parameter, piece.start, piece.of(flat.tensor).detach().clone())
+        for flat in flats(zero, write=False)
+        for piece in flat.pieces
+        if piece.length
+    ]
+
+
+@torch.no_grad()
+def put_masters(kept: list[tuple[nn.Parameter, int, torch.Tensor]], zero: Any, dtype: torch.dtype) -> None:
+    """Give back those of an earlier engine, wherever the parameter is still the same when rounded to `dtype`."""
+    known = {(id(parameter), start): part for parameter, start, part in kept}
+    for flat in flats(zero, write=True):
+        for piece in flat.pieces:
+            part, mine = known.get((id(piece.parameter), piece.start)), piece.of(flat.tensor)
+            if part is not None and part.shape == mine.shape and torch.equal(part.to(dtype), mine.to(dtype)):
+                mine.copy_(part)
 
 
 # --- The optimizer -----------------------------------------------------------------------------------------------

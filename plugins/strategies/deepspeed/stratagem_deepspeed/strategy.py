@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
 from stratagem_deepspeed.config import engine_config, micro_batch_size
 from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, is_on_disk, let_go, mend
-from stratagem_deepspeed.engine import EngineModule, check_tested, stop_earlier, the_only
+from stratagem_deepspeed.engine import EngineModule, check_elementwise, check_tested, stop_earlier, the_only
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.shares import Shares, share_out
 
@@ -110,6 +111,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         user = module.module
         stop_earlier(user)
         start.join(run)
+        start.count_bytes(run)
         self._use_disk(run)
         config, dtype = self._config(run), self._dtype(run)
         self._layers.configure(config.get("activation_checkpointing", {}), self.zero_stage, module)
@@ -178,8 +180,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             config.pop("optimizer", None)
             config.pop("scheduler", None)
             if self.zero_stage < 3:
-                if self._dtype(run) is not None:
-                    self._model.step.to(self._dtype(run))
+                self._model.cast()
                 return
         if optimizer is not None and is_on_disk(self.zero, "offload_optimizer"):
             check_optimizer(optimizer, config["zero_optimization"]["offload_optimizer"], self.called)
@@ -191,9 +192,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         start.prepare_ops(start.ops_for(config, optimizer, run.device.type), run)
         start.advise(config, optimizer, run)
         if optimizer is not None and self.zero_stage:
+            check_elementwise(optimizer)
             check_tested(optimizer, config, self.origin)
         with self._watched():
-            self._model.start(self._deepspeed, config, optimizer)
+            self._model.start(self._deepspeed, config, optimizer, run)
 
     def _check_schedulers(self, run) -> None:
         """Refuse two schedules of one learning rate."""
@@ -234,6 +236,12 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl
     def optimizer_step(self, run):
         stepped = run.model.step_optimizer()
+        if not stepped and self._dtype(run) is not torch.float16 and run.is_global_zero:
+            warnings.warn(
+                "DeepSpeed skipped a step: the norm of its gradients is not finite (trainer.position.skipped_steps "
+                "counts such steps)",
+                stacklevel=2,
+            )
         self._layers.check_used(speaks=run.is_global_zero)
         return stepped
 
