@@ -18,13 +18,21 @@ def check_can_rehearse(trainer: Any, who: str) -> None:
     """Refuse what a trial cannot train.
 
     Raises:
-        ConfigError: the module steps by hand, or has several optimizers.
+        ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
     """
     if trainer.run.manual or len(trainer.optimizers) != 1:
         raise ConfigError(
             f"{who} found {type(trainer.module).__name__} with {len(trainer.optimizers)} optimizers"
             + (" and automatic_optimization = False" if trainer.run.manual else ""),
             expected="one optimizer, stepped by the trainer",
+        )
+    (optimizer,) = trainer.optimizers
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{who} cannot take back what {type(optimizer).__name__} steps: {trainer.run.stack.strategies[-1]} keeps "
+            "copies of the weights",
+            expected="an optimizer of torch's",
+            do='find it with another strategy, such as "ddp"',
         )
 
 

@@ -60,8 +60,8 @@ _ZERO = {
     "zenflow": "section", "leaf_module": "section",
     **_all("count", "reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size"),
     **_all("flag", "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
-                   "overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint ignore_unused_parameters "
-                   "round_robin_gradients parameter_alignment zero_quantized_weights "
+                   "overlap_comm compute_grad_norm load_from_fp32_weights ignore_unused_parameters "
+                   "parameter_alignment zero_quantized_weights "
                    "zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
                    "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
                    "save_muon_momentum_buffer_in_memory"),

@@ -167,6 +167,11 @@ class DeepSpeedOptions(Strategy):
         if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
             self.timeout = timedelta(seconds=self.timeout)
         check(self, _PATH)
+        if isinstance(self.logging_level, str) and self.logging_level.upper() not in logging.getLevelNamesMapping():
+            raise ConfigError(
+                f"{_PATH}.logging_level is {self.logging_level!r}",
+                expected="a level of Python's logging, such as 'INFO'",
+            )
         source, setting = self._source()
         if source is None:
             self._check_effects()
@@ -247,6 +252,8 @@ class DeepSpeedOptions(Strategy):
 
     def _source(self) -> tuple[Any, str]:
         """Return the configuration to read, if any, and what names it."""
+        if self.config == "":
+            raise ConfigError(f"{_PATH}.config is ''", expected="a mapping or a JSON file", do="drop it to have none")
         if self.config is not None:
             return self.config, f"{_PATH}.config"
         for variable in VARIABLES:

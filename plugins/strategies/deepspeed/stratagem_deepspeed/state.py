@@ -275,6 +275,8 @@ def load_optimizer_state(state: dict[str, Any], zero: Any, module: nn.Module, gr
     check_optimizer_state(state, [name for group in groups for name in group], [len(group) for group in groups])
     names = parameter_names(module)
     for flat in flats(zero, write=True):
+        if not any(names[id(piece.parameter)] in state["state"] for piece in flat.pieces):
+            _start_over(zero.optimizer.state.get(flat.tensor, {}))
         for piece in flat.pieces:
             saved = state["state"].get(names[id(piece.parameter)], {})
             entry = zero.optimizer.state[flat.tensor] if saved else {}
@@ -288,6 +290,15 @@ def load_optimizer_state(state: dict[str, Any], zero: Any, module: nn.Module, gr
     for group, saved_group in zip(zero.param_groups, state["param_groups"], strict=True):
         known = {*group, "initial_lr"} - {"params"}
         group.update({key: value for key, value in saved_group.items() if key in known})
+
+
+def _start_over(entry: dict[str, Any]) -> None:
+    """Have the state of what had never been stepped when it was saved as it is before a first step."""
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        elif key == "step":
+            entry[key] = 0
 
 
 def _is_flat(value: Any) -> bool:
