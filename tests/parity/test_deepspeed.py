@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -138,6 +139,28 @@ def test_ranks_that_use_different_parameters_are_refused(strategy):
     make = functools.partial(Sometimes, lambda step: step == 2, ranks=(1,))
     for said in run_in_processes(_refused, 2, make, strategy, limit_s=120):
         assert said.startswith("refused: ranks used different parameters in one step"), said
+
+
+class Measures(sg.Callback):
+    """Asks for the norm before the trainer clips."""
+
+    @sg.hookimpl
+    def on_before_optimizer_step(self, optimizer, run):
+        self.norm = float(run.clip_gradients(optimizer, max_norm=math.inf))
+
+
+def _measured(rank, world_size, strategy):
+    look = Measures()
+    weights, _ = _train(Net, world_size, strategy, 3, 0.5, callbacks=[look])
+    return weights, look.norm
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_a_norm_that_is_asked_for_twice_is_the_same(strategy):
+    reference, norms = train_module_plainly(Net(), BATCHES, 3, 0.5)
+    for weights, norm in run_in_processes(_measured, 2, strategy, limit_s=120):
+        assert norm == pytest.approx(norms[-1], rel=1e-5)
+        assert relative_difference(weights, reference) < 1e-6
 
 
 class WholeLayers(Net):

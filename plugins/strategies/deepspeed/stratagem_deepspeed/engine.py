@@ -109,15 +109,21 @@ class EngineModule(nn.Module):
         The engine averages, measures and clips when it steps. Here it averages and measures before, and not again.
         """
         engine = self.engine
+        if "_norms" not in self.__dict__:  # it may have been asked before, to measure alone
+            self._finish_window()
+            self.__dict__["_norms"] = _norms(engine)
+        self._clip(max_norm)
+        return _combined(self._norms) / getattr(engine.optimizer, "loss_scale", 1.0)
+
+    def _finish_window(self) -> None:
+        """Average what the batches of this window have left."""
+        engine = self.engine
         self._compare_arrivals()
         engine._running_engine_step = True  # the end of a window, which is when gradients are averaged
         if not engine.zero_optimization_partition_gradients():
             engine.allreduce_gradients()
         else:
             engine.optimizer.finalize_gradient_accumulation_boundary()
-        self._clip(max_norm)
-        self.__dict__["_norms"] = norms = _norms(engine)
-        return _combined(norms) / getattr(engine.optimizer, "loss_scale", 1.0)
 
     def step_optimizer(self) -> bool:
         """Step; return whether parameters changed."""
