@@ -248,15 +248,18 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     # --- State ---------------------------------------------------------------------------------------------------
 
     @property
+    def _engine(self) -> Any:
+        return None if self._model is None else self._model.engine
+
+    @property
     def _zero(self) -> Any:
         """ZeRO's optimizer, if there is one."""
-        engine = None if self._model is None else self._model.engine
-        zero = None if engine is None else engine.optimizer
+        zero = getattr(self._engine, "optimizer", None)
         return zero if hasattr(zero, "optimizer") else None
 
     @property
-    def _engine(self) -> Any:
-        return None if self._model is None else self._model.engine
+    def _scaler(self) -> Any:
+        return getattr(self._zero, "loss_scaler", None)
 
     @hookimpl
     def model_state(self, module, run):
@@ -307,20 +310,17 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     def state_dict(self) -> dict[str, Any]:
         """What the engine remembers beside weights and optimizer: the loss scale, and its scheduler's place."""
-        engine = None if self._model is None else self._model.engine
-        scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
-        scheduler = getattr(engine, "lr_scheduler", None)
-        kept = {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}
+        scheduler = getattr(self._engine, "lr_scheduler", None)
+        kept = {name: getattr(self._scaler, name) for name in _SCALER if hasattr(self._scaler, name)}
         return {"loss_scaler": kept, "scheduler": {} if scheduler is None else scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        engine = None if self._model is None else self._model.engine
-        scaler = getattr(getattr(engine, "optimizer", None), "loss_scaler", None)
         for name, value in state["loss_scaler"].items():
-            if hasattr(scaler, name):
-                setattr(scaler, name, value)
-        if state["scheduler"] and getattr(engine, "lr_scheduler", None) is not None:
-            engine.lr_scheduler.load_state_dict(state["scheduler"])
+            if hasattr(self._scaler, name):
+                setattr(self._scaler, name, value)
+        scheduler = getattr(self._engine, "lr_scheduler", None)
+        if state["scheduler"] and scheduler is not None:
+            scheduler.load_state_dict(state["scheduler"])
 
 
 #: What a loss scaler of DeepSpeed's changes as it goes.
