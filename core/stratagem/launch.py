@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -74,23 +75,80 @@ def local_places(world: World) -> list[World]:
     return [evolve(world, rank=world.rank + offset, local_rank=offset) for offset in range(world.local_world_size)]
 
 
-def host_store(world: World) -> tuple[World, Any]:
-    """Host the rendezvous store if this is node 0; return the world with its port, and the store to keep alive.
+class RendezvousStore:
+    """Where the processes of a launch meet. Its port is taken at once, and nobody can take it; its server starts later.
 
-    The kernel picks the port and this process keeps it, so nobody can take it between choosing and using.
+    Start it once all processes are started: who connects earlier waits in the port's queue. The server's thread looks
+    up the names of those who connect, and a process that is forked meanwhile waits for ever for a lock of the C
+    library's resolver.
     """
-    if world.node_rank != 0:
-        return evolve(world, store_hosted=True), None  # by node 0's launcher, or by its rank 0, which says so there
-    import torch.distributed as dist
 
-    try:
-        store = dist.TCPStore(world.main_address, world.main_port or 0, is_master=True, wait_for_workers=False)
-    except dist.DistError as error:
-        raise LaunchError(
-            f"cannot listen on {world.main_address}:{world.main_port or 0} ({error})",
+    def __init__(self, address: str = "127.0.0.1", port: int = 0, *, is_here: bool = True) -> None:
+        """Listen on `port` of all addresses of this machine; 0 lets the kernel choose.
+
+        Args:
+            is_here: False if another machine hosts the store: there is nothing to do then.
+
+        Raises:
+            LaunchError: the port is taken.
+        """
+        self.address, self.port = address, port
+        self._socket: socket.socket | None = None
+        self._store: Any = None
+        if is_here:
+            self._listen()
+
+    def _listen(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                ("", self.port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN
+            )
+        except OSError as error:
+            raise self._cannot_listen(error) from error
+        self.port = self._socket.getsockname()[1]
+
+    def serve(self) -> None:
+        """Start the server.
+
+        Raises:
+            LaunchError: the address is not this machine's.
+        """
+        if self._socket is None:
+            return
+        import torch.distributed as dist
+
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._socket.detach()}
+        try:
+            self._store = dist.TCPStore(self.address, self.port, **options)
+        except dist.DistError as error:
+            raise self._cannot_listen(error) from error
+
+    def close(self) -> None:
+        """Let go of the port. Safe to call twice."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._store = None
+
+    def _cannot_listen(self, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"cannot listen on {self.address}:{self.port} ({error})",
             do="choose another MASTER_PORT, or an address of this machine",
-        ) from error
-    return evolve(world, main_port=store.port, store_hosted=True), store
+        )
+
+
+def reserve_store(world: World) -> tuple[World, RendezvousStore]:
+    """Return the world with the port of the store that its processes will meet at, and the store, which is to start.
+
+    Node 0's launcher hosts it, or its rank 0, which says so there.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    port = world.main_port or 0
+    store = RendezvousStore(world.main_address, port, is_here=world.node_rank == 0)
+    return evolve(world, main_port=store.port or world.main_port, store_hosted=True), store
 
 
 def child_environment(world: World, reports: Path) -> dict[str, str]:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from stratagem import World
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, LaunchError
 from stratagem.launch import (
     Child,
+    RendezvousStore,
     child_environment,
     end,
     is_echo,
@@ -51,6 +52,30 @@ def test_a_child_keeps_the_users_variables_and_differs_in_its_own(monkeypatch, t
     variables = child_environment(WORLD, tmp_path)
 
     assert (variables["OMP_NUM_THREADS"], variables["RANK"], variables["PATH"]) == ("7", "2", os.environ["PATH"])
+
+
+def test_who_comes_before_a_store_begins_waits_for_it():
+    import torch.distributed as dist
+
+    store = RendezvousStore()
+    early = threading.Thread(target=lambda: dist.TCPStore("127.0.0.1", store.port, is_master=False).set("here", "1"))
+    early.start()
+    early.join(0.2)
+    assert early.is_alive()
+
+    store.serve()
+    early.join(20)
+    assert not early.is_alive()
+    store.close()
+    RendezvousStore(port=store.port).close()
+
+
+def test_a_port_is_taken_from_the_beginning_and_given_back():
+    store = RendezvousStore()
+    with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{store.port} .* choose another MASTER_PORT"):
+        RendezvousStore(port=store.port)
+    store.close()
+    RendezvousStore(port=store.port).close()
 
 
 # --- The same command again --------------------------------------------------------------------------------------

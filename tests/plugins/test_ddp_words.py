@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -219,6 +220,18 @@ def test_a_search_that_was_not_needed_is_mentioned_once_at_the_end(model, num_ba
     assert [each for each in others if "find_unused_parameters" in each] == []
     if type(model) is Net:
         assert relative_difference(weights, train_plainly(joined_batches(num_batches, 8))[0]) < 1e-6
+
+
+def _fit_again(rank, world_size, *arguments):
+    _fit(rank, world_size, *arguments)
+    gc.collect()  # torch notes something for the first replica of a process that ends, and for no other
+    return _fit(rank, world_size, *arguments)
+
+
+def test_a_later_fit_in_the_process_is_advised_on_its_own_steps():
+    model = SkipsTheEnd(first=6)
+    for said, _ in run_in_processes(_fit_again, 2, model, "ddp_find_unused_parameters_true", 12, {}):
+        assert said == []
 
 
 def test_manual_optimization_hears_nothing_of_the_search_it_needs():

@@ -423,6 +423,25 @@ def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+def test_a_store_begins_after_the_last_fork(tmp_path):
+    """Its thread may hold a lock of the C library, which a process forked then would wait for."""
+    parent = """
+        import glob
+        stores = []
+        names = lambda: [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+        os.register_at_fork(before=lambda: stores.append(any("store" in name for name in names())))
+        launch()
+        print(stores)
+    """
+    body = """
+        import torch.distributed as dist
+        dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).set("here", "1")
+    """
+    code, output, errors = finish(bare(tmp_path, body, "ForkLauncher", parent), tmp_path)
+
+    assert (code, output) == (0, "[False, False]\n"), errors
+
+
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
     body = """

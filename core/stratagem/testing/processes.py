@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.launch import is_echo
+from stratagem.launch import RendezvousStore, is_echo
 
 #: How long the other ranks have to write what they saw, once one has failed.
 _LAST_WORDS_S = 0.3
@@ -55,12 +55,10 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 def _run_in(
     folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
 ) -> list[Any]:
-    import torch.distributed as dist
-
-    # Hosted here, as a launcher does: it outlives a rank that dies, and nobody can take its port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = RendezvousStore()  # hosted here, as a launcher does: it outlives a rank that dies
     children = [_fork(function, rank, world_size, store.port, folder, arguments) for rank in range(world_size)]
     try:
+        store.serve()
         failed = _wait(children, time.monotonic() + limit_s)
     finally:
         for child in children:
@@ -68,6 +66,7 @@ def _run_in(
                 os.kill(child, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
+        store.close()
     if failed:
         raise ProcessesFailed("\n".join([failed, *_tracebacks(folder, world_size)]))
     results = [folder / f"{rank}.result" for rank in range(world_size)]

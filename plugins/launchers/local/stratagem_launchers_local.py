@@ -26,12 +26,12 @@ from stratagem.launch import (
     end,
     ending_on_sigterm,
     forget_sigterm,
-    host_store,
     local_places,
     process_variables,
     relaunch_command,
     report,
     reports_folder,
+    reserve_store,
     start_for_good,
     wait_for,
 )
@@ -53,7 +53,7 @@ class SubprocessLauncher(Launcher):
     def launch(self, main, run):
         alone = run.world.local_world_size == 1
         command = [] if alone else relaunch_command()
-        world, store = host_store(run.world)
+        world, store = reserve_store(run.world)
         first, *others = local_places(world)
         folder = reports_folder()
         dying = _dying_with(os.getpid())
@@ -66,7 +66,9 @@ class SubprocessLauncher(Launcher):
 
         try:
             start_for_good(start)
+            store.serve()
         except BaseException:
+            store.close()
             end([Child(rank, process.pid, process.poll) for rank, process in children])
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -89,7 +91,7 @@ class _FunctionLauncher(Launcher):
     def launch(self, main, run):
         self._check()
         main = self._pack(main)
-        world, store = host_store(run.world)
+        world, store = reserve_store(run.world)
         folder = reports_folder()
         context = multiprocessing.get_context(self.start_method)
         children: list[Child] = []
@@ -103,11 +105,12 @@ class _FunctionLauncher(Launcher):
                         )
                         process.start()
                         children.append(Child(place.rank, process.pid, _exit_code(process)))
+                store.serve()
                 wait_for(children, folder)
                 return _read_result(folder)
         finally:
             end(children)  # also where starting the last one failed
-            del store
+            store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self) -> None:

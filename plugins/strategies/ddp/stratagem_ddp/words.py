@@ -106,9 +106,9 @@ def reached(loss: torch.Tensor) -> set[torch.Tensor]:
 
 def advice(run, steps: int) -> str:
     """Return what the search for unused parameters was good for in this fit, if that is worth a word. Collective."""
-    told = run.model._get_ddp_logging_data()
-    changed = told.get("can_set_static_graph", True) in (False, 0)
-    unused = told.get("unused_parameter_size", 0) > 0
+    # Not "can_set_static_graph" of the logging data, which torch writes for the first replica of a process alone.
+    changed = not run.model.reducer._ddp_graph_static()
+    unused = run.model._get_ddp_logging_data().get("unused_parameter_size", 0) > 0
     changed, unused = run.collectives.any(changed), run.collectives.any(unused)
     if changed or steps < _ENOUGH_STEPS:
         return ""

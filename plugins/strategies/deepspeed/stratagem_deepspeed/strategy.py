@@ -155,10 +155,12 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def _maker(self, module: nn.Module, config: dict[str, Any], run) -> Any:
         """Return what shares out the parameters of `module`."""
         dtype = self._dtype(run)
+        watched = contextlib.nullcontext()
         if is_on_disk(self.zero, "offload_param"):
             check_parameters(module, config, dtype, run.world_size, self.called)
             start.prepare_ops(start.ops_for(config, None, run.device.type), run)
-        with self._watched():
+            watched = self._watched()
+        with watched:
             maker = self._deepspeed.zero.Init(config_dict_or_path=config, remote_device=self.remote_device, dtype=dtype)
         if maker.param_swapper is not None:
             mend(maker.param_swapper)
