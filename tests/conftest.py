@@ -14,3 +14,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 def clean_environment(unlaunched, monkeypatch, tmp_path):
     """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_preloaded():
+    """Importing it takes seconds: once here, and not in each process that a test forks."""
+    from stratagem_deepspeed import DeepSpeedStrategy
+
+    DeepSpeedStrategy().preload("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import define
 
 from stratagem import Capabilities, Strategy, hookimpl
@@ -19,7 +18,7 @@ class CentralStrategy(Strategy):
     @hookimpl
     def wrap_model(self, module, run):
         module = module.to(run.device)
-        _receive([*module.parameters(), *module.buffers()], run)
+        run.collectives.replicate((*module.parameters(), *module.buffers()))
         return module
 
     @hookimpl
@@ -35,7 +34,7 @@ class CentralStrategy(Strategy):
     def optimizer_step(self, optimizer, run):
         if run.rank == 0:
             optimizer.step()
-        _receive([p for group in optimizer.param_groups for p in group["params"]], run)
+        run.collectives.replicate(p for group in optimizer.param_groups for p in group["params"])
         return True
 
     @hookimpl
@@ -47,10 +46,3 @@ class CentralStrategy(Strategy):
         state = state if run.rank == 0 else state | {"state": {}}
         optimizer.load_state_dict(physical_optimizer_state(state, optimizer, module))
         return True
-
-
-def _receive(tensors, run):
-    """Give every rank rank 0's `tensors`."""
-    with torch.no_grad():
-        for tensor in tensors:
-            run.collectives.broadcast(tensor.data)

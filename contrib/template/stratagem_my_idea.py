@@ -42,7 +42,7 @@ class MyIdea(Strategy):
     @hookimpl
     def wrap_model(self, module, run):
         module = module.to(run.device)
-        _copy_from_rank_0((*module.parameters(), *module.buffers()), run)
+        run.collectives.replicate((*module.parameters(), *module.buffers()))
         return module
 
     @hookimpl
@@ -55,7 +55,7 @@ class MyIdea(Strategy):
     @hookimpl
     def on_validation_start(self, run):
         if self.broadcast_buffers:
-            _copy_from_rank_0(run.module.buffers(), run)
+            run.collectives.replicate(run.module.buffers())
 
 
 def _average(parameters, run):
@@ -65,9 +65,3 @@ def _average(parameters, run):
             parameter.grad = torch.zeros_like(parameter)
     for future in [run.collectives.average_async(parameter.grad) for parameter in parameters]:
         future.wait()
-
-
-def _copy_from_rank_0(tensors, run):
-    with torch.no_grad():
-        for tensor in tensors:
-            run.collectives.broadcast(tensor.data)

@@ -139,6 +139,12 @@ class Plugin:
     #: What it offers and needs; a property in a plugin whose options decide.
     capabilities: ClassVar[Capabilities] = Capabilities()
 
+    def preload(self, device_type: str) -> None:
+        """Import what a run on such devices ("cpu", "cuda") imports late; a process that is about to be copied asks.
+
+        It must not touch a device: a copy could not use it.
+        """
+
 
 @define(eq=False, kw_only=True)
 class Strategy(Plugin):

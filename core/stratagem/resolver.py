@@ -111,6 +111,13 @@ class Stack:
             self.checkpoint, *self.others, *self.callbacks, *self.loggers,
         ]  # fmt: skip
 
+    def preload(self) -> None:
+        """Import what all plugins import late, so that copies of this process need not do it each for itself."""
+        device_type = self.accelerator.plugin.device(0).type
+        for choice in self.choices():
+            if isinstance(choice.plugin, Plugin):
+                choice.plugin.preload(device_type)
+
     def stateful(self) -> list[tuple[str, Any]]:
         """The plugins with state to survive a restart, by the key that it is saved under."""
         return self._keyed("state_dict")

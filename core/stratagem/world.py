@@ -16,7 +16,7 @@ from stratagem.errors import ConfigError, LaunchError, StratagemError
 from stratagem.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -169,6 +169,11 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with rank `src`'s and return it."""
         return tensor
+
+    def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
+        """Give all ranks rank `src`'s values of `tensors`, in place; whether they are trained or not."""
+        for tensor in tensors:
+            self.broadcast(tensor.data, src)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable `value` on every rank."""

@@ -19,6 +19,8 @@ from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem.testing.training import share, weights_of
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = ("sharded", "full")
 UNITS = {"auto_wrap_policy": {nn.Linear}}

@@ -18,6 +18,8 @@ from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import share, train, weights_of
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 ROOT = Path(__file__).parents[2]
 OURS = {path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

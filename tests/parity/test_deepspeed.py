@@ -15,6 +15,8 @@ from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
 }  # fmt: skip
@@ -85,10 +87,19 @@ def test_what_is_offloaded_to_the_cpu_trains_the_same(strategy):
         assert compared == 24
 
 
-def _in_16_bits(rank, world_size, strategy, precision):
-    expected, _ = _train(AdamW, world_size, "ddp", 1, None)
+class Normalized(Net):
+    """Running statistics have 32 bits, whatever the weights have."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(32))
+        self.net.insert(4, torch.nn.LayerNorm(32))
+
+
+def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
+    expected, _ = _train(make, world_size, "ddp", 1, None)
     options = {"name": strategy, "initial_scale_power": 6} if precision == "16-mixed" else strategy
-    weights, policy = _train(AdamW, world_size, options, 1, None, precision=precision)
+    weights, policy = _train(make, world_size, options, 1, None, precision=precision)
     return relative_difference(weights, expected), tolerance_of(policy)
 
 
@@ -97,6 +108,14 @@ def _in_16_bits(rank, world_size, strategy, precision):
 def test_sixteen_bits_stay_close(strategy, precision):
     for distance, tolerance in run_in_processes(_in_16_bits, 2, strategy, precision, limit_s=120):
         assert 0 < distance < tolerance
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+def test_normalizing_layers_take_sixteen_bits(strategy, precision):
+    # Of rank 0 alone, as in a checkpoint: each rank has statistics of its own.
+    distance, tolerance = run_in_processes(_in_16_bits, 2, strategy, precision, Normalized, limit_s=120)[0]
+    assert 0 < distance < tolerance
 
 
 class Sometimes(Net):

@@ -26,6 +26,8 @@ from stratagem_deepspeed import given
 from stratagem_deepspeed.config import engine_config, micro_batch_size
 from stratagem_deepspeed.options import DeepSpeedOptions
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 #: What Lightning's guide shows, with an optimizer that DeepSpeed still has.

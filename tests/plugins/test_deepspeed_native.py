@@ -26,6 +26,8 @@ from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, loss_of, net, part
 from stratagem.testing.training import EveryBatch, outcome, share, weights_of
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 24)
 STAGES = (1, 2, 3)

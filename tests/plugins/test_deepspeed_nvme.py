@@ -19,6 +19,8 @@ from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of
 
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
 }  # fmt: skip

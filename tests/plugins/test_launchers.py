@@ -301,7 +301,10 @@ BARE = """
 
     def launch():
         world = World(world_size=2, local_world_size=2)
-        run = types.SimpleNamespace(num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1))
+        stack = types.SimpleNamespace(preload=lambda: None)
+        run = types.SimpleNamespace(
+            num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), stack=stack
+        )
         return {launcher}().launch(main=body, run=run)
 
     if __name__ == "__main__":

@@ -95,6 +95,10 @@ class StrategyConformance(Conformance):
             "other_size": (*cls.world_sizes, "single"),
         }
 
+    def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        self.choice().plugin.preload(self.accelerator)
+        return super().run_in(function, world_size, *arguments)
+
     # --- The same training as in one process ---------------------------------------------------------------------
 
     def test_weights_equal_one_process(self, world_size: int) -> None:
@@ -162,7 +166,10 @@ class StrategyConformance(Conformance):
         self._compare(results, train_module_plainly(Net(), batches, 2, max_norm=0.5)[0])
 
     def test_a_loop_of_your_own(self, world_size: int) -> None:
-        """`Run.setup`, `backward`, `clip_gradients` (which returns the norm before clipping) and `optimizer_step`."""
+        """`Run.setup`, `backward`, `clip_gradients` (which returns the norm before clipping) and `optimizer_step`.
+
+        Gradients that `zero_grad` drops before a step are gone.
+        """
         batches = joined_batches(6, _BATCH)
         clip = 0.5 if self.claims(CLIP_BY_NORM) else None
         reference, norms = train_module_plainly(Net(), batches, max_norm=clip)
@@ -549,7 +556,11 @@ def _own_loop(rank: int, size: int, choose: dict[str, Any], batches: Any, clip: 
         module = Net()
         model, optimizer = run.setup(module, module.configure_optimizers())
         norms = []
-        for x, y in run.dataloader(part(batches, run.mesh.data_shard, run.mesh.num_data_shards)):
+        mine = part(batches, run.mesh.data_shard, run.mesh.num_data_shards)
+        for number, (x, y) in enumerate(run.dataloader(mine)):
+            if number == 2:  # a batch that is thought better of
+                run.backward(loss_of(model(-x), y))
+                optimizer.zero_grad()
             run.backward(loss_of(model(x), y))
             if clip is not None:
                 norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))

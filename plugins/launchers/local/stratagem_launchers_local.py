@@ -90,6 +90,7 @@ class _FunctionLauncher(Launcher):
     @hookimpl
     def launch(self, main, run):
         self._check()
+        self._prepare(run)
         main = self._pack(main)
         world, store = reserve_store(run.world)
         folder = reports_folder()
@@ -115,6 +116,9 @@ class _FunctionLauncher(Launcher):
 
     def _check(self) -> None:
         """Refuse where this way of starting cannot work."""
+
+    def _prepare(self, run: Any) -> None:
+        """Do what processes may share."""
 
     def _pack(self, main: Any) -> Any:
         return main
@@ -157,7 +161,6 @@ class ForkLauncher(_FunctionLauncher):
 
     def _check(self) -> None:
         import torch
-        import torch._dynamo  # the first optimizer step imports it, seconds in every process unless it is here already
 
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
@@ -167,6 +170,11 @@ class ForkLauncher(_FunctionLauncher):
                 expected="a process that has not touched a CUDA device: a copy of it cannot",
                 do="restart the notebook and create no tensor on a GPU before fit, or use another launcher",
             )
+
+    def _prepare(self, run: Any) -> None:
+        import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
+
+        run.stack.preload()
 
 
 def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:

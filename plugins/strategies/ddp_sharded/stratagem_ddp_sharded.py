@@ -97,9 +97,7 @@ class ShardedDDPStrategy(Strategy):
     @hookimpl
     def wrap_model(self, module, run):
         module = module.to(run.device)
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                run.collectives.broadcast(tensor.data)
+        run.collectives.replicate((*module.parameters(), *module.buffers()))
         self._divide(module, run.peers.world_size)
         self._reduce = run.bucket_reducer() if run.stage == "train" else None
         if self._reduce is None and self.bucket_cap_mb is not None and run.stage == "train":

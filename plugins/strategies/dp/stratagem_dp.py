@@ -93,9 +93,7 @@ class DDP2Strategy(Strategy):
     def wrap_model(self, module, run):
         parts = _in_parts(module, run)
         if run.stage != "train" or not any(parameter.requires_grad for parameter in parts.parameters()):
-            with torch.no_grad():
-                for tensor in (*parts.parameters(), *parts.buffers()):
-                    run.collectives.broadcast(tensor.data)
+            run.collectives.replicate((*parts.parameters(), *parts.buffers()))
             return parts
         node = _Node(
             parts,
@@ -126,8 +124,7 @@ class DDP2Strategy(Strategy):
     @hookimpl
     def on_validation_start(self, run):
         if isinstance(run.model, _Node):
-            for buffer in run.module.buffers():
-                run.collectives.broadcast(buffer)
+            run.collectives.replicate(run.module.buffers())
 
 
 # --- Between nodes -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
+from stratagem.normalization import match_inputs
 from stratagem.options import duration
 from stratagem.plugin import (
     CLIP_BY_NORM,
@@ -230,7 +231,7 @@ class FSDPStrategy(Strategy):
         root = fully_shard(module, **options, ignored_params=_scalars(user))
         self._listen(root, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
-            _match_inputs(user)
+            match_inputs(user)
         user.__dict__[_WRAPPED] = (root, self._device_mesh)
         return root
 
@@ -541,18 +542,6 @@ def _running_norms(user: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Return the layers with running statistics: those are fp32, and so must their weights be."""
     norms = [part for part in user.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     return [part for part in norms if part.weight is not None and part not in units]
-
-
-def _match_inputs(user: nn.Module) -> None:
-    """Cast what normalizing layers get to the dtype of their weights: on a CPU autocast leaves that to the caller."""
-    for part in user.modules():
-        if isinstance(part, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm) and part.weight is not None:
-            part.register_forward_pre_hook(_cast_to_weight)
-
-
-def _cast_to_weight(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *rest = arguments
-    return (x.to(layer.weight.dtype), *rest)
 
 
 def _reshard(root: nn.Module) -> None:

@@ -140,7 +140,7 @@ class DDPStrategy(Strategy):
         module = module.to(run.device)
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if run.stage != "train" or not trainable:
-            _broadcast(module, run.collectives)
+            run.collectives.replicate((*module.parameters(), *module.buffers()))
             return module
         if self.static_graph and run.manual:
             raise ConfigError(
@@ -209,8 +209,7 @@ class DDPStrategy(Strategy):
     @hookimpl
     def on_validation_start(self, run):
         if isinstance(run.model, DistributedDataParallel):
-            for buffer in run.module.buffers():
-                run.peers.broadcast(buffer)
+            run.peers.replicate(run.module.buffers())
 
 
 class _Replica(DistributedDataParallel):
@@ -263,10 +262,3 @@ def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParalle
         replica.require_backward_grad_sync = False
     # Buffers are to be sent at the next forward, as after any synchronised step.
     replica.require_forward_param_sync = True
-
-
-def _broadcast(module: torch.nn.Module, collectives) -> None:
-    """Give every rank rank 0's parameters and buffers, as DDP does when it wraps."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            collectives.broadcast(tensor.data)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_deepspeed.config import device_of
 
 SECTIONS = ("offload_optimizer", "offload_param")
 
@@ -53,7 +54,7 @@ class Disk:
             ConfigError: nobody can write there, or not in the way that deepspeed writes.
         """
         self._parents = {
-            section: str(Path(zero[section]["nvme_path"])) for section in SECTIONS if is_on_disk(zero, section)
+            section: str(Path(zero[section]["nvme_path"])) for section in SECTIONS if device_of(zero, section) == "nvme"
         }
         self._locks: list[int] = []
         self._own: dict[str, Path] = {}
@@ -111,11 +112,6 @@ class Disk:
         for descriptor in self._locks:
             os.close(descriptor)
         self._own, self._locks = {}, []
-
-
-def is_on_disk(zero: Mapping[str, Any], section: str) -> bool:
-    """Whether `section` of the configuration offloads to a disk."""
-    return bool(zero.get(section, {}).get("device") == "nvme")
 
 
 def _lock(path: Path) -> int:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.errors import ConfigError
+from stratagem.normalization import match_inputs
 from stratagem_deepspeed.state import masters, put_masters
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -22,8 +24,6 @@ _LATEST = "_stratagem_engine"
 _MASTERS = "_stratagem_masters"
 #: Optimizers for which a layer is more than its numbers.
 _WHOLE_LAYERS = {"adafactor", "muon", "shampoo", "soap", "lars", "lamb", "novograd"}
-#: Layers that on a CPU want what they normalize in the dtype of their weights.
-_NORMALIZING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class EngineModule(nn.Module):
@@ -32,10 +32,15 @@ class EngineModule(nn.Module):
     def __init__(self, step: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         self.step = _Autocast(step, dtype, device) if dtype is not None else step
-        # Not as submodules and not twice: the engine holds this model's steps itself.
-        self.__dict__["engine"] = None
-        self.__dict__["user"], self.__dict__["dtype"] = step.module, dtype
-        self.__dict__["dtypes"] = [(parameter, parameter.dtype) for parameter in step.parameters()]
+        self.dtype = dtype
+        self.dtypes = [(parameter, parameter.dtype) for parameter in step.parameters()]
+        #: What the next step will clip by, as measured for it.
+        self.norms: list[torch.Tensor] | None = None
+        self.arrivals: Arrivals | None = None
+        #: For linear layers that do not save their weights for backward, which would keep every gathered one.
+        self._linear: Any = None
+        # Not as submodules: the engine holds this model's steps itself.
+        self.__dict__["engine"], self.__dict__["user"] = None, step.module
         step.module.__dict__[_LATEST] = weakref.ref(self)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -45,6 +50,12 @@ class EngineModule(nn.Module):
                 return engine(*arguments, **options)
         self._check_whole()
         return self.step(*arguments, **options)
+
+    @property
+    def zero(self) -> Any:
+        """ZeRO's optimizer, if there is one."""
+        optimizer = getattr(self.engine, "optimizer", None)
+        return optimizer if hasattr(optimizer, "optimizer") else None
 
     def _check_whole(self) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in self.step.parameters()):
@@ -58,10 +69,11 @@ class EngineModule(nn.Module):
         """Make the engine; without an optimizer it only gathers what a forward needs."""
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
         accelerator = deepspeed.accelerator.get_accelerator()
-        if accelerator.device_name() == "cpu":
-            accelerator.is_fp16_supported = lambda: True  # torch can, if the processor cannot
-        # All ranks have the same parameters already, and it stumbles over those without dimensions.
-        with _replaced(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda _: None):
+        with contextlib.ExitStack() as stack:
+            # All ranks have the same parameters already, and it stumbles over those without dimensions.
+            stack.enter_context(_replaced(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda _: None))
+            if accelerator.device_name() == "cpu":  # torch can, if the processor cannot
+                stack.enter_context(_replaced(accelerator, "is_fp16_supported", lambda: True))
             self.__dict__["engine"], *_ = deepspeed.initialize(
                 model=self.step, optimizer=optimizer, model_parameters=trained, config=config
             )
@@ -69,9 +81,14 @@ class EngineModule(nn.Module):
         if self._keeps_masters() and (kept := self.user.__dict__.pop(_MASTERS, None)):
             put_masters(kept, self.engine.optimizer, self.dtype)
         zero = config["zero_optimization"]
-        self.__dict__["spares_weights"] = zero["stage"] == 3 and zero.get("memory_efficient_linear", True)
+        if zero["stage"] == 2 and self.zero is not None:
+            _let_zero_grad_drop_all(self.zero)
+        if zero["stage"] == 3 and zero.get("memory_efficient_linear", True):
+            from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+            self._linear = zero3_linear_wrap
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
-            self.__dict__["arrivals"] = Arrivals(trained, run)
+            self.arrivals = Arrivals(trained, run)
             if zero["stage"] == 2:
                 self._check_each_backward()
 
@@ -82,26 +99,21 @@ class EngineModule(nn.Module):
 
     def _check_each_backward(self) -> None:
         """Stage 2 sends what backward has left as soon as it is over: compare before."""
-        finish = self.engine._backward_epilogue
+        finish, arrivals = self.engine._backward_epilogue, self.arrivals
+        assert arrivals is not None, "made before"
 
         def compare_and_finish() -> None:
-            self.arrivals.compare(ordered=True)
+            arrivals.compare(ordered=True)
             finish()
 
         self.engine.__dict__["_backward_epilogue"] = compare_and_finish
 
     def _compare_arrivals(self) -> None:
-        arrivals = self.__dict__.get("arrivals")
-        if arrivals is not None and not self.engine.zero_optimization_partition_gradients():
-            arrivals.compare(ordered=False)  # stage 1 sends once in a window
+        if self.arrivals is not None and not self.engine.zero_optimization_partition_gradients():
+            self.arrivals.compare(ordered=False)  # stage 1 sends once in a window
 
     def _sparing(self) -> contextlib.AbstractContextManager[None]:
-        """Have linear layers not save their weights for backward, which would keep every gathered one."""
-        if not self.__dict__.get("spares_weights"):
-            return _AS_IT_IS
-        from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-        return _replaced(nn.functional, "linear", zero3_linear_wrap)
+        return _AS_IT_IS if self._linear is None else _replaced(nn.functional, "linear", self._linear)
 
     def clip(self, max_norm: float) -> Any:
         """Have the next step clip; return the norm before clipping.
@@ -109,11 +121,11 @@ class EngineModule(nn.Module):
         The engine averages, measures and clips when it steps. Here it averages and measures before, and not again.
         """
         engine = self.engine
-        if "_norms" not in self.__dict__:  # it may have been asked before, to measure alone
+        if self.norms is None:  # it may have been asked before, to measure alone
             self._finish_window()
-            self.__dict__["_norms"] = _norms(engine)
+            self.norms = _norms(engine)
         self._clip(max_norm)
-        return _combined(self._norms) / getattr(engine.optimizer, "loss_scale", 1.0)
+        return _combined(self.norms) / getattr(engine.optimizer, "loss_scale", 1.0)
 
     def _finish_window(self) -> None:
         """Average what the batches of this window have left."""
@@ -127,7 +139,8 @@ class EngineModule(nn.Module):
 
     def step_optimizer(self) -> bool:
         """Step; return whether parameters changed."""
-        engine, norms = self.engine, self.__dict__.pop("_norms", None)
+        engine, norms = self.engine, self.norms
+        self.norms = None
         if norms is None:
             self._compare_arrivals()
             engine.step()
@@ -144,7 +157,7 @@ class EngineModule(nn.Module):
             self.engine.optimizer.clip_grad = max_norm
 
     def _keeps_masters(self) -> bool:
-        return self.dtype is not None and hasattr(getattr(self.engine, "optimizer", None), "optimizer")
+        return self.dtype is not None and self.zero is not None
 
     def cast(self) -> None:
         """Have parameters in the engine's 16 bits where no engine is needed."""
@@ -175,8 +188,9 @@ class EngineModule(nn.Module):
         for parameter, dtype in self.dtypes:
             if parameter.dtype != dtype and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
-        if "arrivals" in self.__dict__:
-            self.__dict__.pop("arrivals").stop()
+        if self.arrivals is not None:
+            self.arrivals.stop()
+            self.arrivals = None
         if isinstance(self.step, _Autocast):
             self.step.stop()
 
@@ -255,6 +269,21 @@ class Arrivals:
             hook.remove()
 
 
+def _let_zero_grad_drop_all(zero: Any) -> None:
+    """At stage 2 gradients that were sent are kept elsewhere than at their parameters, where `zero_grad` looks."""
+    zero_grad, before_any = zero.zero_grad, zero.micro_step_id
+
+    def drop_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        zero.micro_step_id = before_any
+        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        if zero.cpu_offload:
+            zero._offload_accumulated_param_ids.clear()
+
+    zero.zero_grad = drop_all
+
+
 def _forget_gradients(zero: Any) -> None:
     """Zero what ZeRO keeps of gradients after a step: it would step a parameter again that gets none in the next."""
     kept = [getattr(zero, "grad_partitions_flat_buffer", None)]
@@ -330,22 +359,36 @@ class _Autocast(nn.Module):
     def __init__(self, step: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.step, self._dtype, self._device_type = step, dtype, device.type
-        normalizing = [part for part in step.modules() if isinstance(part, _NORMALIZING) and part.weight is not None]
-        self._hooks = [part.register_forward_pre_hook(_cast_to_weight) for part in normalizing if device.type == "cpu"]
+        self._hooks = match_inputs(step) if device.type == "cpu" else []
+        # Running statistics have 32 bits, and torch wants the weights beside them to have as many.
+        self._running = [part for part in step.modules() if isinstance(part, _NormBase) and part.weight is not None]
+        for part in self._running:
+            part.__dict__["forward"] = functools.partial(_with_wide_weights, part)
 
     def stop(self) -> None:
         """Leave the layers as they were."""
         for hook in self._hooks:
             hook.remove()
+        for part in self._running:
+            part.__dict__.pop("forward", None)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         with torch.autocast(self._device_type, self._dtype):
             return self.step(*arguments, **options)
 
 
-def _cast_to_weight(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *rest = arguments
-    return (x.to(layer.weight.dtype), *rest)
+def _with_wide_weights(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    wide = {name: value.float() for name, value in layer.named_parameters(recurse=False)}
+    layer.__dict__.update(wide)  # found before the parameters of these names
+    try:
+        result: torch.Tensor = type(layer).forward(layer, x)
+        return result
+    finally:
+        for name in wide:
+            del layer.__dict__[name]
+
+
+# --- Before and after --------------------------------------------------------------------------------------------
 
 
 def _forget_models() -> None:
@@ -375,7 +418,7 @@ def the_only(optimizers: list[Any], configured: str | None) -> Any:
     """Return the one optimizer of a run, None if DeepSpeed is to make it.
 
     Raises:
-        ConfigError: there are several, or none at all.
+        ConfigError: there are several.
     """
     if len(optimizers) > 1:
         raise ConfigError(

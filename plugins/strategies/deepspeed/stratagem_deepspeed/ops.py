@@ -11,6 +11,7 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem_deepspeed.builds import OPS, check_tools, unusable
+from stratagem_deepspeed.config import device_of
 
 if TYPE_CHECKING:
     from stratagem.run import Run
@@ -26,7 +27,8 @@ def ops_for(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, 
         ConfigError: the configuration's optimizer has no op for such a device.
     """
     found = _of_named_optimizer(config, device_type) if optimizer is None else _of_optimizer(optimizer)
-    if "nvme" in (_offload_device(config, "offload_optimizer"), _offload_device(config, "offload_param")):
+    zero = config.get("zero_optimization", {})
+    if "nvme" in (device_of(zero, "offload_optimizer"), device_of(zero, "offload_param")):
         found += ["pin_memory", "async_io"]
     elif os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native":
         found += ["pin_memory"]
@@ -50,7 +52,7 @@ def _of_named_optimizer(config: Mapping[str, Any], device_type: str) -> list[str
     if name not in _NAMED or (wanted.get("params") or {}).get("torch_adam"):
         return []
     offloaded, otherwise = _NAMED[name]
-    op = otherwise if _offload_device(config, "offload_optimizer") is None else offloaded
+    op = otherwise if device_of(config.get("zero_optimization", {}), "offload_optimizer") is None else offloaded
     if device_type == "cpu" and op in _GPU_ONLY:
         raise ConfigError(
             f"the configuration's optimizer is {wanted['type']!r} and this run trains on the CPU",
@@ -80,19 +82,13 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def _offload_device(config: Mapping[str, Any], what: str) -> str | None:
-    section = (config.get("zero_optimization") or {}).get(what) or {}
-    device = str(getattr(section.get("device"), "value", section.get("device", "none")))
-    return None if device == "none" else device
-
-
 def advise(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, run: Run) -> None:
     """Tell rank 0's user once of an optimizer of deepspeed's that does the same as the one of torch's, faster."""
     if not run.is_global_zero or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
     name = f"torch.optim.{type(optimizer).__name__}"
     adamw = "" if isinstance(optimizer, torch.optim.AdamW) else ", adamw_mode=False"
-    if _offload_device(config, "offload_optimizer") is not None:
+    if device_of(config.get("zero_optimization", {}), "offload_optimizer") is not None:
         faster = f"deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, ...{adamw})"
         said = f"the optimizer's state is offloaded and {name} steps there: {faster} is several times as fast"
     elif run.device.type == "cuda":

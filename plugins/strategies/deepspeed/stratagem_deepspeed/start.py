@@ -88,6 +88,11 @@ def load(device_type: str, logging_level: int | str = logging.WARNING) -> Module
     return deepspeed
 
 
+def load_late() -> None:
+    """Import what deepspeed imports when it makes an engine: an optimizer for torch to compile, and its compiler."""
+    importlib.import_module("deepspeed.runtime.zero.utils")
+
+
 def _set_level(level: int) -> None:
     logger = logging.getLogger("DeepSpeed")
     for each in (logger, *logger.handlers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +22,8 @@ from stratagem.world import TorchCollectives
 from stratagem_deepspeed import in_engine, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
-from stratagem_deepspeed.config import engine_config, micro_batch_size
-from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, is_on_disk, let_go, mend
+from stratagem_deepspeed.config import device_of, engine_config, micro_batch_size
+from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
 from stratagem_deepspeed.engine import EngineModule, check_elementwise, check_tested, stop_earlier, the_only
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.shares import Shares, share_out
@@ -62,6 +62,11 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     def makes_optimizer(self) -> bool:
         return self.configured_optimizer is not None
+
+    def preload(self, device_type) -> None:
+        if device_type == "cpu":  # looking for a GPU's ops might touch it
+            start.load(device_type, self.logging_level)
+            start.load_late()
 
     def absorbs(self, policy) -> bool:
         """The engine computes in 16 bits by itself, and keeps fp32 masters."""
@@ -119,8 +124,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             check_not_lost(user)
             self._shares.append(share_out(user, lambda: self._maker(user, config, run), dtype, run))
         else:
-            _same_everywhere(user.to(run.device).parameters(), run)
-        _same_everywhere(user.to(run.device).buffers(), run)
+            run.collectives.replicate(user.to(run.device).parameters())
+        run.collectives.replicate(user.to(run.device).buffers())
         self._model = EngineModule(module, dtype, run.device)
         if run.stage != "train":
             self._start(None, run)
@@ -135,7 +140,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     def _use_disk(self, run) -> None:
         """Have a place for the next model on a disk, if anything is offloaded to one. Collective."""
-        if not any(is_on_disk(self.zero, section) for section in ("offload_optimizer", "offload_param")):
+        if "nvme" not in (device_of(self.zero, "offload_optimizer"), device_of(self.zero, "offload_param")):
             return
         zero, error = engine_config(self, run)["zero_optimization"], None
         try:
@@ -156,7 +161,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         """Return what shares out the parameters of `module`."""
         dtype = self._dtype(run)
         watched = contextlib.nullcontext()
-        if is_on_disk(self.zero, "offload_param"):
+        if device_of(self.zero, "offload_param") == "nvme":
             check_parameters(module, config, dtype, run.world_size, self.called)
             start.prepare_ops(start.ops_for(config, None, run.device.type), run)
             watched = self._watched()
@@ -184,7 +189,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             if self.zero_stage < 3:
                 self._model.cast()
                 return
-        if optimizer is not None and is_on_disk(self.zero, "offload_optimizer"):
+        if optimizer is not None and device_of(self.zero, "offload_optimizer") == "nvme":
             check_optimizer(optimizer, config["zero_optimization"]["offload_optimizer"], self.called)
         names = parameter_names(run.module)
         trained = [names[id(p)] for p in run.module.parameters() if p.requires_grad]
@@ -255,9 +260,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @property
     def _zero(self) -> Any:
-        """ZeRO's optimizer, if there is one."""
-        zero = getattr(self._engine, "optimizer", None)
-        return zero if hasattr(zero, "optimizer") else None
+        return None if self._model is None else self._model.zero
 
     @property
     def _scaler(self) -> Any:
@@ -282,7 +285,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             return True
         if self.zero_stage == 3 and self._engine is not None:
             self._engine.optimizer.empty_partition_cache()  # what a forward has gathered would stay as it is
-        optional = {name for name in module.state_dict() if not self._keeps(module)(name)}
+        keeps = self._keeps(module)
+        optional = {name for name in module.state_dict() if not keeps(name)}
         logical.load_model_state(state, module, self._zero, strict, optional)
         return True
 
@@ -341,10 +345,3 @@ def _check_dtypes(module: nn.Module) -> None:
                 expected="parameters in 32 bits or fewer, and real ones",
                 do="convert it, or choose another strategy",
             )
-
-
-def _same_everywhere(tensors: Iterable[torch.Tensor], run) -> None:
-    """Give all ranks rank 0's values."""
-    with torch.no_grad():
-        for tensor in tensors:
-            run.collectives.broadcast(tensor.data)
