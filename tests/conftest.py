@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+
+# Hundreds of tests start programs: each would compile these sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # torch asks for the name of every peer that connects: a name server that drops a question must not cost five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -14,8 +14,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("contrib/*/pyproject.toml") if path.parent.name != "template")
 
 
+#: Importing what these log to takes most of a minute.
+SLOW = ("mlflow", "wandb")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(path, marks=[pytest.mark.sweep] if path.name in SLOW else []) for path in PACKAGES],
+    ids=lambda path: path.name,
+)
 def test_its_wheel_passes_its_tests(package, tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, package], check=True)

@@ -147,6 +147,26 @@ def test_weights_optimizer_position_and_metrics_come_home():
     assert trainer.global_step == 20
 
 
+class Preloading(sg.Callback):
+    def __init__(self):
+        self.asked = []
+
+    def preload(self, device_type):
+        self.asked.append((device_type, os.getpid()))
+
+    @sg.hookimpl
+    def on_fit_start(self):
+        assert len(self.asked) == 1, "a copy was made before its original had imported what is late"
+
+
+def test_what_is_imported_late_is_imported_once():
+    look = Preloading()
+    trainer, loader = forked(joined_batches(2, 16), [look])
+    trainer.fit(Net(), loader)
+
+    assert look.asked == [("cpu", os.getpid())]
+
+
 def test_callbacks_bring_their_state_home(tmp_path):
     trainer, loader = forked(joined_batches(4, 16), enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(Net(), loader)

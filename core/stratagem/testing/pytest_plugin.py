@@ -62,6 +62,6 @@ def _leave_process_group() -> None:
     import torch
 
     torch.set_default_dtype(torch.float32)
-    gc.collect()  # a wrapped model must not outlive its process group
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()  # a wrapped model must not outlive its process group
         torch.distributed.destroy_process_group()
