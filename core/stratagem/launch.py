@@ -49,6 +49,7 @@ NOTICE_S = 4.0
 END_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
+_HELD = (signal.SIGTERM, signal.SIGINT)
 #: What gloo, NCCL and the store say when the other side is gone. Whole words: "cannot restore" is somebody's own error.
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|\bsocket|remote process exited|timed out waiting"
@@ -260,14 +261,28 @@ def ending_on_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def holding_signals() -> Iterator[None]:
+    """Within: SIGTERM and SIGINT wait, so that this process knows of all that it started when one ends it.
+
+    A process that is forked within holds them too, until `forget_signals`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _exit_on_sigterm(*_: object) -> None:
     raise SystemExit(143)
 
 
-def forget_sigterm() -> None:
-    """In a forked child: undo the parent's `ending_on_sigterm`."""
+def forget_signals() -> None:
+    """In a forked child: undo the parent's `ending_on_sigterm` and `holding_signals`."""
     if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def _watch_parent(parent: int) -> None:

@@ -51,6 +51,8 @@ LOCAL_STEPS: Final = "local-steps"
 TEAMS: Final = "teams"
 #: Parameters are sharded over processes.
 SHARDED_PARAMETERS: Final = "sharded-parameters"
+#: Copies of the weights are stepped: what is written into a module's parameters during a fit is lost.
+STEPPED_COPIES: Final = "stepped-copies"
 #: `clip_gradients` honours max_norm / max_value.
 CLIP_BY_NORM: Final = "clip-by-norm"
 CLIP_BY_VALUE: Final = "clip-by-value"

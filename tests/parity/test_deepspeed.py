@@ -215,3 +215,72 @@ def test_options_of_a_precision_that_the_engine_takes_over_are_refused():
         sg.StratagemError, match=r"precision.16-mixed.init_scale is set .* applies the precision by itself"
     ):
         sg.Trainer(strategy="deepspeed_stage_2", precision={"name": "16-mixed", "init_scale": 64.0}, **QUIET)
+
+
+class Thawing(Net):
+    """A layer that is frozen until the third batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(batch_idx >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+class FrozenGroup(Net):
+    def configure_optimizers(self):
+        self.net[0].requires_grad_(False)
+        return torch.optim.SGD([{"params": self.net[0].parameters()}, {"params": self.net[2].parameters()}], lr=0.1)
+
+
+class Detached(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (Thawing, "'net.0.weight' was frozen when training began and is trained now"),
+        (FrozenGroup, "parameter group 0 of SGD has no parameter that is trained"),
+        (Detached, "reaches no trainable parameter"),
+        (Sparse, "words has sparse gradients, and ZeRO lays gradients end to end"),
+    ],
+)
+def test_what_would_be_lost_is_refused(strategy, make, sentence):
+    for said in run_in_processes(_refused, 2, make, strategy, limit_s=120):
+        assert said.startswith("refused: "), said
+        assert sentence in said
+
+
+class Outside(Net):
+    """Trains one layer; another gets gradients that nobody uses."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[4].parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("strategy", [{"name": "deepspeed", "stage": 0}, *STAGES])
+def test_what_is_in_no_group_does_not_count_in_the_norm(strategy):
+    for distance in run_in_processes(_from_ddp, 2, strategy, limit_s=120):
+        assert distance < 1e-6
+
+
+def _from_ddp(rank, world_size, strategy):
+    (weights, _), (expected, _) = (_train(Outside, world_size, each, 1, 0.2) for each in (strategy, "ddp"))
+    return relative_difference(weights, expected)
+
+
+@pytest.mark.parametrize("callback", ["ema", {"name": "stochastic_weight_averaging", "swa_lrs": 0.1}])
+def test_callbacks_that_write_into_weights_are_refused(callback):
+    with pytest.raises(sg.StratagemError, match=r"callback '\w+' cannot be used with .* 'stepped-copies'"):
+        sg.Trainer(strategy="deepspeed_stage_1", callbacks=[callback], **QUIET)

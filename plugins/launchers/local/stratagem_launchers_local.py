@@ -25,7 +25,8 @@ from stratagem.launch import (
     die_with,
     end,
     ending_on_sigterm,
-    forget_sigterm,
+    forget_signals,
+    holding_signals,
     local_places,
     process_variables,
     relaunch_command,
@@ -104,8 +105,9 @@ class _FunctionLauncher(Launcher):
                         process = context.Process(
                             target=_child, args=(main, variables, folder, place.rank, self.start_method)
                         )
-                        process.start()
-                        children.append(Child(place.rank, process.pid, _exit_code(process)))
+                        with holding_signals():
+                            process.start()
+                            children.append(Child(place.rank, process.pid, _exit_code(process)))
                 store.serve()
                 wait_for(children, folder)
                 return _read_result(folder)
@@ -179,7 +181,7 @@ class ForkLauncher(_FunctionLauncher):
 
 def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:
     """What a started process does."""
-    forget_sigterm()
+    forget_signals()
     die_with(int(variables[PARENT_VARIABLE]))
     # Garbage of the parent is not ours to collect: the destructor of a process group would wait for threads that a
     # fork does not copy.

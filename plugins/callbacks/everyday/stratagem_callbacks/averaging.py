@@ -14,7 +14,7 @@ from stratagem import Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import at_least, between, more_than
-from stratagem.plugin import TEAMS
+from stratagem.plugin import STEPPED_COPIES, TEAMS
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class EMA(Callback):
     """
 
     # Of models that differ from rank to rank each would keep an average of its own.
-    capabilities = Capabilities(conflicts={TEAMS})
+    capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
     #: Share of the old average that is kept at each update: nearer to 1 is smoother and slower.
     decay: float = field(default=0.999, validator=between(0, 1))
@@ -144,7 +144,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     # Of models that differ from rank to rank each would keep an average of its own.
-    capabilities = Capabilities(conflicts={TEAMS})
+    capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
     #: Learning rate to train with while averaging.
     swa_lrs: float = field(validator=more_than(0))

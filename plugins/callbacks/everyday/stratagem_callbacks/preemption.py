@@ -29,6 +29,8 @@ from stratagem.places import place
 _LINGER_S = 5.0
 #: More batches than anybody has.
 _NO_LIMIT = 10**18
+#: Seconds that the end of a fit waits for the thread that looks at the board.
+_STOP_S = 2.0
 #: Seconds after which a rank that does not answer is taken for dead.
 _PATIENCE_S = 300.0
 
@@ -219,3 +221,4 @@ class _Watch:
     def stop(self) -> None:
         self._over = True
         self._wake.set()
+        self._thread.join(_STOP_S)  # it may be asking a store that is gone

@@ -37,6 +37,9 @@ class EngineModule(nn.Module):
         #: What the next step will clip by, as measured for it.
         self.norms: list[torch.Tensor] | None = None
         self.arrivals: Arrivals | None = None
+        self._frozen: set[int] = set()
+        #: At stage 0, what is trained and in no group: its gradient counts for nothing.
+        self._outside: list[nn.Parameter] = []
         #: For linear layers that do not save their weights for backward, which would keep every gathered one.
         self._linear: Any = None
         # Not as submodules: the engine holds this model's steps itself.
@@ -68,6 +71,7 @@ class EngineModule(nn.Module):
     def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any, run: Any) -> None:
         """Make the engine; without an optimizer it only gathers what a forward needs."""
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
+        self._frozen = {id(parameter) for parameter in self.step.parameters() if not parameter.requires_grad}
         accelerator = deepspeed.accelerator.get_accelerator()
         with contextlib.ExitStack() as stack:
             # All ranks have the same parameters already, and it stumbles over those without dimensions.
@@ -81,6 +85,9 @@ class EngineModule(nn.Module):
         if self._keeps_masters() and (kept := self.user.__dict__.pop(_MASTERS, None)):
             put_masters(kept, self.engine.optimizer, self.dtype)
         zero = config["zero_optimization"]
+        if zero["stage"] == 0 and optimizer is not None:
+            inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            self._outside = [parameter for parameter in trained if id(parameter) not in inside]
         if zero["stage"] == 2 and self.zero is not None:
             _let_zero_grad_drop_all(self.zero)
         if zero["stage"] == 3 and zero.get("memory_efficient_linear", True):
@@ -91,6 +98,16 @@ class EngineModule(nn.Module):
             self.arrivals = Arrivals(trained, run)
             if zero["stage"] == 2:
                 self._check_each_backward()
+
+    def check_thawed(self) -> None:
+        """Refuse a parameter that was frozen when the engine was made, and is to be trained now: it never is."""
+        for name, parameter in self.user.named_parameters():
+            if parameter.requires_grad and id(parameter) in self._frozen:
+                raise ConfigError(
+                    f"{name!r} was frozen when training began and is trained now, which DeepSpeed does not notice",
+                    expected="the same parameters from beginning to end of a fit",
+                    do="begin with it trainable, or train in two fits",
+                )
 
     def backward(self, loss: torch.Tensor) -> None:
         """Differentiate `loss`; what is computed again is computed as it was."""
@@ -131,6 +148,8 @@ class EngineModule(nn.Module):
         """Average what the batches of this window have left."""
         engine = self.engine
         self._compare_arrivals()
+        for parameter in self._outside:
+            parameter.grad = None
         engine._running_engine_step = True  # the end of a window, which is when gradients are averaged
         if not engine.zero_optimization_partition_gradients():
             engine.allreduce_gradients()
@@ -208,6 +227,21 @@ def check_elementwise(optimizer: Any) -> None:
             expected="an optimizer that treats each number by itself, such as AdamW",
             do='choose it, or a strategy that steps whole parameters, such as "ddp"',
         )
+
+
+def check_groups(optimizer: Any) -> None:
+    """Refuse a parameter group in which nothing is trained: ZeRO wants something of each to share out.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of {type(optimizer).__name__} has no parameter that is trained",
+                expected="at least one in each group, which ZeRO shares out",
+                do="leave the group out of configure_optimizers",
+            )
 
 
 def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:

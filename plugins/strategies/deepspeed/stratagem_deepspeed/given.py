@@ -136,7 +136,7 @@ _REFUSED = {
     "progressive_layer_drop": (f"{_GONE} progressive layer drop", ""),
     "curriculum_learning": (f"{_GONE} this form of curriculum learning", ""),
     "nebula": (f"{_GONE} Nebula", ""),
-    "sparse_gradients": (f"{_GONE} compressed embedding gradients", "use nn.Embedding(sparse=True)"),
+    "sparse_gradients": (f"{_GONE} compressed embedding gradients", "leave it out"),
     "graph_harvesting": (f"{_GONE} graph harvesting", ""),
     "zero_optimization.mics_shard_size": (f"{_GONE} MiCS", ""),
     "zero_optimization.mics_hierarchical_params_gather": (f"{_GONE} MiCS", ""),

@@ -15,7 +15,15 @@ from torch import nn
 
 from stratagem import Capabilities, hookimpl
 from stratagem.errors import ConfigError
-from stratagem.plugin import ACCUMULATION, CLIP_BY_NORM, FULL_STATE, MULTI_PROCESS, NO_SYNC, SHARDED_PARAMETERS
+from stratagem.plugin import (
+    ACCUMULATION,
+    CLIP_BY_NORM,
+    FULL_STATE,
+    MULTI_PROCESS,
+    NO_SYNC,
+    SHARDED_PARAMETERS,
+    STEPPED_COPIES,
+)
 from stratagem.state import logical_optimizer_state, parameter_names, physical_optimizer_state
 from stratagem.tuning import in_force, take_back
 from stratagem.world import TorchCollectives
@@ -24,7 +32,14 @@ from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
 from stratagem_deepspeed.config import device_of, engine_config, micro_batch_size
 from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
-from stratagem_deepspeed.engine import EngineModule, check_elementwise, check_tested, stop_earlier, the_only
+from stratagem_deepspeed.engine import (
+    EngineModule,
+    check_elementwise,
+    check_groups,
+    check_tested,
+    stop_earlier,
+    the_only,
+)
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.shares import Shares, share_out
 
@@ -49,7 +64,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @property
     def capabilities(self) -> Capabilities:
         provides = {ACCUMULATION, CLIP_BY_NORM, FULL_STATE, MULTI_PROCESS, native.ENGINE}
-        own = {0: {NO_SYNC}, 1: {NO_SYNC}, 2: set(), 3: {SHARDED_PARAMETERS}}[self.zero_stage]
+        own = {
+            0: {NO_SYNC}, 1: {NO_SYNC, STEPPED_COPIES}, 2: {STEPPED_COPIES}, 3: {SHARDED_PARAMETERS, STEPPED_COPIES},
+        }[self.zero_stage]  # fmt: skip
         return Capabilities(provides=provides | own)
 
     # --- Before any process starts -------------------------------------------------------------------------------
@@ -182,6 +199,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         """Make the engine, unless there is nothing for it to do."""
         assert self._model is not None, "wrapped before"
         _check_dtypes(run.module)
+        if self.zero_stage:
+            _check_dense(run.module)
         config = self._config(run)
         if optimizer is None and (self.configured_optimizer is None or run.stage != "train"):
             config.pop("optimizer", None)
@@ -193,6 +212,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             check_optimizer(optimizer, config["zero_optimization"]["offload_optimizer"], self.called)
         names = parameter_names(run.module)
         trained = [names[id(p)] for p in run.module.parameters() if p.requires_grad]
+        if optimizer is not None and self.zero_stage:
+            check_groups(optimizer)
         self._groups = [trained] if optimizer is None else [
             [names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
         ]  # fmt: skip
@@ -214,6 +235,11 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 expected="one of the two",
             )
 
+    @hookimpl
+    def on_train_epoch_end(self, run):
+        if run.model.engine is not None:
+            run.model.check_thawed()
+
     @hookimpl(wrapper=True)
     def wrap_dataloader(self, loader, stage, run):
         shared = yield
@@ -230,9 +256,15 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def backward(self, loss, module):
+    def backward(self, loss, module, run):
         if module.engine is None:
             raise ConfigError("DeepSpeed is to differentiate a loss and got no optimizer", expected="one optimizer")
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"the loss of rank {run.rank} reaches no trainable parameter",
+                expected="a loss that was computed from them",
+                do="return the usual loss multiplied by zero to skip a batch",
+            )
         module.backward(loss)
         return True
 
@@ -335,6 +367,15 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 #: What fits into fp32.
 _MASTERED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_dense(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ConfigError(
+                f"{name or type(part).__name__} has sparse gradients, and ZeRO lays gradients end to end",
+                expected="dense ones", do=f'make {name or "it"} with sparse=False, or choose strategy="ddp"',
+            )  # fmt: skip
 
 
 def _check_dtypes(module: nn.Module) -> None:
