@@ -241,6 +241,8 @@ def test_a_second_fit_goes_on_where_the_first_stopped(tmp_path):
     trainer.fit(trainer.module, joined_batches(3, 8))
 
     assert [step for step, _ in scalars(trainer.logger.log_dir, "train_loss")] == [1, 2, 3, 4, 5, 6]
+    names = sorted(path.name.split(".")[3] for path in trainer.logger.log_dir.iterdir())
+    assert len(set(names)) == 2, "files of one second are not read in the order in which they were written"
 
 
 # --- Hyper-parameters ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from stratagem.errors import StratagemError
 from stratagem.testing.conformance import QUIET
 from stratagem.testing.reference import Batch, part
 
+#: How long a thread that has ended may take to be gone.
+_SETTLING_S = 0.5
 #: Offset of the count of payload bytes sent in Linux's `struct tcp_info`.
 _TCPI_BYTES_SENT = 200
 
@@ -121,14 +124,25 @@ def _bytes_sent_on(descriptor: int) -> int:
 def belongings() -> dict[str, Any]:
     """Return what this process holds: descriptors (files and ports), threads, a process group, files in its folder."""
     gc.collect()
-    descriptors, threads = Path("/proc/self/fd"), Path("/proc/self/task")
+    descriptors = Path("/proc/self/fd")
     return {
         "open files and ports": len(os.listdir(descriptors)) if descriptors.exists() else 0,
-        "threads": len(os.listdir(threads)) if threads.exists() else threading.active_count(),
+        "threads": _threads(),
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
         "default dtype": str(torch.get_default_dtype()),
         "files": sorted(str(path) for path in Path.cwd().rglob("*")),
     }
+
+
+def _threads() -> int:
+    """Return how many threads there are; one that was joined is the system's for a moment longer."""
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return threading.active_count()
+    deadline = time.monotonic() + _SETTLING_S
+    while (count := len(os.listdir(tasks))) > threading.active_count() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count
 
 
 class in_empty_folder:  # noqa: N801 - reads as a statement

@@ -175,6 +175,8 @@ class TensorBoardLogger(Logger):
         if not self._is_open:
             make = _summary_writer()
             self._folder = self._folder or self._make_folder()
+            if not is_remote(self._folder):
+                _wait_for_a_later_name(Path(self._folder))
             try:
                 self._writer = make(str(self._folder), purge_step=self._purge_step, flush_secs=self.flush_secs)
             except OSError as error:
@@ -234,6 +236,18 @@ class TensorBoardLogger(Logger):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Let the next file sort after those in `folder`: readers take them in the order of their names.
+
+    A name begins with the second that the file was made in; within a second, the tenth sorts before the ninth.
+    """
+    seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
+    deadline = time.monotonic() + 1.5  # the clock of whoever wrote them may be ahead
+    while int(time.time()) <= newest and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _summary_writer() -> Any:
