@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,24 @@ def test_another_run_gets_another_folder(tmp_path):
         )
 
     assert sorted(path.name for path in (tmp_path / "stratagem_logs").iterdir()) == ["version_0", "version_1"]
+
+
+def test_runs_that_begin_at_once_get_a_folder_each(tmp_path):
+    together = threading.Barrier(8)
+
+    def log(logger, root):
+        together.wait()
+        logger.log_metrics({"a": 1.0}, 0, run_at(root))
+
+    for number in range(10):
+        loggers = [CSVLogger() for _ in range(8)]
+        threads = [threading.Thread(target=log, args=(logger, tmp_path / str(number))) for logger in loggers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert len({logger.log_dir for logger in loggers}) == 8
 
 
 def run_at(folder):

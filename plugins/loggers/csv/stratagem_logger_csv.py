@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -96,9 +97,9 @@ class CSVLogger(Logger):
     def _open(self, root: Path) -> None:
         folder = self._destination(root)
         self._refuse_unwritable(folder)
-        if self.version is None:
-            folder = folder / f"version_{_next_version(folder)}"
         try:
+            if self.version is None:
+                folder = _new_version(folder)
             folder.mkdir(parents=True, exist_ok=True)
             if self._hparams:
                 (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
@@ -162,6 +163,16 @@ class CSVLogger(Logger):
             writer.writeheader()
             writer.writerows(earlier)
         os.replace(staged, self._file)
+
+
+def _new_version(parent: Path) -> Path:
+    """Make and return the next ``version_N``; two runs that begin at once get two."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = parent / f"version_{_next_version(parent)}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
 
 
 def _next_version(parent: Path) -> int:
