@@ -217,6 +217,14 @@ def name_of_format(path: Path) -> str | None:
     return None
 
 
+def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
+    """Return the installed format that recognises `path`; `preferred` if it does, or if none does."""
+    if preferred.recognises(path):
+        return preferred
+    name = name_of_format(path)
+    return preferred if name is None else format_named(name)
+
+
 def format_named(name: str) -> CheckpointFormat:
     """Return the checkpoint format of that name, with its default options."""
     from stratagem import registry

@@ -236,3 +236,97 @@ def test_two_callbacks_of_one_run_may_share_a_folder(tmp_path):
     _quiet_fit(tmp_path, callbacks=[ModelCheckpoint(filename="a"), ModelCheckpoint(filename="b")])
     _quiet_fit(tmp_path, callbacks=[ModelCheckpoint(filename="a"), ModelCheckpoint(filename="b")])
     assert not (tmp_path / "checkpoints" / ".in_use").exists()
+
+
+# --- Whose files a run may delete --------------------------------------------------------------------------------
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.glob("checkpoints/*.ckpt"))
+
+
+def checkpointing(root, num_epochs, **options):
+    callback = ModelCheckpoint(**options)
+    return sg.Trainer(max_epochs=num_epochs, callbacks=callback, default_root_dir=root, **QUIET)
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "safetensors", "sharded", "dcp"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"monitor": "score", "save_top_k": 2, "save_last": True}, {"enable_version_counter": False}],
+    ids=["newest", "best and last", "no versions"],
+)
+def test_a_run_that_begins_with_another_runs_checkpoint_deletes_nothing_of_it(tmp_path, checkpoint, options):
+    batches = joined_batches(2, 8)
+
+    def fit_in(root, num_epochs, ckpt_path=None):
+        callback = ModelCheckpoint(**options)
+        trainer = sg.Trainer(
+            max_epochs=num_epochs, callbacks=callback, checkpoint=checkpoint, default_root_dir=root, **QUIET
+        )
+        trainer.fit(Scored([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]), batches, batches, ckpt_path=ckpt_path)
+        return callback
+
+    source = fit_in(tmp_path / "A", 3)
+    before = sorted(path.name for path in (tmp_path / "A" / "checkpoints").iterdir())
+    other = fit_in(tmp_path / "B", 6, ckpt_path=source.best_model_path)
+
+    assert sorted(path.name for path in (tmp_path / "A" / "checkpoints").iterdir()) == before
+    kept = {path.name for path in (tmp_path / "B" / "checkpoints").iterdir() if "epoch" in path.name}
+    assert len({name.split(".")[0] for name in kept}) == max(options.get("save_top_k", 1), 1)  # its own are tidied up
+    assert other.best_model_path.startswith(str(tmp_path / "B"))
+
+
+def test_a_run_in_a_folder_around_anothers_deletes_nothing_of_it(tmp_path):
+    batches = joined_batches(2, 8)
+    checkpointing(tmp_path, 1, dirpath=tmp_path / "checkpoints" / "inner").fit(Net(), batches)
+    [inner] = (tmp_path / "checkpoints" / "inner").glob("*.ckpt")
+
+    checkpointing(tmp_path, 2).fit(Net(), batches, ckpt_path=inner)
+
+    assert inner.exists()
+
+
+def test_a_run_that_resumes_itself_tidies_up_under_another_spelling_of_its_folder(tmp_path, monkeypatch):
+    batches = joined_batches(2, 8)
+    monkeypatch.chdir(tmp_path)
+    checkpointing("A", 1).fit(Net(), batches)
+    (tmp_path / "link").symlink_to(tmp_path / "A")
+
+    checkpointing(tmp_path / "A", 2).fit(Net(), batches, ckpt_path="last")
+    assert names_in(tmp_path / "A") == ["epoch=1-step=4.ckpt"]
+
+    checkpointing(tmp_path / "link", 3).fit(Net(), batches, ckpt_path="last")
+    assert names_in(tmp_path / "A") == ["epoch=2-step=6.ckpt"]
+
+
+def test_what_was_best_elsewhere_is_known_until_there_is_something_of_its_own(tmp_path):
+    batches = joined_batches(2, 8)
+    options = {"monitor": "score"}
+    checkpointing(tmp_path / "A", 1, **options).fit(Scored([3.0]), batches, batches)
+    [source] = (tmp_path / "A" / "checkpoints").glob("*.ckpt")
+    trainer = checkpointing(tmp_path / "B", 1, **options)
+    trainer.fit(Scored([3.0, 4.0]), batches, batches, ckpt_path=source)
+    assert trainer.checkpoint_callback.best_model_path == str(source)
+
+    trainer.max_epochs = 2
+    trainer.fit(trainer.module, batches, batches)
+
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == tmp_path / "B" / "checkpoints"
+    assert source.exists()
+
+
+def test_last_of_another_run_in_the_folder_is_not_overwritten(tmp_path):
+    batches = joined_batches(2, 8)
+    checkpointing(tmp_path, 1, save_last=True).fit(Net(), batches)
+    before = (tmp_path / "checkpoints" / "last.ckpt").read_bytes()
+
+    trainer = checkpointing(tmp_path, 2, save_last=True)
+    trainer.fit(Net(), batches)
+    assert (tmp_path / "checkpoints" / "last.ckpt").read_bytes() == before
+    assert Path(trainer.checkpoint_callback.last_model_path).name == "last-v1.ckpt"
+
+    again = checkpointing(tmp_path, 3, save_last=True)
+    again.fit(Net(), batches, ckpt_path="last")  # the newest: it goes on with its own
+    assert Path(again.checkpoint_callback.last_model_path).name == "last-v1.ckpt"
+    assert torch.load(again.checkpoint_callback.last_model_path, weights_only=True)["loop"]["epoch"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import warnings
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.checkpoint import format_of
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.monitoring import monitored
 from stratagem.options import at_least, at_least_or_unlimited
-from stratagem.places import place
+from stratagem.places import is_remote, place
 from stratagem_callbacks.occupied import occupy, vacate
 
 
@@ -24,7 +26,8 @@ class ModelCheckpoint(Callback):
     """Saves after validation (or each epoch, or every n steps) and keeps the `save_top_k` best by `monitor`.
 
     The monitored metric must be the same on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest
-    checkpoint is kept.
+    checkpoint is kept. Deletes and overwrites only what this run wrote, and what the run that it resumes wrote into the
+    same folder.
     """
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
@@ -61,6 +64,8 @@ class ModelCheckpoint(Callback):
     #: Value by path, of those kept.
     best_k_models: dict[str, float] = field(init=False, factory=dict)
     _last_step: int = field(init=False, default=-1)
+    #: The folder of the checkpoints that it knows of; "" before the first fit.
+    _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -83,6 +88,7 @@ class ModelCheckpoint(Callback):
 
     @hookimpl
     def on_fit_start(self, trainer):
+        self._leave_to_others(self.folder(trainer))
         if trainer.fast_dev_run or (self.save_top_k == 0 and not self.save_last):
             return
         error = None
@@ -93,6 +99,17 @@ class ModelCheckpoint(Callback):
             except ConfigError as caught:
                 error = caught
         trainer.run.collectives.fail_together(error)
+
+    def _leave_to_others(self, folder: Path) -> None:
+        """Forget the checkpoints of a run in another folder: they are not this run's to delete, or to compare with."""
+        here = str(folder) if is_remote(folder) else os.path.realpath(folder)
+        if self._folder != here:
+            self.best_k_models, self.last_model_path = {}, ""
+        else:
+            # The same file under the name that this run uses for the folder.
+            self.best_k_models = {_within(folder, path): score for path, score in self.best_k_models.items()}
+            self.last_model_path = _within(folder, self.last_model_path) if self.last_model_path else ""
+        self._folder = here
 
     @hookimpl
     def on_fit_end(self):
@@ -155,21 +172,22 @@ class ModelCheckpoint(Callback):
         plan = trainer.run.collectives.broadcast_object(self._plan(trainer, score) if trainer.is_global_zero else None)
         if isinstance(plan, ConfigError):
             raise plan
-        path, score, doomed = plan
+        path, score, doomed, last = plan
         if path:
             self._remember(path, score, doomed)
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
-        if self.save_last:
-            self.last_model_path = str(self.folder(trainer) / f"last{trainer.checkpoint_format.suffix}")
+        if last:
+            self.last_model_path = last
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
         if trainer.is_global_zero:
             for old in doomed:  # not before there is something better on the disk
                 trainer.run.saver.afterwards(functools.partial(_remove, trainer.checkpoint_format, place(old)))
 
-    def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str]] | ConfigError:
-        """Decide on rank 0: where to save (nowhere: ""), the score, and what to delete afterwards."""
+    def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str], str] | ConfigError:
+        """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""
+        last = self._path_of_last(trainer) if self.save_last else ""
         if self.save_top_k == 0 or not self._is_wanted(score):
-            return "", score, []
+            return "", score, [], last
         doomed = []
         if self.monitor is None:
             doomed = list(self.best_k_models) if self.save_top_k == 1 else []
@@ -179,7 +197,7 @@ class ModelCheckpoint(Callback):
             path = self._path(trainer, doomed)
         except ConfigError as error:
             return error
-        return path, score, [old for old in doomed if old != path]
+        return path, score, [old for old in doomed if old != path], last
 
     def _is_wanted(self, score: float | None) -> bool:
         if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
@@ -219,6 +237,18 @@ class ModelCheckpoint(Callback):
             path = folder / f"{name}-v{version}{suffix}"
         return str(path)
 
+    def _path_of_last(self, trainer: Any) -> str:
+        """Return where ``last`` is: the one of this run, or a name that is free."""
+        folder, form = self.folder(trainer), trainer.checkpoint_format
+        path, version = folder / f"last{form.suffix}", 0
+        mine = place(self.last_model_path) if self.last_model_path else None
+        if mine is not None and mine.name.endswith(form.suffix) and (form.recognises(mine) or not mine.exists()):
+            return str(mine)
+        while self.enable_version_counter and path.exists():
+            version += 1
+            path = folder / f"last-v{version}{form.suffix}"
+        return str(path)
+
     def _format(self, values: dict[str, Any]) -> str:
         def fill(match: re.Match[str]) -> str:
             name, form = match[1], match[2] or ""
@@ -243,7 +273,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept, and what was best."""
-        names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step")
+        names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step", "_folder")
         return {name.lstrip("_"): getattr(self, name) for name in names} | {"best_k_models": dict(self.best_k_models)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,10 +281,18 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {path: score for path, score in state["best_k_models"].items() if place(path).exists()}
         self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
+        self._folder = state["folder"]
+
+
+def _within(folder: Path, path: str) -> str:
+    """Return `path`, which lies under `folder`, spelled as a path under `folder`."""
+    if is_remote(folder):
+        return path
+    return str(folder / os.path.relpath(os.path.realpath(path), os.path.realpath(folder)))
 
 
 def _remove(checkpoint_format: Any, path: Path) -> None:
     try:
-        checkpoint_format.remove(path)
+        format_of(path, checkpoint_format).remove(path)
     except (OSError, CheckpointError) as error:
         warnings.warn(f"{path} could not be deleted ({error})", stacklevel=2)
