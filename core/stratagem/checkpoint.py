@@ -125,16 +125,25 @@ def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
 
 
 def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
-    """Return the newest checkpoint in `folder` that verifies; None if there is none. Damaged ones are warned about."""
+    """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
+
+    Damaged ones are warned about. `checkpoint_format` is asked first; other formats are imported only if there is
+    something that it does not recognise.
+    """
     with refusals(folder, "listed"):
         if not folder.is_dir():
             return None
-        candidates = sorted(_candidates(folder, checkpoint_format), key=lambda path: -_age(path, checkpoint_format))
-    for path in candidates:
-        if checkpoint_format.is_whole(path):
+        found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
+    for path, form in found:
+        if form.is_whole(path):
             return path
         warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
     return None
+
+
+def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
+    """Return when `path` was saved, in seconds since 1970; 0 if it does not tell."""
+    return _age(path, format_of(path, checkpoint_format))
 
 
 def remove_file(path: Path) -> None:
@@ -212,14 +221,14 @@ def name_of_format(path: Path) -> str | None:
 
     for entry in registry.entries("checkpoint"):
         with contextlib.suppress(PluginError):  # one broken package must not hide the others
-            if format_named(entry.qualified_name).recognises(path):
+            if _recognises(format_named(entry.qualified_name), path):
                 return entry.qualified_name
     return None
 
 
 def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
     """Return the installed format that recognises `path`; `preferred` if it does, or if none does."""
-    if preferred.recognises(path):
+    if _recognises(preferred, path):
         return preferred
     name = name_of_format(path)
     return preferred if name is None else format_named(name)
@@ -300,10 +309,31 @@ class _HashingFile:
         return self.size
 
 
-def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[Path]:
+def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
+    """Yield what is in `folder` and recognised by a format, with that format."""
+    formats = [checkpoint_format]
     for path in folder.iterdir():
-        if not path.name.endswith((_STAGED, ".sum")) and checkpoint_format.recognises(path):
-            yield path
+        if path.name.endswith((_STAGED, ".sum")):
+            continue
+        if len(formats) == 1 and not _recognises(checkpoint_format, path) and not path.name.startswith("."):
+            formats += _installed_formats()
+        form = next((form for form in formats if _recognises(form, path)), None)
+        if form is not None:
+            yield path, form
+
+
+def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # what cannot be looked into is not taken for a checkpoint
+        return checkpoint_format.recognises(path)
+    return False
+
+
+def _installed_formats() -> Iterator[CheckpointFormat]:
+    from stratagem import registry
+
+    for entry in registry.entries("checkpoint"):
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            yield format_named(entry.qualified_name)
 
 
 def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from stratagem.checkpoint import Alone, newest_whole, read_with
+from stratagem.checkpoint import Alone, format_of, newest_whole, read_with, saved_at
 from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, place
 from stratagem.run import format_tag
@@ -183,7 +183,9 @@ def _best(trainer: Trainer) -> Path:
         return place(best)
     for folder in _folders(trainer):  # an earlier process's callback wrote down which one it was
         newest = newest_whole(folder, trainer.checkpoint_format)
-        states = {} if newest is None else read_with(trainer.checkpoint_format, newest, Alone()).get("callbacks", {})
+        if newest is None:
+            continue
+        states = read_with(format_of(newest, trainer.checkpoint_format), newest, Alone()).get("callbacks", {})
         for state in states.values():
             named = place(state.get("best_model_path", "") if isinstance(state, dict) else "")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]
@@ -206,11 +208,14 @@ def _last(trainer: Trainer) -> Path | None:
     if found and any(is_remote(path) for path in found):
         return found[0]
     if found:
-        return max(found, key=lambda path: path.stat().st_mtime_ns)
+        return max(found, key=lambda path: saved_at(path, trainer.checkpoint_format))
     if trainer.world.generation != "0":
         return None  # restarted before the first checkpoint: start afresh
     places = " or ".join(map(str, folders))
-    raise CheckpointError('ckpt_path is "last"', expected=f"a whole checkpoint in {places}", do="fit without it")
+    raise CheckpointError(
+        'ckpt_path is "last"', expected=f"a whole checkpoint in {places}, in a format that is installed",
+        do="check default_root_dir, or fit without ckpt_path to begin at step 0",
+    )  # fmt: skip
 
 
 # --- Travelling --------------------------------------------------------------------------------------------------

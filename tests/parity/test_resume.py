@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zipfile
 
 import pytest
 import torch
@@ -265,3 +266,47 @@ def test_a_finished_runs_checkpoint_loads_and_returns(tmp_path):
     assert all(
         torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
     )
+
+
+FORMATS = ["full", "safetensors", "sharded", "dcp"]
+
+
+def test_last_and_best_are_found_in_every_form(tmp_path):
+    """Another strategy, or another option, writes in another form: what was trained must be found all the same."""
+    options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    keep = {"name": "model_checkpoint", "monitor": "watched"}
+    for wrote in FORMATS:
+        folder = tmp_path / wrote
+        earlier = sg.Trainer(max_epochs=1, checkpoint=wrote, callbacks=[keep], default_root_dir=folder, **options)
+        earlier.fit(Worse(), loader(), loader())
+        for reads in FORMATS:
+            trainer = sg.Trainer(checkpoint=reads, callbacks=[keep], default_root_dir=folder, max_epochs=1, **options)
+            trainer.fit(Worse(), loader(), loader(), ckpt_path="last")
+            assert trainer.global_step == earlier.global_step, (wrote, reads)
+            trainer.validate(Worse(), loader(), ckpt_path="best")
+
+
+def test_last_is_the_newest_of_all_forms_and_what_it_replaces_is_deleted(tmp_path):
+    options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+    for number, form in enumerate(["sharded", "full", "dcp", "safetensors", "full"], start=1):
+        keep = {"name": "model_checkpoint", "save_last": True}
+        trainer = sg.Trainer(max_epochs=number, checkpoint=form, callbacks=[keep], **options)
+        trainer.fit(Noisy(), loader(), ckpt_path="last" if number > 1 else None)
+
+        assert trainer.global_step == 6 * number
+        kept = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("epoch")]
+        assert len({name.removesuffix(".sum") for name in kept}) == 1
+
+
+def test_last_takes_no_other_archive_for_a_checkpoint(tmp_path):
+    options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+    sg.Trainer(max_epochs=1, **options).fit(Noisy(), loader())
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:  # newer than the checkpoint
+        archive.writestr("images/1.png", b"")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder").mkdir(mode=0)
+
+    trainer = sg.Trainer(max_epochs=2, **options)
+    trainer.fit(Noisy(), loader(), ckpt_path="last")
+
+    assert trainer.global_step == 12

@@ -67,7 +67,7 @@ class FullCheckpoint(CheckpointFormat):
         if is_remote(path):
             with path.open("rb") if path.is_file() else io.BytesIO() as file:
                 return file.read(4) == b"PK\x03\x04"
-        return path.is_file() and zipfile.is_zipfile(path)
+        return path.is_file() and _is_of_torch(path)
 
     def is_whole(self, path: Path) -> bool:
         try:
@@ -78,6 +78,15 @@ class FullCheckpoint(CheckpointFormat):
 
     def remove(self, path: Path) -> None:
         remove_file(path)
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether `path` is a zip file that torch.save wrote, and not one of data, say."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def looks_like_one(path: Path) -> bool:
     if is_remote(path):
         return False
     if path.is_dir():
+        if (path / ".metadata").is_file():  # a folder of torch.distributed.checkpoint, which has such a MARK, too
+            return False
         return (path / MARK).is_file() or (path / LATEST).is_file() or _is_inner(path)
     return path.is_file() and _is_inner(path.parent) and path.suffix == ".pt"
 
