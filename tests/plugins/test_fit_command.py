@@ -135,6 +135,10 @@ def made(width: int = 3) -> Net:
     return Net(width)
 
 
+def with_any_options(**options) -> Net:
+    return Net(**options)
+
+
 def unannotated(**options):
     return Net(**options)
 
@@ -143,7 +147,7 @@ def returns_data() -> Data:
     return Data()
 
 
-def lies():
+def lies() -> Net:
     return nn.Linear(1, 1)
 
 
@@ -160,6 +164,26 @@ class Failing(Net):
                 raise sg.StratagemError("a known mistake", do="mend it")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().training_step(batch, batch_idx)
+
+
+def leaves_a_canary(**arguments):
+    pathlib.Path("canary").touch()
+
+
+class Tokenizer:
+    pass
+
+
+def makes_a_tokenizer() -> Tokenizer:
+    return Tokenizer()
+
+
+def makes_an_optimizer(parameters, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def doubled(x):
+    return 2 * x
 
 
 class Refuses(Net):
@@ -443,6 +467,7 @@ def test_ctrl_c_and_preemption_have_their_codes(name, code, processes):
         ({"model": "net.Data"}, r"model is net.Data .*expected a stratagem.Module"),
         ({"model": "net.returns_data"}, r"model is net.returns_data .*a function; expected a stratagem.Module"),
         ({"model": "net.GOT"}, r"model is net.GOT .*an object; expected a stratagem.Module"),
+        ({"model": "net.unannotated"}, r"annotate it: `def unannotated\(\.\.\.\) -> stratagem.Module:`"),
         ({"model": "net.lies"}, r"model is net.lies .*returned a Linear; expected a stratagem.Module"),
         ({"data": "net.Net"}, r"data is net.Net .*expected a stratagem.DataModule"),
         ({"data": {"class_path": "net.Data", "init_args": {"batchsize": 3}}}, r"data sets 'batchsize' .*'batch_size'"),
@@ -624,7 +649,7 @@ def test_something_to_call_is_an_object_or_a_function_with_its_arguments(capsys,
         ({"block": {"class_path": "net.Data"}}, r"model.block is net.Data \(file run.yaml\); expected a Module"),
         (
             {"block": {"class_path": "net.returns_data"}},
-            r"model.block is <net.Data .* \(file run.yaml\); expected a Module",
+            r"model.block is net.returns_data \(file run.yaml\); expected a Module",
         ),
         ({"block": 3}, r"model.block is 3 \(file run.yaml\); expected a Module or None"),
         ({"block": {"class_path": "torch.pi"}}, r"which nothing can be built from"),
@@ -658,6 +683,74 @@ def test_arguments_that_do_not_fit_are_refused(capsys, arguments, message):
     assert re.search(message, refused(capsys))
 
 
+#: What leaves a file called "canary" behind when it is called, with the arguments for that.
+CANARIES = {
+    "os.system": {"command": "touch canary"},
+    "os.mkdir": {"path": "canary"},
+    "builtins.open": {"file": "canary", "mode": "w"},
+    "subprocess.Popen": {"args": ["touch", "canary"]},
+    "subprocess.run": {"args": ["touch", "canary"]},
+    "net.leaves_a_canary": {},
+    "net.os.system": {"command": "touch canary"},
+}
+
+
+@pytest.mark.parametrize("class_path", CANARIES)
+@pytest.mark.parametrize(
+    "where",
+    ["model", "data", "block", "blocks", "named", "pair", "optimizer", "act", "dtype", "bare", "unknown", "options"],
+)
+def test_what_is_not_wanted_is_refused_and_not_called(capsys, where, class_path):
+    spec = {"class_path": class_path, "init_args": CANARIES[class_path]}
+    value = {"blocks": [spec], "named": {"a": spec}, "pair": [spec, "net.Data"], "options": {"a": spec}}.get(
+        where, spec
+    )
+    trainer = RUN["trainer"] | {"fast_dev_run": True}
+    if where in ("model", "data"):
+        write(**{where: spec}, trainer=trainer)
+    else:
+        write(model={"class_path": "net.Demanding", "init_args": {"needed": 1, where: value}}, trainer=trainer)
+    if class_path == "net.leaves_a_canary" and where in ("optimizer", "act"):  # the model may call what is its own
+        assert main(["fit", "run.yaml"]) == 0
+        assert not Path("canary").exists()
+        return
+    error = refused(capsys)
+
+    assert not Path("canary").exists()
+    assert where in error
+    assert class_path in error
+    assert "; expected " in error
+
+
+@pytest.mark.parametrize(
+    ("name", "class_path"), [("optimizer", "os.system"), ("act", "os.system"), ("kind", "subprocess.Popen")]
+)
+def test_the_path_of_something_to_call_is_checked_too(capsys, name, class_path):
+    write(model={"class_path": "net.Demanding", "init_args": {"needed": 1, name: class_path}})
+
+    assert re.search(f"model.{name} is {class_path} .*; expected ", refused(capsys))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "kind"),
+    [
+        ("bare", {"class_path": "torch.nn.ReLU"}, "torch.nn.ReLU"),
+        ("bare", {"class_path": "net.Tokenizer"}, "net.Tokenizer"),
+        ("bare", {"class_path": "net.makes_a_tokenizer"}, "net.Tokenizer"),
+        ("block", {"class_path": "net.made", "init_args": {"width": 2}}, "net.Net"),
+        ("options", {"a": {"class_path": "net.Tokenizer"}}, "builtins.dict"),
+        ("optimizer", {"class_path": "net.makes_an_optimizer", "init_args": {"lr": 0.5}}, "functools.partial"),
+        ("act", "net.doubled", "builtins.function"),
+        ("act", {"class_path": "torch.nn.init.zeros_"}, "functools.partial"),
+        ("kind", "net.Net", "builtins.type"),
+    ],
+)
+def test_what_is_wanted_is_built(capsys, name, spec, kind):
+    got = type(built(capsys, {"needed": 1, name: spec})[name])
+
+    assert f"{got.__module__}.{got.__name__}".replace("torch.nn.modules.activation", "torch.nn") == kind
+
+
 def test_another_class_drops_the_arguments_of_the_first():
     words = ["--model.how", "error", "--model", "net.Failing", "--model.rank", "7"]
     assert main(["fit", "run.yaml", *words]) == 0
@@ -665,7 +758,7 @@ def test_another_class_drops_the_arguments_of_the_first():
     assert weights()["layers.0.weight"].shape == (8, 4)  # the default width, and no complaint about 6
 
 
-@pytest.mark.parametrize("function", ["net.made", "net.unannotated"])
+@pytest.mark.parametrize("function", ["net.made", "net.with_any_options"])
 def test_a_function_may_make_the_model(function):
     assert main(["fit", "run.yaml", "--model", function, "--model.width", "5"]) == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
 import enum
 import functools
 import importlib
@@ -12,13 +11,14 @@ import types
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import attrs
 from attrs import frozen
 
-from stratagem.config import convert, describe
+from stratagem.config import convert
 from stratagem.errors import ConfigError, nearest
+from stratagem_fit.admission import admit, admit_object, is_factory
 from stratagem_fit.runfile import Said, Spec, parse_text
 from stratagem_fit.signatures import (
     UNNAMED,
@@ -79,13 +79,14 @@ def plan_section(path: str, spec: Spec, base: type[Any], kind: str) -> Plan:
     """
     said = spec.class_path
     target = find(said.value, path, said.origin)
-    wrong = not issubclass(target, base) if isinstance(target, type) else not inspect.isroutine(target)
-    if wrong or _returns_another(target, base):
+    made = target if isinstance(target, type) else _returned(target)
+    if not is_class(made) or not issubclass(made, base):
         raise ConfigError(
             f"{path} is {said.value} ({said.origin}), {_what(target)}",
-            expected=f"a {kind}, or a function that returns one",
+            expected=f"a {kind}, or a function whose return annotation is one",
+            do=f"annotate it: `def {target.__name__}(...) -> {kind}:`" if inspect.isfunction(target) else "",
         )
-    return _plan(target, spec, path)
+    return _plan(target, spec, path, package=target.__module__.partition(".")[0])
 
 
 def find(class_path: str, path: str, origin: str) -> Any:
@@ -126,12 +127,9 @@ def _import(parts: list[str], where: str) -> tuple[types.ModuleType, list[str]]:
     )
 
 
-def _returns_another(function: Any, base: type[Any]) -> bool:
-    """Whether the annotation of a function says that it returns no `base`."""
-    if isinstance(function, type):
-        return False
-    returned = annotations_of(function).get("return", Any)
-    return is_class(returned) and not issubclass(returned, base) and not issubclass(base, returned)
+def _returned(target: Any) -> Any:
+    """Return the annotation of what a function returns; Any where there is none."""
+    return annotations_of(target).get("return", Any) if inspect.isroutine(target) else Any
 
 
 def _what(target: Any) -> str:
@@ -141,7 +139,7 @@ def _what(target: Any) -> str:
 # --- Arguments ---------------------------------------------------------------------------------------------------
 
 
-def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any) -> Plan:
+def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any, *, package: str) -> Plan:
     wanted, annotations, title = parameters(target), annotations_of(target), spec.class_path.value or target.__name__
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in wanted.values())
     named = {name: each for name, each in wanted.items() if each.kind not in UNNAMED}
@@ -151,7 +149,7 @@ def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any) -> Plan:
                 f"{path} sets {name!r} ({_origin(value)}), which {title} does not take",
                 expected=", ".join(named) or "no arguments", do=nearest(name, named),
             )  # fmt: skip
-    partial = _is_factory(target, annotation)
+    partial = is_factory(target, annotation)
     missing = [name for name, each in named.items() if each.default is each.empty and name not in spec.arguments]
     if missing and not partial:
         raise ConfigError(
@@ -159,7 +157,7 @@ def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any) -> Plan:
             expected=f"a value, as {title} has no default for it", do=f"add it, or --{path}.{missing[0]}",
         )  # fmt: skip
     arguments = {
-        name: _argument(value, annotations.get(name, Any), f"{path}.{name}", named.get(name))
+        name: _argument(value, annotations.get(name, Any), f"{path}.{name}", named.get(name), package)
         for name, value in spec.arguments.items()
     }
     return Plan(
@@ -170,35 +168,38 @@ def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any) -> Plan:
     )  # fmt: skip
 
 
-def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Parameter | None) -> Any:
+def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Parameter | None, package: str) -> Any:
     """Return `value` of the run file as the plan of an object, or as what `annotation` says."""
     if isinstance(value, Spec):
-        target = find(value.class_path.value, path, value.class_path.origin)
-        _check_class(target, value, annotation, path)
-        return _plan(target, value, path, annotation)
+        said = value.class_path
+        target = find(said.value, path, said.origin)
+        admit(target, annotation, package, f"{path} is {said.value} ({said.origin})")
+        return _plan(target, value, path, annotation, package=package)
     if isinstance(value, dict):
         item = item_of(annotation, dict)
-        return {key: _argument(each, item, f"{path}.{key}", None) for key, each in value.items()}
+        return {key: _argument(each, item, f"{path}.{key}", None, package) for key, each in value.items()}
     if isinstance(value, list):
         item = item_of(annotation, list)
-        return [_argument(each, item, f"{path}[{index}]", None) for index, each in enumerate(value)]
+        return [_argument(each, item, f"{path}[{index}]", None, package) for index, each in enumerate(value)]
     if (filled := _dataclass_for(value, annotation)) is not None:
         given = {name: Said(each, value.origin) for name, each in value.value.items()}
-        return _plan(filled, Spec(Said("", value.origin), given), path)
+        return _plan(filled, Spec(Said("", value.origin), given), path, package=package)
     if value.text and in_plain_words(annotation) is Any:
         value = Said(parse_text(value.value), value.origin)
     _check_number(value, annotation, path, parameter)
-    return _converted(value, annotation, path)
+    return _converted(value, annotation, path, package)
 
 
-def _converted(said: Said, annotation: Any, path: str) -> Any:
+def _converted(said: Said, annotation: Any, path: str, package: str) -> Any:
     try:
         return _convert(said.value, annotation, path, said.origin, text=said.text)
     except ConfigError:
         # What neither a number nor a text can be: a class, a function, torch.bfloat16.
         if not (isinstance(said.value, str) and _DOTTED.fullmatch(said.value) and wants_object(annotation)):
             raise
-        return _convert(find(said.value, path, said.origin), annotation, path, said.origin)
+        found = _convert(find(said.value, path, said.origin), annotation, path, said.origin)
+        admit_object(found, annotation, package, f"{path} is {said.value} ({said.origin})")
+        return found
 
 
 def _was_imported(value: Any, argument: Any) -> bool:
@@ -233,35 +234,6 @@ def _advice(value: Any, annotation: Any, text: bool) -> str:
     import yaml
 
     return f"write {yaml.safe_dump(number).split()[0]}, as YAML takes {value} for text"
-
-
-def _check_class(target: Any, spec: Spec, annotation: Any, path: str) -> None:
-    """Refuse a class that the argument's annotation rules out, before anything is built."""
-    found = f"{path} is {spec.class_path.value} ({spec.class_path.origin})"
-    if not callable(target):
-        raise ConfigError(f"{found}, which nothing can be built from", expected="a class or a function")
-    wanted = [member for member in members(in_plain_words(annotation)) if member is not type(None)]
-    if not isinstance(target, type) or not all(map(is_class, wanted)) or _is_factory(target, annotation):
-        return
-    if wanted and not issubclass(target, tuple(wanted)):
-        raise ConfigError(found, expected=" or ".join(map(describe, wanted)))
-
-
-def _is_factory(target: Any, annotation: Any) -> bool:
-    """Whether something to call is wanted and `target` itself is it: then the call is the receiver's to make.
-
-    That is so for a function, for a T where ``Callable[..., T]`` is wanted, and for a class whose objects cannot be
-    called.
-    """
-    for member in members(annotation):
-        if collections.abc.Callable not in (member, get_origin(member)):
-            continue
-        if not isinstance(target, type) or not issubclass(target, collections.abc.Callable):  # type: ignore[arg-type]
-            return True
-        returned = (get_args(member) or (Any,))[-1]
-        if is_class(returned) and issubclass(target, returned):
-            return True
-    return False
 
 
 def _dataclass_for(said: Said, annotation: Any) -> type[Any] | None:
