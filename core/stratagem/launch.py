@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dis
 import functools
 import json
 import os
@@ -341,24 +342,34 @@ class Report:
     traceback: str
     #: The parts of a StratagemError, so that the parent can raise the same.
     parts: dict[str, str]
-
-    @property
-    def is_echo(self) -> bool:
-        """Whether it only tells of a connection to a process that died first."""
-        return is_echo(self.type, self.message)
+    #: It only tells that a collective failed, which another process caused; see `is_echo`.
+    is_echo: bool
 
 
-def is_echo(kind: str, message: str) -> bool:
-    """Whether an error of class `kind` is the sound of another process dying."""
-    network = kind in (
-        "PeerError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistStoreError",
-        "DistError",
-        "ConnectionError",
-    )
-    return network or (kind == "RuntimeError" and _ECHO.search(message.lower()) is not None)
+def is_echo(error: BaseException) -> bool:
+    """Whether `error` comes from a collective that failed because of another process.
+
+    gloo and the store raise a plain RuntimeError from C++. One that Python code raised, outside torch.distributed and
+    stratagem, is the user's own, whatever it says; so is every OSError (a data loader's, an HTTP client's).
+    """
+    if isinstance(error, OSError):
+        return False
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if kinds & {"PeerError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    return type(error) is RuntimeError and _ECHO.search(str(error).lower()) is not None and not _is_users(error)
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether a ``raise`` statement outside torch.distributed and stratagem raised `error`."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    raised = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised and not re.match(r"(torch\.distributed|stratagem\w*)(\.|$)", module)
 
 
 def report(error: BaseException, rank: int, folder: Path) -> None:
@@ -371,7 +382,7 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
         parts = {"found": error.found, "expected": error.expected, "do": error.do}
     content = {
         "rank": rank, "time": time.time(), "type": type(error).__name__, "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)), "parts": parts,
+        "traceback": "".join(traceback.format_exception(error)), "parts": parts, "is_echo": is_echo(error),
     }  # fmt: skip
     with contextlib.suppress(OSError):
         staged = path.with_suffix(".staged")
@@ -531,7 +542,7 @@ class Companions:
     def _settle(self, error: BaseException) -> BaseException | None:
         """End everybody after `error` here; return the error of another process if that one was the cause."""
         told = self._told and isinstance(error, KeyboardInterrupt)
-        if echo := is_echo(type(error).__name__, str(error)):
+        if echo := is_echo(error):
             _wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             _wait_until(lambda: _root_is_known(self.folder), 0.5)
         self.ending.set()

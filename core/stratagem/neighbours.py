@@ -112,8 +112,7 @@ def explained(error: BaseException, run: Run) -> BaseException:
 
 def _cause(error: BaseException, run: Run) -> BaseException:
     post = _Post(run)
-    # Python's own network errors are the user's: collectives raise others.
-    if is_echo(type(error).__name__, str(error)) and not isinstance(error, OSError):
+    if is_echo(error):
         knows_nobody = run.neighbours is None or isinstance(error, PeerError)
         return post.note(NOTE_S) or error if knows_nobody else _look_around(error, run, post)
     if isinstance(error, Exception):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from stratagem import World
 from stratagem.errors import ConfigError, LaunchError
@@ -141,13 +145,83 @@ def test_a_program_without_a_file_is_refused(words):
         ("RuntimeError", "Timed out waiting 3000ms for recv operation to complete", True),
         ("RuntimeError", "failed in TCPStore::wait: store is gone", True),
         ("DistBackendError", "NCCL error", True),
+        ("DistNetworkError", "", True),
         ("RuntimeError", "cannot restore the tokenizer", False),
         ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", False),
         ("ValueError", "connection closed", False),
+        ("ConnectionError", "the data host hung up", False),
+        ("ConnectionResetError", "connection reset by peer", False),
+        ("TimeoutError", "timed out waiting for the data host", False),
     ],
 )
 def test_an_echo_is_told_from_an_error(kind, message, expected):
-    assert is_echo(kind, message) is expected
+    cls = getattr(builtins, kind, None) or getattr(torch.distributed, kind)
+
+    assert is_echo(cls(message)) is expected
+
+
+def _of_the_user():
+    raise RuntimeError("timed out waiting for the licence server")
+
+
+def _of_the_users_loader():
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            _of_the_user()
+
+    next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
+
+
+def _of_the_user_in_backward():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _of_the_user()
+
+    Broken.apply(torch.ones(1, requires_grad=True)).backward()
+
+
+def _of_the_user_again():
+    try:
+        _of_a_collective()
+    except RuntimeError as error:
+        raise RuntimeError("the licence server closed the connection: connection reset") from error
+
+
+def _of_a_collective():
+    from torch.distributed import ProcessGroupGloo
+
+    store = torch.distributed.HashStore()
+    ProcessGroupGloo(store, 0, 2, timedelta(milliseconds=10))
+
+
+def _of_a_collective_raised_again():
+    try:
+        _of_a_collective()
+    except RuntimeError:
+        raise
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (_of_the_user, False), (_of_the_users_loader, False), (_of_the_user_in_backward, False),
+        (_of_the_user_again, False), (_of_a_collective, True), (_of_a_collective_raised_again, True),
+    ],
+)  # fmt: skip
+def test_only_what_a_collective_raises_is_an_echo(act, expected):
+    with pytest.raises(RuntimeError) as caught:
+        act()
+
+    assert re.search("timed out|timeout|connection", str(caught.value).lower())
+    assert is_echo(caught.value) is expected
 
 
 def child(rank, code, was_ended=False):

@@ -100,7 +100,7 @@ def _fork(
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
         code = 0
     except BaseException as error:  # noqa: BLE001 - the parent raises it
-        echo = is_echo(type(error).__name__, str(error))
+        echo = is_echo(error)
         report = {"time": time.time(), "echo": echo, "text": traceback.format_exc()}
         (folder / f"{rank}.error").write_text(json.dumps(report))
     finally:

@@ -48,7 +48,7 @@ class OnExceptionCheckpoint(Callback):
         in_order = isinstance(exception, SystemExit) and exception.code in (None, 0)
         was_training, self._training = self._training, False
         # An error of the connection tells that a peer is gone: nobody will come.
-        if not was_training or in_order or is_echo(type(exception).__name__, str(exception)):
+        if not was_training or in_order or is_echo(exception):
             return
         path = self.folder(trainer) / self.filename
         if not path.suffix:
