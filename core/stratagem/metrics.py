@@ -1,7 +1,14 @@
-"""What a module logs: values of the last step, and means (or sums, extremes) over an epoch."""
+"""What a module logs: values of the last step, and means (or sums, extremes) over an epoch.
+
+[Note: exact numbers]
+Integers and booleans are added up as 64-bit integers, everything else in double precision; a sum that 64 bits cannot
+hold becomes a double. Over ranks a value is sent as 64 bits with a flag that tells integers from doubles, so that one
+rank may log ``0`` and another ``0.5``. A NaN is never lost: mean, sum, max and min of it are NaN.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +23,14 @@ if TYPE_CHECKING:
 
 ReduceFx = Literal["mean", "sum", "max", "min"] | Callable[["Tensor"], "Tensor"]
 _REDUCTIONS = ("mean", "sum", "max", "min")
+#: Functions that mean one of those.
+_SYNONYMS: tuple[tuple[Any, str], ...] = (
+    (torch.mean, "mean"), (torch.sum, "sum"), (sum, "sum"), (torch.max, "max"), (torch.amax, "max"), (max, "max"),
+    (torch.min, "min"), (torch.amin, "min"), (min, "min"),
+)  # fmt: skip
+#: Options that all calls of `log` for one name have in common.
+_OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist", "rank_zero_only")
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
 
 
 @define(eq=False)
@@ -33,9 +48,12 @@ class Metric:
     last: Any = None
     #: Weighted sum, sum or extreme over the epoch; a list for a callable reduce_fx.
     total: Any = None
-    weight: float = 0.0
+    #: Sum of the weights of a mean; for a sum of integer tensors that sum in doubles, which tells an overflow.
+    weight: Any = 0.0
     #: An object that computes its own value over the epoch and over all ranks, as torchmetrics' do.
     source: Any = None
+    #: The options as the last call gave them.
+    given: Any = None
 
     def update(self, value: Any, weight: float) -> None:
         if self.source is not None:
@@ -51,18 +69,14 @@ class Metric:
         if not self.on_epoch:
             return
         if self.reduce_fx == "mean":
-            value = value * weight
-            self.total = value if self.total is None else self.total + value
+            self.total = _plus_weighted(self.total, value, weight)
             self.weight += weight
         elif callable(self.reduce_fx):
             self.total = [*(self.total or []), _tensor(value)]
-        elif self.total is None:
-            self.total = value
-        elif self.reduce_fx == "sum":
-            self.total = self.total + value
         else:
-            better = value > self.total if self.reduce_fx == "max" else value < self.total
-            self.total = value if better else self.total
+            self.total = combine(self.total, value, self.reduce_fx)
+            if self.reduce_fx == "sum" and isinstance(value, torch.Tensor) and not value.is_floating_point():
+                self.weight = self.weight + value.double()
 
     def reset(self) -> None:
         self.last, self.total, self.weight = None, None, 0.0
@@ -94,55 +108,72 @@ class MetricBook:
     ) -> None:
         """See `stratagem.Module.log`."""
         metric = self.metrics.get(name)
+        given = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only, self.default_on_step)
         if metric is None:
-            metric = self._new(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                value = value.detach()
-            if value.numel() != 1:
-                raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
-            if value.dim():
-                value = value.reshape(())
-            if value.dtype in (torch.float16, torch.bfloat16):
-                value = value.float()  # a sum of many would lose them
+            metric = self._new(name, value, given)
+        elif metric.given != given:
+            self._check_same_options(name, metric, given)
+        if metric.source is None:
+            value = number(name, value)
+        elif value is not metric.source:
+            found = "another" if type(value) is type(metric.source) else "a"
+            raise ConfigError(
+                f"log({name!r}) got {found} {type(value).__name__}",
+                expected=f"the {type(metric.source).__name__} that was logged under this name before",
+                do="log it under a name of its own",
+            )
         weight = 1.0
         if metric.on_epoch and metric.reduce_fx == "mean":
             weight = float(batch_size if batch_size is not None else infer_batch_size(self.batch))
         metric.update(value, weight)
         if metric.on_step and metric.sync_dist and self.collectives.world_size > 1:
-            metric.last = self.collectives.all_reduce(_tensor(value), _op(metric))
+            metric.last = _reduced(name, _of_all_ranks(value, self.collectives), metric.reduce_fx)
 
-    def _new(
-        self, name: str, value: Any, prog_bar: bool, logger: bool, on_step: bool | None, on_epoch: bool | None,
-        reduce_fx: Any, sync_dist: bool, rank_zero_only: bool,
-    ) -> Metric:  # fmt: skip
-        computes = _computes(value)
-        if not (computes or isinstance(value, torch.Tensor | int | float)):
-            raise ConfigError(
-                f"log({name!r}) got {value!r}",
-                expected="a number, a tensor with one element, or an object with update, compute and reset",
-            )
+    def _new(self, name: str, value: Any, given: tuple[Any, ...]) -> Metric:
+        options = self._effective(given)
+        reduce_fx = options["reduce_fx"]
         if not (callable(reduce_fx) or reduce_fx in _REDUCTIONS):
             raise ConfigError(
                 f"log({name!r}, reduce_fx={reduce_fx!r})", expected=f"one of {', '.join(_REDUCTIONS)} or a callable"
             )
-        if rank_zero_only and sync_dist:
+        if options["rank_zero_only"] and options["sync_dist"]:
             raise ConfigError(
                 f"log({name!r}) sets rank_zero_only and sync_dist", expected="one of the two",
-                do="drop sync_dist: the other ranks would wait for ever",
+                do="drop sync_dist: the other ranks would wait forever",
             )  # fmt: skip
-        step = self.default_on_step if on_step is None else on_step
-        epoch = (not self.default_on_step) if on_epoch is None else on_epoch
-        metric = Metric(step, epoch, prog_bar, logger, sync_dist, rank_zero_only, reduce_fx)
-        if computes:
-            if rank_zero_only:
+        metric = Metric(**options, given=given)
+        if _computes(value):
+            if metric.rank_zero_only:
                 raise ConfigError(
                     f"log({name!r}) sets rank_zero_only for a {type(value).__name__}, which asks all ranks",
                     do="drop it",
                 )
-            metric.source, metric.sync_dist = value, False  # it asks the other ranks by itself
+            metric.source, metric.sync_dist = value, False  # it communicates in its own compute()
         self.metrics[name] = metric
         return metric
+
+    def _effective(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """Return what the options in `given` amount to."""
+        options = dict(zip(_OPTIONS, given, strict=False))
+        if options["on_step"] is None:
+            options["on_step"] = self.default_on_step
+        if options["on_epoch"] is None:
+            options["on_epoch"] = not self.default_on_step
+        options["reduce_fx"] = next((n for f, n in _SYNONYMS if f is options["reduce_fx"]), options["reduce_fx"])
+        return options
+
+    def _check_same_options(self, name: str, metric: Metric, given: tuple[Any, ...]) -> None:
+        now, before = self._effective(given), {option: getattr(metric, option) for option in _OPTIONS}
+        if metric.source is not None:
+            now["sync_dist"] = False
+        different = [option for option in _OPTIONS if not _same(now[option], before[option])]
+        if different:
+            raise ConfigError(
+                f"log({name!r}) was called with other options before, and now with {_shown(now, different)}",
+                expected=f"{_shown(before, different)}, as in the first call",
+                do="log it under another name",
+            )
+        metric.given = given
 
     def step_values(self) -> dict[str, Any]:
         """Return the last value of every metric logged on steps, by display name."""
@@ -159,7 +190,7 @@ class MetricBook:
             self._check_same_names([name for name, m in reduced.items() if m.sync_dist])
         values = {}
         for name, metric in reduced.items():
-            value = _epoch_value(metric, self.collectives if metric.sync_dist else None)
+            value = _epoch_value(name, metric, self.collectives if metric.sync_dist else None)
             values[f"{name}_epoch" if metric.on_step else name] = value
         return values
 
@@ -187,7 +218,7 @@ class MetricBook:
             for name, m in self.metrics.items()
             if m.total is not None and not callable(m.reduce_fx) and m.source is None
         }
-        return {name: asdict(metric) for name, metric in kept.items()}
+        return {name: asdict(metric, filter=lambda field, _: field.name != "given") for name, metric in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an epoch that another process began."""
@@ -203,35 +234,146 @@ def _computes(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
 
 
-def _op(metric: Metric) -> Any:
-    return metric.reduce_fx if metric.reduce_fx in _REDUCTIONS else "mean"
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same; a function may be defined again for each call."""
+    return bool(one == other) or (callable(one) and getattr(one, "__code__", one) == getattr(other, "__code__", other))
 
 
-def _epoch_value(metric: Metric, collectives: Collectives | None) -> Tensor:
-    if metric.source is not None:
-        value = metric.source.compute()
-        if not isinstance(value, torch.Tensor | int | float) or (
-            isinstance(value, torch.Tensor) and value.numel() != 1
-        ):
+def _shown(options: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(options[name], '__name__', repr(options[name]))}" for name in names)
+
+
+# --- Numbers: see [Note: exact numbers] -----------------------------------------------------------------------------
+
+
+def number(name: str, value: Any) -> Tensor | int | float:
+    """Return what is logged of `value`: an int, a float, or a tensor without dimensions of int64, float32 or float64.
+
+    Raises:
+        ConfigError: `value` is not one real number.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            value = value.detach()
+        if value.numel() != 1:
+            raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
+        if value.dim():
+            value = value.reshape(())
+        if value.dtype is torch.float32 or value.dtype is torch.float64 or value.dtype is torch.int64:
+            return value
+        if value.dtype in _WHOLE:
+            return value.long()
+        if value.dtype is torch.uint64:
+            return _within_64_bits(int(value.view(torch.int64)) % 2**64)
+        if not value.is_floating_point():
             raise ConfigError(
-                f"{type(metric.source).__name__}.compute() returned {value!r}", expected="one number",
-                do="log its parts one by one",
+                f"log({name!r}) got a tensor of {str(value.dtype).removeprefix('torch.')}", expected="a real number",
+                do="log its real part, its imaginary part or its absolute value",
             )  # fmt: skip
-        return _tensor(value)
+        return value.float()
+    if isinstance(value, int):
+        return _within_64_bits(int(value))
+    if isinstance(value, float):
+        return value
+    if isinstance(shape := getattr(value, "shape", None), tuple) and callable(item := getattr(value, "item", None)):
+        if math.prod(shape) != 1:
+            raise ConfigError(f"log({name!r}) got an array of shape {shape}", expected="one number")
+        if isinstance(plain := item(), int | float):
+            return number(name, plain)
+    raise ConfigError(
+        f"log({name!r}) got {value!r}",
+        expected="a number, a tensor with one element, or an object with update, compute and reset",
+    )
+
+
+def combine(total: Any, value: Any, reduction: str) -> Any:
+    """Return the "sum", "max" or "min" of `total` (None at first) and `value`, both as `number` returns them."""
+    if total is None:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if not isinstance(total, torch.Tensor) and not isinstance(value, torch.Tensor):
+        if reduction == "sum":
+            return total + value
+        if value != value or total != total:  # NaN
+            return math.nan
+        return max(total, value) if reduction == "max" else min(total, value)
+    total, value = _tensor(total), _tensor(value)
+    if total.dtype is not value.dtype and total.dtype is not torch.float64:
+        total = total.double()
+    if reduction == "sum":
+        return total + value
+    return torch.maximum(total, value) if reduction == "max" else torch.minimum(total, value)
+
+
+def _plus_weighted(total: Any, value: Any, weight: float) -> Any:
+    if isinstance(total, torch.Tensor):
+        return torch.add(total, _tensor(value), alpha=weight)
+    if isinstance(value, torch.Tensor):
+        return value.double() * weight + (total or 0.0)
+    return value * weight + (total or 0.0)
+
+
+def _within_64_bits(value: int) -> int | float:
+    return value if -(2**63) <= value < 2**63 else float(value)
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    value = _within_64_bits(value) if isinstance(value, int) else float(value)
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
+    """Return the values of all ranks, (ranks,) in int64 if all of them are integers, else in float64. Collective."""
+    mine = _tensor(value).reshape(1)
+    whole = not mine.is_floating_point()
+    bits = mine if whole else mine.double().view(torch.int64)
+    flags, bits = torch.stack(collectives.all_gather(torch.cat([torch.full_like(bits, whole), bits]))).unbind(1)
+    if whole and bool(flags.all()):  # only integers cost a look at the device
+        return bits
+    return torch.where(flags.bool(), bits.double(), bits.contiguous().view(torch.float64))
+
+
+def _reduced(name: str, values: Tensor, reduce_fx: Any) -> Tensor:
+    """Return the reduction of `values`, (n,)."""
+    if reduce_fx == "sum":
+        return values.sum() if values.is_floating_point() else _tensor(sum(values.tolist())).to(values.device)
+    if reduce_fx == "mean":
+        return values.double().mean()
+    if reduce_fx in _REDUCTIONS:
+        return values.amax() if reduce_fx == "max" else values.amin()
+    return _one_number(f"the reduce_fx of log({name!r})", reduce_fx(values.double()), "reduce to one")
+
+
+def _epoch_value(name: str, metric: Metric, collectives: Collectives | None) -> Tensor:
+    if metric.source is not None:
+        who = f"{type(metric.source).__name__}.compute()"
+        return _one_number(who, metric.source.compute(), "log its parts one by one")
     if callable(metric.reduce_fx):
-        value = metric.reduce_fx(torch.stack(metric.total))
-        return collectives.all_reduce(value, "mean") if collectives else value
+        device = metric.total[-1].device
+        values = torch.stack([value.double().to(device) for value in metric.total])
+        if collectives:
+            gathered = collectives.all_gather_object(values.tolist())
+            values = torch.tensor([value for of_rank in gathered for value in of_rank], device=device).double()
+        return _reduced(name, values, metric.reduce_fx)
     total = _tensor(metric.total)
     if metric.reduce_fx == "mean":
         sums = torch.stack([total.double(), torch.tensor(metric.weight, dtype=torch.float64, device=total.device)])
         if collectives:
             sums = collectives.all_reduce(sums, "sum")
-        return (sums[0] / sums[1]).to(total.dtype if total.is_floating_point() else torch.float32)
-    return collectives.all_reduce(total, metric.reduce_fx) if collectives else total
+        return sums[0] / sums[1]
+    if isinstance(metric.weight, torch.Tensor) and total.dtype is torch.int64 and abs(float(metric.weight)) >= 2**63:
+        total = metric.weight.to(total.device)
+    return _reduced(name, _of_all_ranks(total, collectives), metric.reduce_fx) if collectives else total
 
 
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+def _one_number(who: str, value: Any, do: str) -> Tensor:
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    if not (is_one or isinstance(value, int | float)):
+        is_tensor = isinstance(value, torch.Tensor)
+        found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else " ".join(repr(value).split())
+        raise ConfigError(f"{who} returned {found}", expected="one number", do=do)
+    return _tensor(value)
 
 
 def infer_batch_size(batch: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -324,6 +325,25 @@ def test_what_parts_log_is_what_the_whole_batch_would(devices):
     firsts = sum(float(batch[start, :2].sum()) for batch, _ in UNEVEN for start in starts)
     assert float(found["twice"]) == pytest.approx(firsts, rel=1e-4)
     assert ("rare" in found) == (devices == 3)
+
+
+class LogsExactly(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("bytes", torch.tensor(100, dtype=torch.uint8), reduce_fx="sum", on_step=True)
+        self.log("truths", torch.tensor(True), reduce_fx="sum", on_step=True)
+        nan = float("nan") if len(batch[0]) == 7 else 1.0  # the last part
+        self.log_dict({"most": torch.tensor(nan), "again": nan}, reduce_fx="max", on_step=True)
+        return loss_of(self(batch[0]), batch[1])
+
+
+def test_what_parts_log_is_joined_exactly():
+    trainer = trainer_of(3)
+    trainer.fit(LogsExactly(), UNEVEN[:1])
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    assert (found["bytes"], found["truths"]) == (300, 3)
+    assert math.isnan(found["most"])
+    assert math.isnan(found["again"])
 
 
 def test_a_mean_over_batches_of_unequal_size_counts_samples():

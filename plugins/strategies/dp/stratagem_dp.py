@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stratagem import Capabilities, Module, Strategy, hookimpl
 from stratagem.data import move_batch
 from stratagem.errors import ConfigError
+from stratagem.metrics import combine, number
 from stratagem.module import COMPILER
 from stratagem.options import duration, more_than
 from stratagem.plugin import (
@@ -519,7 +520,7 @@ def _publish(module: Any, journals: list[_Journal], device: torch.device) -> Non
     for (name, _), entries in calls.items():
         values, sizes, (options, *_) = zip(*entries, strict=True)
         reduce_fx = options.get("reduce_fx", "mean")
-        merged = [_merged(values, sizes, reduce_fx)] if _can_merge(values, reduce_fx) else values
+        merged = [_merged(name, values, sizes, reduce_fx)] if _can_merge(values, reduce_fx) else values
         for value in merged:
             module.log(name, value, **options | {"batch_size": sum(sizes)})
 
@@ -530,7 +531,9 @@ def _can_merge(values: Sequence[Any], reduce_fx: Any) -> bool:
     return numbers and isinstance(reduce_fx, str) and reduce_fx in ("mean", "sum", "max", "min")
 
 
-def _merged(values: Sequence[Any], sizes: Sequence[int], reduce_fx: str) -> Any:
+def _merged(name: str, values: Sequence[Any], sizes: Sequence[int], reduce_fx: str) -> Any:
+    numbers = [number(name, value) for value in values]
     if reduce_fx == "mean":
-        return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
-    return {"sum": sum, "max": max, "min": min}[reduce_fx](values)
+        precise = [value.double() if isinstance(value, Tensor) else value for value in numbers]
+        return sum(value * (size / sum(sizes)) for value, size in zip(precise, sizes, strict=True))
+    return functools.reduce(lambda total, value: combine(total, value, reduce_fx), numbers, None)
