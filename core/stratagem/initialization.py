@@ -69,6 +69,29 @@ def has_no_values(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
+def allocate(module: nn.Module) -> None:
+    """Give memory on the CPU, and no values, to the parameters and buffers of `module` that are on the meta device.
+
+    For a caller that fills them next. Tied tensors stay tied.
+    """
+    # The list keeps the tensors alive, so that no id is used twice.
+    before = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
+    made = {id(tensor): _with_memory(tensor) for tensor in before}
+    for part in module.modules() if made else ():
+        for owned in (part._parameters, part._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None and tensor.is_meta:
+                    owned[name] = made[id(tensor)]
+
+
+def _with_memory(tensor: torch.Tensor) -> Any:
+    values = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        values = type(tensor)(values, requires_grad=tensor.requires_grad)
+    values.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != _INITIAL})
+    return values
+
+
 @define
 class _Done:
     """An operation in place on a parameter: what, with which other arguments."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
+from stratagem import defaults
 from stratagem.checkpoint import Alone, format_of, newest_whole, read_with, saved_at
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, ConfigError
+from stratagem.initialization import allocate
 from stratagem.places import is_remote, place
 from stratagem.run import format_tag
 from stratagem.seeding import random_state
@@ -24,18 +27,30 @@ if TYPE_CHECKING:
 
 #: Elements up to which a buffer is taken for statistics that may differ between ranks.
 _SMALL = 1 << 16
+#: What a process that launched others keeps of the state of a fit, beside the weights: all that resuming needs.
+_CARRIED = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins")
 
 
 def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
     run = trainer.run
+    # What other processes trained has come home as a plain module, which no strategy has wrapped here.
+    at_home = not run.connected and not run.stack.launcher.plugin.parent_trains
+    ask = functools.partial(run.ask, "model_state") if not at_home else defaults.model_state
     state: dict[str, Any] = {
-        "state_dict": run.ask("model_state", module=trainer.module),
+        "state_dict": ask(module=trainer.module),
         "format": format_tag(run.stack),
         "hyper_parameters": dict(trainer.module.hparams),
     }
     if weights_only:
         return state
+    if not run.connected and not at_home:
+        raise ConfigError(
+            "save_checkpoint was called after close(), when optimizers are gone", expected="a trainer that is open",
+            do="save before close(), or pass weights_only=True",
+        )  # fmt: skip
+    if at_home and trainer.carried is not None:
+        return state | trainer.carried
     plugins = {key: plugin.state_dict() for key, plugin in trainer.run.stack.stateful()}
     return (
         state
@@ -151,7 +166,13 @@ def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
     """Apply what an earlier fit of this module brought home to the process that launches. Collective."""
     restore_optimizers(trainer, carried)
     trainer.run.stack.restore(carried.get("plugins", {}))  # where training was here, plugins remember
-    trainer.run.load_rank_states(carried.get("ranks", []))
+    ranks, position = carried.get("ranks", []), trainer.position
+    trainer.run.load_rank_states(ranks)
+    within_an_epoch = position.batches_done and not position.epoch_done
+    if within_an_epoch and len(ranks) == trainer.world_size and trainer.feed is not None:
+        mine = ranks[trainer.global_rank]
+        position.epoch_random_state = mine["epoch_start"]
+        trainer.feed.resume(mine["feed"], mine["random"])
 
 
 def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -241,12 +262,12 @@ class Homecoming:
         """Apply the state in the parent, as if it had trained there; return the result."""
         with trainer.run.init_context():
             trainer.module.configure_model()
+        allocate(trainer.module)
         load_weights(trainer.module, self.state["state_dict"])
         trainer.callback_metrics, trainer.logged_metrics = self.callback_metrics, self.logged_metrics
         if "loop" in self.state:
             trainer.position.load_state_dict(self.state["loop"])
             trainer.position.epoch_random_state = None
             restore_plugins(trainer, self.state)
-            trainer.carried = {key: self.state[key] for key in ("optimizers", "lr_schedulers", "plugins")}
-            trainer.carried["ranks"] = [{"plugins": rank["plugins"]} for rank in self.state["ranks"]]
+            trainer.carried = {key: self.state[key] for key in _CARRIED}
         return self.result

@@ -461,9 +461,11 @@ class Trainer:
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
         job = Job(stage, loaders, val_loaders, datamodule, ckpt_path)
+        if model is not self.module:
+            self.carried = None
         if stage == "fit":
             if model is not self.module:
-                self.position, self.carried, self.feed = Position(), None, None
+                self.position, self.feed = Position(), None
             elif ckpt_path is None:
                 with self.run.making_whole():
                     job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)

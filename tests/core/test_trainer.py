@@ -673,3 +673,14 @@ def test_a_checkpoint_of_an_earlier_layout_says_so(tmp_path):
     torch.save(state, tmp_path / "old.ckpt")
     with pytest.raises(sg.StratagemError, match="an earlier stratagem.*load_from_checkpoint"):
         sg.Trainer(max_epochs=2, **QUIET).fit(Net(), joined_batches(2, 8), ckpt_path=tmp_path / "old.ckpt")
+
+
+def test_a_closed_trainer_saves_no_checkpoint_without_its_optimizers(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    trainer.close()
+
+    with pytest.raises(ConfigError, match=r"save_checkpoint was called after close\(\)"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert "state_dict" in torch.load(tmp_path / "a.ckpt", weights_only=True)

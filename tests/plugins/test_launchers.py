@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.checkpoint import read_any
+from stratagem.encoding import encode
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
 
@@ -126,7 +128,8 @@ def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
 
 def forked(batches, callbacks=(), **arguments):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    trainer = sg.Trainer(strategy="ddp_fork", devices=2, max_epochs=1, callbacks=callbacks, **(quiet | arguments))
+    arguments = {"strategy": "ddp_fork", "devices": 2, "max_epochs": 1} | arguments
+    trainer = sg.Trainer(callbacks=callbacks, **(quiet | arguments))
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return trainer, DataLoader(TensorDataset(x, y), 8)
 
@@ -172,6 +175,114 @@ def test_callbacks_bring_their_state_home(tmp_path):
     trainer.fit(Net(), loader)
 
     assert Path(trainer.callbacks[0].best_model_path).exists()
+
+
+class Seeing(Net):
+    """Writes down which samples it has trained on."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def training_step(self, batch, batch_idx):
+        with Path(f"{self.path}.{self.trainer.global_rank}").open("a") as file:
+            file.writelines(f"{float(first)}\n" for first in batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
+    batches = joined_batches(6, 8)
+    trainer, _ = forked(batches, devices=devices)
+    loader = DataLoader(TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True))), 4, shuffle=True)
+    model = Seeing(tmp_path / "seen")
+
+    trainer.max_steps = 3
+    trainer.fit(model, loader)
+    trainer.max_steps = -1
+    torch.manual_seed(5)
+    trainer.fit(model, loader)
+
+    seen = [line for path in tmp_path.glob("seen.*") for line in path.read_text().split()]
+    assert (len(seen), len(set(seen))) == (48, 48)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [("fork", "ddp"), ("fork", "ddp_sharded"), ("fork", "fsdp"), ("spawn", "ddp")]
+)
+def test_a_model_built_without_values_comes_home_with_them(strategy, launcher):
+    batches = joined_batches(2, 16)
+    trainer, loader = forked(batches, strategy=strategy, launcher=launcher)
+    with trainer.init_module(empty_init=True):
+        model = Net()
+
+    trainer.fit(model, loader)
+    home = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not any(tensor.is_meta or tensor.isnan().any() for tensor in home.values())
+
+    trainer.max_epochs = 2
+    trainer.fit(model, loader)  # it trains on from there
+    assert 0 < relative_difference(model.state_dict(), home) < 1
+
+
+def test_tied_parameters_and_buffers_without_values_come_home():
+    class Both(Tied):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("aside", torch.full((3,), 2.0), persistent=False)
+            self.net[0].weight.note = "mine"
+
+    trainer, loader = forked(joined_batches(2, 16))
+    with trainer.init_module(empty_init=True):
+        model = Both()
+    trainer.fit(model, loader)
+
+    assert model.net[2].weight is model.net[4].weight
+    assert model.aside.tolist() == [2.0] * 3
+    assert model.net[0].weight.note == "mine"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_a_checkpoint_saved_at_home_holds_all_that_resuming_needs(tmp_path, strategy, checkpoint):
+    batches = joined_batches(4, 16)
+    trainer, loader = forked(batches, strategy=strategy, launcher="fork", checkpoint=checkpoint)
+    model = Net()
+    trainer.fit(model, loader, loader)
+    trainer.validate(model, loader)
+    trainer.save_checkpoint(tmp_path / "home.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+    resumed, _ = forked(batches, strategy=strategy, launcher="fork", max_epochs=2)
+    other = Net(seed=5)
+    resumed.fit(other, loader, ckpt_path=tmp_path / "home.ckpt")
+    assert resumed.global_step == 8
+    assert relative_difference(other.state_dict(), train_plainly([*batches, *batches])[0]) < 1e-6
+    assert "optimizers" not in read_any(tmp_path / "weights.ckpt")
+
+
+def test_a_checkpoint_saved_at_home_equals_the_one_saved_abroad(tmp_path):
+    class SaveAtEnd(sg.Callback):
+        @sg.hookimpl
+        def on_fit_end(self, trainer):
+            trainer.save_checkpoint(tmp_path / "abroad.ckpt")
+
+    trainer, loader = forked(joined_batches(4, 16), [SaveAtEnd()], precision="bf16-mixed")
+    trainer.fit(Scheduled(), loader)
+    trainer.save_checkpoint(tmp_path / "home.ckpt")
+
+    home, abroad = (encode(read_any(tmp_path / f"{name}.ckpt"), lambda t, _: t.tolist()) for name in ("home", "abroad"))
+    assert home.keys() == abroad.keys()
+    assert [name for name in home if home[name] != abroad[name]] == []
+
+
+def test_another_module_does_not_get_the_optimizer_that_came_home(tmp_path):
+    trainer, loader = forked(joined_batches(2, 16))
+    trainer.fit(Net(), loader)
+    trainer.test(Net(seed=3), loader)
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+
+    assert not read_any(tmp_path / "other.ckpt").get("optimizers")
 
 
 def test_predictions_come_home():
