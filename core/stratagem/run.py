@@ -506,10 +506,23 @@ class Run:
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
     ) -> Any:
-        """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
+        """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value.
+
+        Raises:
+            ConfigError: not one limit, or complex gradients by value.
+        """
         if (max_norm is None) == (max_value is None):
             raise ConfigError(f"clip_gradients got max_norm={max_norm} and max_value={max_value}", expected="one limit")
-        answer = self._clip_gradients(optimizer=optimizer, max_norm=max_norm, max_value=max_value, run=self)
+        try:
+            answer = self._clip_gradients(optimizer=optimizer, max_norm=max_norm, max_value=max_value, run=self)
+        except NotImplementedError as error:
+            if max_value is None or not _has_complex(optimizer):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps complex parameters, and gradients are clipped by value",
+                expected="real parameters: complex numbers have no order",
+                do='clip by norm (gradient_clip_algorithm="norm")',
+            ) from error
         return self._answered("clip_gradients", answer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
@@ -797,6 +810,10 @@ def _team_world(stack: Stack, world: World) -> World:
         world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
         num_nodes=size // here, node_rank=world.rank % size // here,
     )  # fmt: skip
+
+
+def _has_complex(optimizer: Optimizer) -> bool:
+    return any(parameter.is_complex() for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _close(reference: weakref.ref[Run]) -> None:

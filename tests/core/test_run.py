@@ -111,6 +111,17 @@ def test_one_limit_for_clipping():
         run.clip_gradients(torch.optim.SGD(net().parameters(), lr=1.0))
 
 
+def test_complex_gradients_are_clipped_by_norm_alone():
+    phase = torch.nn.Parameter(torch.tensor([3 + 4j]))
+    phase.grad = torch.tensor([6 + 8j])
+    run, optimizer = sg.Run(accelerator="cpu"), torch.optim.SGD([phase], lr=1.0)
+
+    with pytest.raises(ConfigError, match="steps complex parameters.*by value.*clip by norm"):
+        run.clip_gradients(optimizer, max_value=0.5)
+
+    assert run.clip_gradients(optimizer, max_norm=1.0) == 10
+
+
 def test_unknown_arguments_are_refused():
     with pytest.raises(ConfigError, match="option strateg is unknown.*did you mean 'strategy'"):
         sg.Run(strateg="ddp")

@@ -128,6 +128,14 @@ def test_true_precision_does_not_make_complex_numbers_real(precision):
     assert module[0].weight.dtype != torch.float32
 
 
+def test_complex_parameters_are_refused_where_the_loss_is_scaled():
+    module = net()
+    module.register_parameter("phase", torch.nn.Parameter(torch.tensor([1 + 2j])))
+
+    with pytest.raises(ConfigError, match="phase is complex64 under precision '16-mixed'.*bf16-mixed"):
+        sg.Run(precision="16-mixed", accelerator="cpu").prepare(module)
+
+
 def test_models_are_built_in_true_precision_and_the_default_dtype_returns_after_an_error():
     trainer = sg.Trainer(precision="bf16-true", **QUIET)
 

@@ -301,3 +301,9 @@ def _check_parameters(module: nn.Module) -> None:
                 expected="float32, so that small updates are not lost",
                 do='convert the model with .float(), or use precision="16-true"',
             )
+        if parameter.requires_grad and parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} under precision '16-mixed'",
+                expected="real parameters: torch's loss scaling has no complex gradients",
+                do='use precision="bf16-mixed" or "32-true"',
+            )
