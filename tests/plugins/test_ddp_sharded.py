@@ -41,6 +41,32 @@ def test_gradients_and_optimizer_state_are_divided(world_size):
     assert max(gradients for gradients, _ in held) < 0.75 * whole
 
 
+class Adagrad(Net):
+    """Its optimizer makes its state when it is made, for every parameter."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=5e-3)
+
+
+def _resumed(rank, world_size, path):
+    module = Adagrad()
+    for epochs, start in ((1, None), (2, path)):
+        module = Adagrad()
+        trainer = sg.Trainer(max_epochs=epochs, strategy="ddp_sharded", devices=world_size, **QUIET)
+        trainer.fit(module, share(trainer, joined_batches(4, 24)), ckpt_path=start)
+        trainer.save_checkpoint(path)
+        trainer.close()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_optimizer_state_that_exists_from_the_beginning_is_the_owners(world_size, tmp_path):
+    weights = run_in_processes(_resumed, world_size, tmp_path / "first.ckpt")
+
+    reference = train_module_plainly(Adagrad(), joined_batches(4, 24) * 2)[0]
+    assert all(relative_difference(each, reference) < 1e-6 for each in weights)
+
+
 def _twice_before_a_step(rank, world_size, batches):
     with sg.Run(strategy="ddp_sharded", devices=world_size, accelerator="cpu") as run:
         module = Net()

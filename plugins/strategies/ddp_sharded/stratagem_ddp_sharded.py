@@ -201,7 +201,9 @@ class ShardedDDPStrategy(Strategy):
     @hookimpl
     def optimizer_state(self, optimizer, module, run):
         logical = logical_optimizer_state(optimizer, module)
-        mine, state = logical["state"], {}
+        others, state = self._owned_by_others(module, run), {}
+        # Adagrad makes its state when it is made, also for parameters that another rank steps.
+        mine = {name: entry for name, entry in logical["state"].items() if name not in others}
         # One tensor after the other: no rank ever holds more of the others' state than it is asked for.
         for owner, theirs in enumerate(run.peers.all_gather_object(_outline(mine))):
             for name, entry in theirs.items():
@@ -214,6 +216,11 @@ class ShardedDDPStrategy(Strategy):
         order = [name for group in logical["param_groups"] for name in group["params"] if name in state]
         return logical | {"state": {name: state[name] for name in order}}
 
+    def _owned_by_others(self, module, run) -> set[str]:
+        """Return the names of the parameters that another rank steps."""
+        here = run.peers.rank
+        return {name for name, parameter in module.named_parameters() if self._owners.get(parameter, here) != here}
+
     def _fetch(self, mine, shape, owner, run):
         """Return the owner's tensor where it is needed; on the meta device elsewhere. Collective."""
         absent = torch.empty(shape.size, dtype=shape.dtype, device="meta")
@@ -225,8 +232,8 @@ class ShardedDDPStrategy(Strategy):
 
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):
-        owned = {name for name, p in module.named_parameters() if self._owners.get(p, run.peers.rank) == run.peers.rank}
-        mine = {name: entry for name, entry in state["state"].items() if name in owned}
+        others = self._owned_by_others(module, run)
+        mine = {name: entry for name, entry in state["state"].items() if name not in others}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
 
