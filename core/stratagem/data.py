@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from stratagem.errors import ConfigError
+from stratagem.module import Module
 from stratagem.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker
 
 if TYPE_CHECKING:
@@ -29,13 +30,42 @@ if TYPE_CHECKING:
 
 
 class DataModule:
-    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
+    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them.
+
+    It may also define ``on_before_batch_transfer(batch, dataloader_idx)``, ``transfer_batch_to_device(batch, device,
+    dataloader_idx)`` and ``on_after_batch_transfer(batch, dataloader_idx)``, which are called instead of the module's.
+    """
+
+    #: False: `prepare_data` is called once in the whole run, rather than once on each node.
+    prepare_data_per_node = True
+    #: The trainer that uses it.
+    trainer: Any = None
 
     def prepare_data(self) -> None:
         """Download and preprocess; called once on each node, before `setup`."""
 
     def setup(self, stage: str) -> None:
         """Build data sets; called in every process. `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Give back what `setup` built; called in every process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep of this data module: tensors, numbers, strings, containers; rank 0's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned; called on all ranks before a loader is asked for."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give back what should not outlive a call that ends with `exception`."""
+
+    #: As of a `Module`; loggers get them.
+    save_hyperparameters = Module.save_hyperparameters
+    hparams = Module.hparams
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "trainer"}
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""

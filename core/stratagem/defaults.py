@@ -33,6 +33,8 @@ def wrap_dataloader(loader: Any, stage: Any, run: Any) -> Any:
 
 
 def transfer_batch(batch: Any, run: Any) -> Any:
+    if run.custom_transfer is not None:
+        return run.custom_transfer(batch)
     return move_batch(batch, run.device)
 
 
@@ -40,8 +42,8 @@ def scale_loss(loss: Any) -> Any:
     return loss
 
 
-def backward(loss: Any) -> bool:
-    loss.backward()
+def backward(loss: Any, run: Any) -> bool:
+    run.differentiate(loss)
     return True
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stratagem import hookspecs
 from stratagem.module import EVENTS, overrides
 
 if TYPE_CHECKING:
@@ -43,22 +44,41 @@ class Events:
 
     def _find(self, name: str) -> Callable[..., None] | None:
         hook = self.run.implemented(name)
-        own = getattr(self.module, name) if name in EVENTS and overrides(self.module, name) else None
+        own = by_name(name, getattr(self.module, name)) if name in EVENTS and overrides(self.module, name) else None
         if own is None:
             given = {"trainer": self.trainer, "module": self.module, "run": self.run}
             return None if hook is None else functools.partial(hook, **given)
 
-        def tell(**arguments: Any) -> None:
+        def tell(**arguments: Any) -> Any:
             if hook is not None:
                 hook(trainer=self.trainer, module=self.module, run=self.run, **arguments)
-            _call_with_accepted(own, arguments)
+            return own(**arguments)
 
         return tell
 
 
-def _call_with_accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    accepted = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-        function(**arguments)
-    else:
-        function(**{name: value for name, value in arguments.items() if name in accepted})
+def arguments_of(event: str) -> tuple[str, ...]:
+    """Return what a module's method for `event` gets, in order."""
+    known = inspect.signature(getattr(hookspecs, event)).parameters
+    return tuple(name for name in known if name not in ("trainer", "module", "run"))
+
+
+def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a function that calls `method` with those keyword arguments of `event` that it takes.
+
+    Where it calls them otherwise they are passed in order. None: it takes more than there is.
+    """
+    names, parameters = arguments_of(event), inspect.signature(method).parameters.values()
+    kinds = inspect.Parameter
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+        return method
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    required = [p.name for p in parameters if p.default is kinds.empty and p.kind is not kinds.VAR_POSITIONAL]
+    accepted = [p.name for p in named if p.name in names]
+    if all(name in accepted for name in required):
+        return lambda **arguments: method(**{name: arguments[name] for name in accepted})
+    in_order = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.POSITIONAL_ONLY)]
+    if len(required) > len(names) or any(p.kind is kinds.KEYWORD_ONLY and p.name in required for p in parameters):
+        return None
+    count = len(names) if any(p.kind is kinds.VAR_POSITIONAL for p in parameters) else min(len(in_order), len(names))
+    return lambda **arguments: method(*(arguments[name] for name in names[:count]))

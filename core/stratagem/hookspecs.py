@@ -127,8 +127,8 @@ def step_context(stage: str, sync: bool, run: Run) -> AbstractContextManager[Non
 def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: Run) -> Any:
     """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
 
-    Return what ``training_step`` would. No default implementation: the loop itself calls forward, `scale_loss` and
-    `backward` when nobody answers.
+    Return what ``training_step`` would, and differentiate with `Run.backward`, which tells of `on_before_backward` and
+    `on_after_backward`. No default implementation: the loop calls forward and `Run.backward` when nobody answers.
     """
 
 
@@ -139,7 +139,10 @@ def scale_loss(loss: Tensor, run: Run) -> Tensor:
 
 @hookspec(firstresult=True)
 def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
-    """Answer (strategy): differentiate `loss`; return True. Default: ``loss.backward()``. `module` is ``run.model``."""
+    """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
+
+    Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
+    """
 
 
 @hookspec
@@ -214,8 +217,16 @@ def load_checkpoint(path: Path, into: dict[str, Any] | None, run: Run) -> dict[s
 
 
 # --- Events ------------------------------------------------------------------------------------------------------
-# Acted on by callbacks, loggers and whoever cares. A Module may define a method of the same name (without `trainer`,
+# Acted on by callbacks, loggers and other plugins. A Module may define a method of the same name (without `trainer`,
 # `module` and `run`); it is called after the plugins.
+
+
+@hookspec
+def setup(trainer: Trainer, module: Module, stage: str, run: Run) -> None:
+    """A call begins in this process: data is prepared, the data module is set up, the model may not be built.
+
+    `stage` is "fit", "validate", "test" or "predict". The module's own ``setup(stage)`` is called after it.
+    """
 
 
 @hookspec
@@ -226,6 +237,16 @@ def on_fit_start(trainer: Trainer, module: Module, run: Run) -> None:
 @hookspec
 def on_fit_end(trainer: Trainer, module: Module, run: Run) -> None:
     """Training ended without an exception."""
+
+
+@hookspec
+def on_sanity_check_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before validation is tried, with ``trainer.sanity_checking`` set."""
+
+
+@hookspec
+def on_sanity_check_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After validation was tried, its metrics forgotten when this returns."""
 
 
 @hookspec
@@ -250,7 +271,7 @@ def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
 
 @hookspec
 def on_train_batch_start(trainer: Trainer, module: Module, batch: Any, batch_idx: int, run: Run) -> None:
-    """Before a batch is used; it is on the device."""
+    """Before a batch is used; it is on the device. A module's own returns -1 to skip the rest of the epoch."""
 
 
 @hookspec
@@ -259,13 +280,40 @@ def on_train_batch_end(trainer: Trainer, module: Module, outputs: Any, batch: An
 
 
 @hookspec
+def on_before_backward(trainer: Trainer, module: Module, loss: Tensor, run: Run) -> None:
+    """Before a loss is differentiated; `loss` is divided by the accumulation, and not scaled yet."""
+
+
+@hookspec
+def on_after_backward(trainer: Trainer, module: Module, run: Run) -> None:
+    """Gradients of a batch were added up; they still carry the loss scale."""
+
+
+@hookspec
 def on_before_optimizer_step(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
     """Gradients are complete (averaged, accumulated), not yet unscaled or clipped."""
 
 
 @hookspec
+def on_before_zero_grad(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+    """Before gradients are zeroed: after each step, unless the module defines a method of the step."""
+
+
+@hookspec
 def on_validation_start(trainer: Trainer, module: Module, run: Run) -> None:
     """Before validation; ``trainer.sanity_checking`` tells a sanity check from the real thing."""
+
+
+@hookspec
+def on_validation_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_validation_start`, before the first batch."""
+
+
+@hookspec
+def on_validation_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a validation batch is used; it is on the device."""
 
 
 @hookspec
@@ -291,6 +339,18 @@ def on_test_start(trainer: Trainer, module: Module, run: Run) -> None:
 
 
 @hookspec
+def on_test_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_test_start`, before the first batch."""
+
+
+@hookspec
+def on_test_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a test batch is used; it is on the device."""
+
+
+@hookspec
 def on_test_batch_end(
     trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
 ) -> None:
@@ -313,10 +373,27 @@ def on_predict_start(trainer: Trainer, module: Module, run: Run) -> None:
 
 
 @hookspec
+def on_predict_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_predict_start`, before the first batch."""
+
+
+@hookspec
+def on_predict_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a predict batch is used; it is on the device."""
+
+
+@hookspec
 def on_predict_batch_end(
     trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
 ) -> None:
     """After a predict batch."""
+
+
+@hookspec
+def on_predict_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last predict batch."""
 
 
 @hookspec

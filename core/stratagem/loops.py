@@ -19,11 +19,12 @@ import torch
 from attrs import define, field
 from torch import nn
 
+from stratagem.custom_step import STEP_METHODS, CustomStep, clipping
 from stratagem.data import set_epoch
 from stratagem.errors import ConfigError
 from stratagem.feed import Feed
 from stratagem.metrics import MetricBook
-from stratagem.module import takes
+from stratagem.module import overrides, takes
 from stratagem.optimization import needs_closure
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ class TrainLoop:
         self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
         self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
         self._check_optimizers()
-        clip = self.settings.gradient_clip_val
-        by_norm = self.settings.gradient_clip_algorithm == "norm"
-        self.max_norm: float | None = clip if by_norm else None
-        self.max_value: float | None = None if by_norm else clip
+        #: Clips an optimizer's gradients before its step; None does not.
+        self.clip = clipping(trainer)
+        #: The module has ended this epoch before its last batch.
+        self.skips_rest = False
         #: All ranks know that training is to stop.
         self.told_to_stop = False
         #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
@@ -91,10 +92,31 @@ class TrainLoop:
         self.batch_start = trainer.events.listener("on_train_batch_start")
         self.batch_end = trainer.events.listener("on_train_batch_end")
         self.before_step = trainer.events.listener("on_before_optimizer_step")
-        self.after_backward = trainer.events.listener("on_after_backward")
         self.before_zero_grad = trainer.events.listener("on_before_zero_grad")
+        #: Trains a batch where the module defines a method of the step; None leaves it to `_batch`.
+        self.custom_step = self._custom_step()
+        self._listen_to_backward()
         self.step_schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
         self.deadline = None if trainer.max_time is None else time.monotonic() + trainer.max_time.total_seconds()
+
+    def _custom_step(self) -> CustomStep | None:
+        if self.run.manual or self.optimizer is None:
+            return None
+        wanted = any(overrides(self.trainer.module, method) for method in STEP_METHODS)
+        return CustomStep(self, self.optimizer) if wanted else None
+
+    def _listen_to_backward(self) -> None:
+        """Have the run tell of each backward, wherever it is called."""
+        custom, tell = self.custom_step, self.trainer.events.listener("on_before_backward")
+
+        def before_backward(loss: torch.Tensor) -> None:
+            if custom is not None:
+                custom.before_backward()
+            if tell is not None:
+                tell(loss=loss)
+
+        self.run.before_backward = None if custom is None and tell is None else before_backward
+        self.run.after_backward = self.trainer.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
         manual, count = self.run.manual, len(self.run.optimizers)
@@ -172,6 +194,7 @@ class TrainLoop:
         if not position.validated:
             self._validate()  # the run that is resumed was stopped before it
             self.feed.go_on_from_here()
+        self.skips_rest = False
         start = position.batches_done
         batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
         for batch_idx, batch, is_last in batches:
@@ -179,6 +202,8 @@ class TrainLoop:
                 self._again(batch, batch_idx)
                 continue
             self._batch(batch, batch_idx, is_last)
+            if self.skips_rest:
+                break
             if trainer.on_leaving is not None:
                 trainer.on_leaving()
             if not position.validated:
@@ -187,7 +212,7 @@ class TrainLoop:
                 break
         if position.batches_done == start and start and not position.epoch_done:
             position.epoch_done = True
-        if position.batches_done == 0:
+        if position.batches_done == 0 and not self.skips_rest:
             raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
         if position.epoch_done:
             trainer.end_epoch()
@@ -218,8 +243,6 @@ class TrainLoop:
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
             run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
-            if self.after_backward is not None:
-                self.after_backward()  # and this the gradients
         finally:
             trainer.book = book
 
@@ -228,16 +251,19 @@ class TrainLoop:
         batch = run._transfer_batch(batch=batch, run=run)
         trainer.book.batch = batch
         if self.batch_start is not None:
-            self.batch_start(batch=batch, batch_idx=batch_idx)
-        if self.closes_over:
+            answer = self.batch_start(batch=batch, batch_idx=batch_idx)
+            if isinstance(answer, int) and answer == -1:
+                self._skip_rest(batch_idx)
+                return
+        if self.custom_step is not None:
+            outputs = self.custom_step(batch, batch_idx, is_last or (batch_idx + 1) % self.accumulate == 0)
+        elif self.closes_over:
             outputs = self._closure_step(batch, batch_idx)
         elif run.manual:
             outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
         else:
             sync = is_last or (batch_idx + 1) % self.accumulate == 0
             outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
-            if self.after_backward is not None:
-                self.after_backward()
             if sync and self.optimizer is not None:
                 self._step()
         trainer.last_outputs = outputs
@@ -251,21 +277,39 @@ class TrainLoop:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         trainer.log_step()
 
+    def _skip_rest(self, batch_idx: int) -> None:
+        """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""
+        if self.run.world_size > 1:
+            try:
+                self.run.collectives.meet("on_train_batch_start", MEETING_S)
+            except ConfigError:
+                raise ConfigError(
+                    f"on_train_batch_start returned -1 at batch {batch_idx} on rank {self.run.rank}, not on all ranks",
+                    expected="the same answer on every rank",
+                    do="decide by what all ranks know, or all-reduce it first",
+                ) from None
+        for optimizer in self.run.optimizers:
+            optimizer.zero_grad()  # what an open window has added up
+        self.feed.close_window()
+        position = self.position
+        position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
+
     def _step(self) -> None:
         run, optimizer = self.run, self.optimizer
         assert optimizer is not None
         if self.before_step is not None:
             self.before_step(optimizer=optimizer)
-        if self.max_norm is not None or self.max_value is not None:
-            run.clip_gradients(optimizer, self.max_norm, self.max_value)
+        if self.clip is not None:
+            self.clip(optimizer)
         stepped = run.optimizer_step(optimizer)
         if self.before_zero_grad is not None:
             self.before_zero_grad(optimizer=optimizer)
         optimizer.zero_grad()
         self.feed.close_window()
-        self._count(stepped)
+        self.count_step(stepped)
 
-    def _count(self, stepped: bool) -> None:
+    def count_step(self, stepped: bool) -> None:
+        """Count an optimizer step, and step the schedulers unless a loss scale skipped it."""
         self.position.global_step += 1
         if not stepped:
             self.position.skipped_steps += 1
@@ -281,18 +325,20 @@ class TrainLoop:
         kept: list[Any] = []
 
         def closure() -> torch.Tensor:
+            if self.before_zero_grad is not None:
+                self.before_zero_grad(optimizer=optimizer)
             optimizer.zero_grad()
             outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
             kept[:] = [outputs]
-            if self.max_norm is not None or self.max_value is not None:
-                run.clip_gradients(optimizer, self.max_norm, self.max_value)
+            if self.clip is not None:
+                self.clip(optimizer)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             # The optimizer decides on this number; ranks that decide differently would hang.
             return run.collectives.all_reduce(loss.detach(), "mean")
 
         if self.before_step is not None:
             self.before_step(optimizer=optimizer)
-        self._count(run.optimizer_step(optimizer, closure))
+        self.count_step(run.optimizer_step(optimizer, closure))
         return kept[0]
 
 
@@ -315,12 +361,13 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
     try:
         # What a sharded strategy gathers in inference mode could not be gathered again in training.
         inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
-        with _evaluating(trainer.module, inference):
+        with _evaluating(trainer.module, inference, event):
             trainer.events.emit(f"{event}_start")
             trainer.events.emit(f"{event}_epoch_start")
             told = [trainer.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
             for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                 trainer.loader_suffix = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
+                trainer.dataloader_idx = index
                 call = _step_caller(trainer, method, index, len(loaders))
                 results.append(_pass_over(trainer, stage, loader, limit, index, call, *told))
             trainer.loader_suffix = ""
@@ -335,6 +382,7 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
     finally:
         book.reset()
         run.stage, trainer.book = before
+        trainer.dataloader_idx = 0
     return results
 
 
@@ -395,16 +443,24 @@ def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: in
 
 
 @contextmanager
-def _evaluating(module: nn.Module, inference_mode: bool) -> Iterator[None]:
-    """Switch to evaluation without gradients; afterwards every submodule trains again only if it did before."""
+def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator[None]:
+    """Switch to evaluation without gradients; afterwards every submodule trains again only if it did before.
+
+    A module's own ``{event}_model_eval`` and ``{event}_model_train`` switch instead.
+    """
     training = [part for part in module.modules() if part.training]
-    module.eval()
+    to_eval, to_train = f"{event}_model_eval", f"{event}_model_train"
+    switch = getattr(module, to_eval) if overrides(module, to_eval) else module.eval
+    switch()
     try:
         with torch.inference_mode() if inference_mode else torch.no_grad():
             yield
     finally:
-        for part in training:
-            part.training = True
+        if overrides(module, to_train):
+            getattr(module, to_train)()
+        else:
+            for part in training:
+                part.training = True
 
 
 def _by_loader(metrics: dict[str, Any], count: int) -> list[dict[str, float]]:

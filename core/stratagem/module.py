@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from stratagem.errors import CheckpointError, ConfigError, nearest
+from stratagem.plugin import CLIP_BY_NORM, CLIP_BY_VALUE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 #: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
 EVENTS = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step",
-    "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end",
-    "on_test_start", "on_test_batch_end", "on_test_epoch_end", "on_test_end",
-    "on_predict_start", "on_predict_batch_end", "on_predict_end",
-    "on_save_checkpoint", "on_load_checkpoint",
-    # These have no hook of the same name: they are for modules alone.
-    "on_after_backward", "on_before_zero_grad", "on_validation_epoch_start", "on_validation_batch_start",
-    "on_test_epoch_start", "on_test_batch_start", "on_predict_epoch_start", "on_predict_batch_start",
-    "on_predict_epoch_end",
+    "on_sanity_check_start", "on_sanity_check_end",
+    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_epoch_end", "on_validation_end",
+    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
+    "on_predict_epoch_end", "on_predict_end",
+    "on_save_checkpoint", "on_load_checkpoint", "on_exception",
 )  # fmt: skip
 
 
@@ -39,6 +41,7 @@ class Module(nn.Module):
 
     A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
     and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
+    What it defines is called, or refused when a run starts (`stratagem.lightning_names`).
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
@@ -79,6 +82,89 @@ class Module(nn.Module):
 
         Called at the start of fit, validate, test and predict: build only what does not exist yet.
         """
+
+    def configure_sharded_model(self) -> None:
+        """The earlier name of `configure_model`; define one of the two."""
+
+    def configure_callbacks(self) -> Any:
+        """Return callbacks (one or a list) that this module brings; they replace the trainer's of the same class."""
+        return []
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step `optimizer`; called at the end of each accumulation window.
+
+        Args:
+            epoch: the current epoch, from 0.
+            batch_idx: number of the window's last batch in the epoch.
+            optimizer: its ``step(closure)`` calls the closure, clips, and steps through strategy and precision.
+            optimizer_closure: computes the last batch's loss and gradients and returns the loss; must be called.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Zero the gradients of `optimizer`; called between an accumulation window's first forward and backward."""
+        optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Differentiate `loss`, which is divided and scaled already."""
+        loss.backward(*arguments, **options)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of `optimizer`, which are complete and not scaled; called before each step."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step `scheduler`; `metric` is what ReduceLROnPlateau watches, None for others."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return what to move to the device; `batch` is as the loader made it."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return `batch` on `device`."""
+        from stratagem.data import move_batch
+
+        return move_batch(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return what the step gets; `batch` is on the device."""
+        return batch
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Drop gradients before validation within training, if no accumulation window is open."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Switch to evaluation when validation starts."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Switch back when validation ends; unless overridden every submodule gets the mode it had."""
+        self.train()
+
+    def on_test_model_eval(self) -> None:
+        """Switch to evaluation when testing starts."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Switch back when testing ends; unless overridden every submodule gets the mode it had."""
+        self.train()
+
+    def on_predict_model_eval(self) -> None:
+        """Switch to evaluation when prediction starts."""
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        """Switch back when prediction ends; unless overridden every submodule gets the mode it had."""
+        self.train()
 
     # A module may also define training_step_end(output), validation_step_end and test_step_end: what they return stands
     # for what the step returned.
@@ -159,6 +245,35 @@ class Module(nn.Module):
         handles = self.trainer.optimizer_handles
         return handles[0] if len(handles) == 1 else handles
 
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> Any:
+        """Clip the gradients of `optimizer` through strategy and precision; return the norm before, 0.0 by value.
+
+        Args:
+            gradient_clip_val: the limit; the trainer's if not given, and no clipping without either.
+            gradient_clip_algorithm: "norm" or "value"; the trainer's if not given.
+
+        Raises:
+            ConfigError: another algorithm, or one that the strategy lacks.
+        """
+        run, settings = self.trainer.run, self.trainer.settings
+        limit = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = settings.gradient_clip_algorithm if gradient_clip_algorithm is None else gradient_clip_algorithm
+        words = {"norm": CLIP_BY_NORM, "value": CLIP_BY_VALUE}
+        if str(algorithm) not in words:
+            raise ConfigError(f"clip_gradients got gradient_clip_algorithm={algorithm!r}", expected='"norm" or "value"')
+        if not limit:
+            return 0.0
+        strategy = run.stack.strategies[-1]
+        if words[str(algorithm)] not in strategy.plugin.capabilities.provides:
+            raise ConfigError(
+                f"clip_gradients is to clip by {algorithm}, which {strategy} cannot",
+                do="choose the other algorithm, or another strategy (`stratagem plugins show NAME`)",
+            )
+        limits = {"max_norm" if algorithm == "norm" else "max_value": float(limit)}
+        return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **limits)
+
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients flow to the parameters of `optimizer` alone, until `untoggle_optimizer`.
 
@@ -228,7 +343,7 @@ class Module(nn.Module):
         kept = state.get("hyper_parameters", {})
         saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
         module = cls(**(saved | arguments))
-        module.configure_model()
+        build(module)
         load_weights(module, state["state_dict"], strict)
         return module
 
@@ -273,7 +388,8 @@ class StepModule(nn.Module):
         self.module = module
 
         # Plain attributes, and looked up once: a step asks for them.
-        self.__dict__["_ends"] = {step: f"{step}_end" for step in _STEPS if hasattr(type(module), f"{step}_end")}
+        ends = {step: f"{step}_end" for step in _STEPS}
+        self.__dict__["_ends"] = {step: end for step, end in ends.items() if overrides(module, end)}
         self.__dict__["_compiled"] = {}
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -321,10 +437,28 @@ class OptimizerHandle:
         return getattr(self.optimizer, name)
 
 
-def overrides(module: nn.Module, method: str) -> bool:
-    """Whether `module`'s class defines `method` itself, rather than inheriting it from `Module`."""
-    own = getattr(type(module), method, None)
-    return own is not None and own is not getattr(Module, method, None)
+def overrides(owner: Any, method: str, base: type[Any] = Module) -> bool:
+    """Whether `owner` defines `method` itself, on its class or as an attribute, rather than inheriting `base`'s."""
+    if callable(getattr(owner, "__dict__", {}).get(method)):
+        return True
+    own = getattr(type(owner), method, None)
+    return own is not None and own is not getattr(base, method, None)
+
+
+def build(module: Any) -> None:
+    """Have `module` build what does not exist yet.
+
+    Raises:
+        ConfigError: it defines `configure_model` and `configure_sharded_model`.
+    """
+    if overrides(module, "configure_sharded_model"):
+        if overrides(module, "configure_model"):
+            raise ConfigError(
+                f"{type(module).__name__} defines configure_model and configure_sharded_model", expected="one of them",
+                do="keep configure_model",
+            )  # fmt: skip
+        module.configure_sharded_model()
+    module.configure_model()
 
 
 def takes(function: Any, count: int) -> bool:

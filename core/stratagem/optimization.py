@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
@@ -37,6 +38,8 @@ class LRSchedulerConfig:
     name: str | None = None
     #: Scheduler steps on its value, not on time.
     plateau: bool = field(init=False, default=False)
+    #: The module's own `lr_scheduler_step`.
+    custom_step: Callable[[Any, Any], None] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.plateau = isinstance(self.scheduler, ReduceLROnPlateau)
@@ -52,12 +55,15 @@ class LRSchedulerConfig:
         Raises:
             ConfigError: nobody logged the metric, or ranks logged different values.
         """
-        if not self.plateau:
-            self.scheduler.step()
+        value = monitored(trainer, "lr_scheduler", str(self.monitor), self.strict) if self.plateau else None
+        if self.plateau and value is None:
             return
-        value = monitored(trainer, "lr_scheduler", str(self.monitor), self.strict)
-        if value is not None:
+        if self.custom_step is not None:
+            self.custom_step(self.scheduler, value)
+        elif self.plateau:
             self.scheduler.step(value)
+        else:
+            self.scheduler.step()
 
 
 def read(configured: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:

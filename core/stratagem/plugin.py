@@ -62,6 +62,12 @@ MANUAL_OPTIMIZATION: Final = "manual-optimization"
 MULTIPLE_OPTIMIZERS: Final = "multiple-optimizers"
 #: Optimizers that call a closure several times a step (LBFGS).
 CLOSURE_OPTIMIZERS: Final = "closure-optimizers"
+#: A module may define `backward`, `optimizer_step` and `optimizer_zero_grad`: the strategy's `backward` hook calls
+#: `Run.differentiate`, and gradients stay in ``parameter.grad`` until they are zeroed.
+CUSTOM_STEP: Final = "custom-step"
+#: A module may define `configure_gradient_clipping`: ``parameter.grad`` holds complete, averaged gradients (shards are
+#: DTensors) on every rank, so that whatever it computes from them is right.
+CUSTOM_CLIPPING: Final = "custom-clipping"
 #: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
 LOSS_SCALING: Final = "loss-scaling"
 #: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.

@@ -192,6 +192,26 @@ def resolve(settings: Any) -> Stack:
     return stack
 
 
+def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
+    """Return the callbacks of `stack` with `values` (one or a list, as for ``callbacks=``) added.
+
+    One of `values` replaces those of its class, and of classes that its class derives from. What keeps checkpoints
+    stays last.
+
+    Raises:
+        ConfigError, PluginError: no such callback, or one that does not fit the stack.
+    """
+    chooser = _Chooser(settings)
+    chooser.extras, chooser.options = {kind: [] for kind in chooser.extras}, {}
+    added = chooser.many("callback", values)
+    kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
+    callbacks = sorted([*kept, *added], key=lambda choice: hasattr(choice.plugin, "best_model_path"))
+    changed = attrs.evolve(stack, callbacks=callbacks)
+    _check_hooks(changed)
+    _check_capabilities(changed, {})
+    return callbacks
+
+
 # --- Choosing ----------------------------------------------------------------------------------------------------
 
 

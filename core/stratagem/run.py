@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ import pluggy
 import torch
 from attrs import define, evolve
 
-from stratagem import defaults, hookspecs, lock, recomputation
+from stratagem import defaults, hookspecs, lightning_names, lock, recomputation
 from stratagem.agreement import agree, agree_before_connecting
 from stratagem.checkpoint import (
     STATE_VERSION,
@@ -46,7 +48,7 @@ from stratagem.module import StepModule
 from stratagem.neighbours import Neighbours, explained
 from stratagem.places import place
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, CheckpointFormat, PrecisionPolicy
-from stratagem.resolver import Stack, hook_implementations, resolve
+from stratagem.resolver import Choice, Stack, hook_implementations, resolve
 from stratagem.saving import Saver
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
@@ -135,6 +137,21 @@ class Run:
         self._whole_everywhere = False
         #: This process works on behalf of the one that launched it, and ends with the job.
         self.far_from_home = False
+        #: What the module defines itself, while it is trained or evaluated: how to differentiate, and to move a batch.
+        self.custom_backward: Callable[[Tensor], None] | None = None
+        self.custom_transfer: Callable[[Any], Any] | None = None
+        #: Called around each backward, with the loss before it is scaled; set by the training loop.
+        self.before_backward: Callable[[Tensor], None] | None = None
+        self.after_backward: Callable[[], None] | None = None
+        self._register_plugins()
+
+    def use_callbacks(self, callbacks: list[Choice]) -> None:
+        """Have these callbacks in the stack instead of those that are there."""
+        self.stack.callbacks = callbacks
+        self._register_plugins()
+
+    def _register_plugins(self) -> None:
+        """Register the hooks of the stack's plugins."""
         self._hooks = _hook_manager(self.stack)
         self.hook = self._hooks.hook
         self._bind()
@@ -480,11 +497,13 @@ class Run:
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        if self.before_backward is not None:
+            self.before_backward(loss)
         if self._scale_loss is not None:
             loss = self._answered("scale_loss", self._scale_loss(loss=loss, run=self))
         try:
             if self._backward is None:
-                loss.backward()
+                self.differentiate(loss)
             else:
                 self._answered("backward", self._backward(loss=loss, module=self.model, run=self))
         except Exception:
@@ -496,6 +515,15 @@ class Run:
                 expected="a strategy that provides 'gradient-buckets' to call run.bucket_reducer()",
                 do="drop the comm hook, and tell the strategy's author",
             )
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
+        if self.custom_backward is None:
+            loss.backward()
+        else:
+            self.custom_backward(loss)
 
     def _raise_failure_of_hooks(self) -> None:
         """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that it did."""
@@ -524,6 +552,11 @@ class Run:
                 do='clip by norm (gradient_clip_algorithm="norm")',
             ) from error
         return self._answered("clip_gradients", answer)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Have the gradients of `optimizer` free of the loss scale, for a module that computes with them."""
+        if self.policy.loss_scaling and not self.stack.precision_absorbed:
+            self.clip_gradients(optimizer, max_value=math.inf)  # which unscales first, and changes nothing else
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
         """Step; return False if the precision skipped it because gradients overflowed."""
@@ -773,6 +806,7 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
         try:
             manager.register(choice.plugin)
         except (pluggy.PluginValidationError, ValueError) as error:
+            lightning_names.check_hook_arguments(choice)
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
@@ -787,15 +821,20 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
 def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
     """A method called like a hook that is not marked as one would never be called."""
     base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
+    for name, instead in lightning_names.CALLBACK.items():
+        if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
+            raise lightning_names.refuse(str(choice), name, instead)
     for name in vars(hookspecs):
-        method = getattr(type(choice.plugin), name, None)
+        method = getattr(choice.plugin, name, None)
         if name in implementations or name.startswith("_") or not callable(method) or hasattr(base, name):
             continue
         if hasattr(getattr(hookspecs, name), "stratagem_spec"):
+            arguments = ", ".join(inspect.signature(getattr(hookspecs, name)).parameters)
             raise PluginError(
-                f"{choice} has a method {name} that is not marked as a hook", expected="@hookimpl above it",
-                do="add it (`from stratagem import hookimpl`), or call the method otherwise",
-            )  # fmt: skip
+                f"{choice} has a method {name} that is not marked as a hook",
+                expected=f"@hookimpl above it, and arguments out of ({arguments})",
+                do="add it (`from stratagem import hookimpl`), or choose another name for the method",
+            )
 
 
 def _team_world(stack: Stack, world: World) -> World:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from stratagem import snapshot
+from stratagem import lightning_names, snapshot
 from stratagem.agreement import agree
-from stratagem.data import in_order, seed_loader_workers, several
+from stratagem.custom_step import forget_custom_methods, use_custom_methods
+from stratagem.data import DataModule, in_order, seed_loader_workers, several
 from stratagem.errors import ConfigError
 from stratagem.feed import Feed, agreed_size, length
 from stratagem.loops import TrainLoop, evaluate
-from stratagem.module import Module, overrides
+from stratagem.module import Module, build, overrides
 from stratagem.optimization import needs_closure, read
 from stratagem.plugin import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
 from stratagem.seeding import random_state, restore_random_state
@@ -60,11 +61,16 @@ class Session:
         """Do the job; return what the user's call returns."""
         agree(self.run.collectives, self._facts())
         self._build()
+        lightning_names.check(self.module, self.job.datamodule, self.run.stack, self.job.stage)
         result = None
-        if self.job.stage == "fit":
-            self._fit()
-        else:
-            result = self._evaluate(self.job.stage)
+        use_custom_methods(self.trainer, self.job.datamodule)
+        try:
+            if self.job.stage == "fit":
+                self._fit()
+            else:
+                result = self._evaluate(self.job.stage)
+        finally:
+            forget_custom_methods(self.run)
         for part in (self.module, self.job.datamodule):
             if callable(teardown := getattr(part, "teardown", None)):
                 teardown(self.job.stage)
@@ -86,21 +92,24 @@ class Session:
         """Prepare data once per node, then build what does not exist yet."""
         run = self.run
         parts = [part for part in (self.job.datamodule, self.module) if part is not None]
-        preparing = [part.prepare_data for part in parts if callable(getattr(part, "prepare_data", None))]
+        preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
         if preparing:
             error = None
             if self.trainer.local_rank == 0:
                 try:
-                    for prepare in preparing:
-                        prepare()
+                    for part in preparing:
+                        if getattr(part, "prepare_data_per_node", True) or self.trainer.is_global_zero:
+                            part.prepare_data()
                 except Exception as caught:  # noqa: BLE001 - raised on all ranks
                     error = caught
             run.collectives.fail_together(error)
-        for part in parts:
-            if callable(setup := getattr(part, "setup", None)):
-                setup(self.job.stage)
+        if self.job.datamodule is not None and callable(setup := getattr(self.job.datamodule, "setup", None)):
+            setup(self.job.stage)
+        run.hook.setup(trainer=self.trainer, module=self.module, stage=self.job.stage, run=run)
+        if callable(setup := getattr(self.module, "setup", None)):
+            setup(self.job.stage)
         with run.init_context(empty=run.shards_parameters):
-            self.module.configure_model()
+            build(self.module)
 
     # --- Fit -----------------------------------------------------------------------------------------------------
 
@@ -108,6 +117,8 @@ class Session:
         trainer, run, job = self.trainer, self.run, self.job
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
+        if run.manual and run.is_global_zero:
+            lightning_names.warn_of_uncalled(self.module)
         run.prepare(self.module, self._make_optimizers)
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
@@ -122,8 +133,8 @@ class Session:
             snapshot.restore_carried(trainer, job.carried)
         trainer.should_stop = False
         trainer.batch_size = getattr(loader, "batch_size", None)
-        if trainer.is_global_zero and self.module.hparams:
-            run.hook.log_hyperparams(params=dict(self.module.hparams), run=run)
+        if trainer.is_global_zero and (hparams := self._hyperparameters()):
+            run.hook.log_hyperparams(params=hparams, run=run)
         trainer.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
@@ -136,10 +147,26 @@ class Session:
         run.saver.wait()
         trainer.events.emit("on_fit_end")
 
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Return those of the module and of the data module."""
+        own, data = dict(self.module.hparams), dict(getattr(self.job.datamodule, "hparams", {}))
+        for name in own.keys() & data.keys():
+            if own[name] is not data[name] and own[name] != data[name]:
+                raise ConfigError(
+                    f"hyper-parameter {name!r} is {own[name]!r} in {type(self.module).__name__} and {data[name]!r} in "
+                    f"{type(self.job.datamodule).__name__}",
+                    expected="the same value, or two names",
+                    do="leave it out of one with save_hyperparameters(ignore=...)",
+                )
+        return data | own
+
     def _make_optimizers(self) -> list[Optimizer]:
         left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
         optimizers, self.trainer.lr_scheduler_configs = read(configured)
+        if overrides(self.module, "lr_scheduler_step"):
+            for config in self.trainer.lr_scheduler_configs:
+                config.custom_step = self.module.lr_scheduler_step
         self._check_optimizers(optimizers)
         return optimizers
 
@@ -194,7 +221,9 @@ class Session:
         trainer.sanity_checking = True
         try:
             limits = [min(steps if steps > 0 else math.inf, limit) for limit in trainer.num_val_batches]
+            trainer.events.emit("on_sanity_check_start")
             evaluate(trainer, "validate", self.val_loaders, limits)
+            trainer.events.emit("on_sanity_check_end")
         finally:
             trainer.sanity_checking = False
         restore_random_state(before)
@@ -206,6 +235,8 @@ class Session:
         if self.val_loaders and (
             trainer.fast_dev_run or (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0
         ):
+            if overrides(self.module, "on_validation_model_zero_grad") and trainer.at_step_boundary:
+                self.module.on_validation_model_zero_grad()
             evaluate(trainer, "validate", self.val_loaders, trainer.num_val_batches)
 
     # --- Validate, test, predict ---------------------------------------------------------------------------------
@@ -245,9 +276,7 @@ class Session:
         return [given]
 
     def _validation_loaders(self) -> list[Any]:
-        given = self.job.val_loaders
-        if given is None and self.job.loaders is None:
-            given = self._ask_for("val_dataloader")
+        given = self.job.val_loaders if self.job.val_loaders is not None else self._ask_for("val_dataloader")
         if given is None or self.settings.limit_val_batches == 0:
             return []
         if not overrides(self.module, "validation_step"):
@@ -259,7 +288,9 @@ class Session:
         return [self._share(loader, "validate") for loader in several(given)]
 
     def _ask_for(self, method: str) -> Any:
-        source = self.job.datamodule if self.job.datamodule is not None else self.module
+        data = self.job.datamodule
+        left_out = data is None or (isinstance(data, DataModule) and not overrides(data, method, DataModule))
+        source = self.module if left_out and (data is None or overrides(self.module, method)) else data
         return getattr(source, method)() if callable(getattr(source, method, None)) else None
 
     def _share(self, loader: Any, stage: str) -> Any:
@@ -302,6 +333,8 @@ class Session:
             return None
         state = self.run.read_checkpoint(found)
         self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
+        if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
+            self.job.datamodule.load_state_dict(state["datamodule"])
         return state
 
 

@@ -11,8 +11,10 @@ from attrs import define
 
 from stratagem import defaults
 from stratagem.checkpoint import Alone, format_of, newest_whole, read_with, saved_at
+from stratagem.data import DataModule
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.initialization import allocate
+from stratagem.module import build, overrides
 from stratagem.places import is_remote, place
 from stratagem.run import format_tag
 from stratagem.seeding import random_state
@@ -52,6 +54,8 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     if at_home and trainer.carried is not None:
         return state | trainer.carried
     plugins = {key: plugin.state_dict() for key, plugin in trainer.run.stack.stateful()}
+    if overrides(trainer.datamodule, "state_dict", DataModule):
+        state["datamodule"] = trainer.datamodule.state_dict()
     return (
         state
         | dump_optimizers(trainer)
@@ -261,7 +265,7 @@ class Homecoming:
     def unpack(self, trainer: Trainer) -> Any:
         """Apply the state in the parent, as if it had trained there; return the result."""
         with trainer.run.init_context():
-            trainer.module.configure_model()
+            build(trainer.module)
         allocate(trainer.module)
         load_weights(trainer.module, self.state["state_dict"])
         trainer.callback_metrics, trainer.logged_metrics = self.callback_metrics, self.logged_metrics
@@ -269,5 +273,7 @@ class Homecoming:
             trainer.position.load_state_dict(self.state["loop"])
             trainer.position.epoch_random_state = None
             restore_plugins(trainer, self.state)
+            if "datamodule" in self.state and overrides(trainer.datamodule, "load_state_dict", DataModule):
+                trainer.datamodule.load_state_dict(self.state["datamodule"])
             trainer.carried = {key: self.state[key] for key in _CARRIED}
         return self.result

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from stratagem import snapshot
+from stratagem import lightning_names, snapshot
 from stratagem.data import DataModule
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.events import Events
@@ -26,6 +26,7 @@ from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import read_accumulation
 from stratagem.places import place
 from stratagem.plugin import ACCUMULATION, CheckpointFormat
+from stratagem.resolver import with_callbacks
 from stratagem.run import Run
 from stratagem.session import Job, Session
 from stratagem.settings import TrainerSettings, gather, moved
@@ -129,6 +130,10 @@ class Trainer:
         self.fitting = False
         self.sanity_checking = False
         self.module: Any = None
+        self.datamodule: Any = None
+        #: The module whose `configure_callbacks` was asked, and the callbacks without those that it brought.
+        self._callbacks_of: Any = None
+        self._own_callbacks: list[Any] | None = None
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         #: What `training_step` returned last.
         self.last_outputs: Any = None
@@ -140,6 +145,8 @@ class Trainer:
         self.feed: Feed | None = None
         #: Appended to metric names while one of several loaders is evaluated.
         self.loader_suffix = ""
+        #: Number of the loader whose batches are used now.
+        self.dataloader_idx = 0
         #: Of the training loader, for one process; None if it does not tell.
         self.batch_size: int | None = None
         self.num_training_batches: float = 0
@@ -469,20 +476,39 @@ class Trainer:
             elif ckpt_path is None:
                 with self.run.making_whole():
                     job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
-        self.module = model
+        self.module, self.datamodule = model, datamodule
+        model.__dict__["_trainer"] = self
+        lightning_names.check(model, datamodule, self.run.stack, stage)
+        self._use_callbacks_of(model)
         home = self.run.launch(functools.partial(self._main, job))
         return home.unpack(self) if isinstance(home, snapshot.Homecoming) else home
 
     def _main(self, job: Job, run: Run) -> Any:
         """Do `job` in this process, one of those that the launcher started."""
         self.module.__dict__["_trainer"] = self
+        if isinstance(job.datamodule, DataModule):
+            job.datamodule.trainer = self
         self._enter()
         try:
             result = Session(self, job).work()
         except BaseException as error:
             self.events.emit("on_exception", exception=error)
+            if callable(tell := getattr(job.datamodule, "on_exception", None)):
+                tell(error)
             raise
         return snapshot.Homecoming.pack(self, result, job.stage == "fit") if run.far_from_home else result
+
+    def _use_callbacks_of(self, model: Module) -> None:
+        """Let the callbacks that `model` brings take part, until another model is given."""
+        if self._callbacks_of is model:
+            return
+        if self._own_callbacks is not None:
+            self.run.use_callbacks(self._own_callbacks)
+        self._callbacks_of, self._own_callbacks = model, None
+        brought = model.configure_callbacks() if overrides(model, "configure_callbacks") else None
+        if brought:
+            self._own_callbacks = self.run.stack.callbacks
+            self.run.use_callbacks(with_callbacks(self.run.stack, self.settings, brought))
 
     def step_by_hand(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step `optimizer` for a module that optimizes by hand."""

@@ -19,14 +19,18 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [
-    "setup_environment", "launch", "connect", "init_context", "prepare_module", "wrap_model", "wrap_optimizers",
-    "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_validation_start", "transfer_batch", "step_context",
-    "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_start", "on_train_epoch_start",
-    "on_train_batch_start", "scale_loss", "backward", "reduce_bucket", "on_before_optimizer_step", "clip_gradients",
-    "optimizer_step", "on_train_batch_end", "log_metrics", "on_train_epoch_end", "on_train_end", "on_fit_end",
+    "setup_environment", "launch", "connect", "setup", "init_context", "prepare_module", "wrap_model",
+    "wrap_optimizers", "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_sanity_check_start",
+    "on_validation_start", "on_validation_epoch_start", "transfer_batch", "on_validation_batch_start", "step_context",
+    "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_sanity_check_end", "on_train_start",
+    "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "scale_loss", "backward", "reduce_bucket",
+    "on_after_backward", "on_before_optimizer_step", "clip_gradients", "optimizer_step", "on_before_zero_grad",
+    "on_train_batch_end", "log_metrics", "on_train_epoch_end", "on_train_end", "on_fit_end",
     "model_state", "optimizer_state", "on_save_checkpoint", "save_checkpoint", "load_checkpoint", "on_load_checkpoint",
-    "load_model_state", "load_optimizer_state", "on_test_start", "on_test_batch_end", "on_test_epoch_end",
-    "on_test_end", "on_predict_start", "on_predict_batch_end", "on_predict_end", "on_exception", "teardown",
+    "load_model_state", "load_optimizer_state", "on_test_start", "on_test_epoch_start", "on_test_batch_start",
+    "on_test_batch_end", "on_test_epoch_end", "on_test_end", "on_predict_start", "on_predict_epoch_start",
+    "on_predict_batch_start", "on_predict_batch_end", "on_predict_epoch_end", "on_predict_end", "on_exception",
+    "teardown",
 ]  # fmt: skip
 
 #: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py.

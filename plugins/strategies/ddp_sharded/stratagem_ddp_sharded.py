@@ -16,6 +16,7 @@ from stratagem.options import duration, more_than
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
@@ -64,7 +65,7 @@ class ShardedDDPStrategy(Strategy):
 
     capabilities = Capabilities(
         provides={
-            CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, GRADIENT_BUCKETS, MANUAL_OPTIMIZATION, MULTI_PROCESS,
+            CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_STEP, FULL_STATE, GRADIENT_BUCKETS, MANUAL_OPTIMIZATION, MULTI_PROCESS,
             MULTIPLE_OPTIMIZERS, NO_SYNC, WITHIN_TEAM,
         }
     )  # fmt: skip
@@ -121,14 +122,14 @@ class ShardedDDPStrategy(Strategy):
     @hookimpl
     def backward(self, loss, module, run):
         if not (run.manual or run.sync_gradients):
-            loss.backward()
+            run.differentiate(loss)
             return True
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = {}
         for parameter in parameters:  # what is averaged already must not be averaged with the rest again
             if getattr(parameter.grad, _AVERAGED, False):
                 before[parameter], parameter.grad = parameter.grad, None
-        loss.backward()
+        run.differentiate(loss)
         self._average([p for p, reached in zip(parameters, _reached(parameters, run), strict=True) if reached], run)
         for parameter, gradient in before.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

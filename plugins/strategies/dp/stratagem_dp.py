@@ -34,6 +34,8 @@ from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     LOCAL_STEPS,
@@ -42,7 +44,9 @@ from stratagem.plugin import (
 )
 from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
 
-_WITHIN_A_PROCESS = frozenset({CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, FULL_STATE, NO_SYNC})
+_WITHIN_A_PROCESS = frozenset(
+    {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}
+)
 
 
 @define(eq=False, kw_only=True)
@@ -117,7 +121,7 @@ class DDP2Strategy(Strategy):
     @hookimpl
     def backward(self, loss, run):
         with _explaining_unused():
-            loss.backward()
+            run.differentiate(loss)
         if self._num_bytes and run.sync_gradients:
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.world_size, sender="gradients")
         return True

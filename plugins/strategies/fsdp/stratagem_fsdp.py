@@ -26,6 +26,8 @@ from stratagem.options import duration
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
@@ -93,8 +95,8 @@ class FSDPStrategy(Strategy):
     def capabilities(self) -> Capabilities:
         """What is averaged over replicas passes comm hooks; what is only cut into shards does not."""
         provides = {
-            CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
-            SHARDED_PARAMETERS, WITHIN_TEAM,
+            CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS,
+            MULTIPLE_OPTIMIZERS, NO_SYNC, SHARDED_PARAMETERS, WITHIN_TEAM,
         }  # fmt: skip
         replicates = self.sharding_strategy in ("HYBRID_SHARD", "NO_SHARD")
         return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
@@ -288,7 +290,7 @@ class FSDPStrategy(Strategy):
             state = module._get_fsdp_state()
             loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
         with torch.autocast(run.device.type, enabled=False):
-            loss.backward()
+            run.differentiate(loss)
         if run.manual or run.sync_gradients:
             self._average_scalars(run)
         if run.manual:

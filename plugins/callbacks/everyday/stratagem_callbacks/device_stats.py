@@ -21,11 +21,14 @@ class DeviceStats(Callback):
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
-    def on_train_start(self, trainer):
-        if not (trainer.loggers or trainer.fast_dev_run):
+    def setup(self, trainer, stage):
+        if stage == "fit" and not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )
+
+    @hookimpl
+    def on_train_start(self, trainer):
         if trainer.is_global_zero:
             import psutil
 

@@ -31,6 +31,8 @@ def _folder(trainer: Any, dirpath: Path | None) -> Path:
 class SimpleProfiler(Callback):
     """Adds up the time of each action of the loop on each rank; prints rank 0's and writes every rank's at the end.
 
+    A test or a prediction is written to ``profile-simple-test-rank<r>.txt`` or ``-predict-``.
+
     On a GPU an action's time is that of starting its work, not of the work: use ``profiler="pytorch"`` there.
     """
 
@@ -116,28 +118,107 @@ class SimpleProfiler(Callback):
         self._begin("next batch")
 
     @hookimpl(tryfirst=True)
-    def on_validation_start(self):
+    def on_sanity_check_start(self):
+        self._begin("sanity check")
+
+    @hookimpl(trylast=True)
+    def on_sanity_check_end(self):
+        self._end("sanity check")
+
+    @hookimpl(tryfirst=True)
+    def on_validation_start(self, trainer):
         self._open.pop("next batch", None)
-        self._begin("validation")
+        if not trainer.sanity_checking:
+            self._begin("validation")
+
+    @hookimpl(trylast=True)
+    def on_validation_epoch_start(self):
+        self._begin("next validation batch")
+
+    @hookimpl(tryfirst=True)
+    def on_validation_batch_start(self):
+        self._end("next validation batch")
+        self._begin("validation batch")
+
+    @hookimpl(trylast=True)
+    def on_validation_batch_end(self):
+        self._end("validation batch")
+        self._begin("next validation batch")
 
     @hookimpl(trylast=True)
     def on_validation_end(self):
+        self._open.pop("next validation batch", None)
         self._end("validation")
         self._begin("next batch")
+
+    @hookimpl(tryfirst=True)
+    def on_test_start(self):
+        self._begin("test")
+
+    @hookimpl(trylast=True)
+    def on_test_epoch_start(self):
+        self._begin("next test batch")
+
+    @hookimpl(tryfirst=True)
+    def on_test_batch_start(self):
+        self._end("next test batch")
+        self._begin("test batch")
+
+    @hookimpl(trylast=True)
+    def on_test_batch_end(self):
+        self._end("test batch")
+        self._begin("next test batch")
+
+    @hookimpl(trylast=True)
+    def on_test_end(self, trainer):
+        self._open.pop("next test batch", None)
+        self._end("test")
+        self._report(trainer, "test")
+
+    @hookimpl(tryfirst=True)
+    def on_predict_start(self):
+        self._begin("predict")
+
+    @hookimpl(trylast=True)
+    def on_predict_epoch_start(self):
+        self._begin("next predict batch")
+
+    @hookimpl(tryfirst=True)
+    def on_predict_batch_start(self):
+        self._end("next predict batch")
+        self._begin("predict batch")
+
+    @hookimpl(trylast=True)
+    def on_predict_batch_end(self):
+        self._end("predict batch")
+        self._begin("next predict batch")
+
+    @hookimpl(tryfirst=True)
+    def on_predict_epoch_end(self):
+        self._open.pop("next predict batch", None)  # what follows is no reading
+
+    @hookimpl(trylast=True)
+    def on_predict_end(self, trainer):
+        self._end("predict")
+        self._report(trainer, "predict")
 
     @hookimpl(trylast=True)
     def on_train_end(self, trainer):
         self._open.pop("next batch", None)
         self._end("training")
-        text = self.summary()
+        self._report(trainer, "training")
+
+    def _report(self, trainer: Any, stage: str) -> None:
+        text = self.summary(stage)
         trainer.print(text)
         if self.write:
-            path = _folder(trainer, self.dirpath) / f"profile-simple-rank{trainer.global_rank}.txt"
+            name = "profile-simple" if stage == "training" else f"profile-simple-{stage}"
+            path = _folder(trainer, self.dirpath) / f"{name}-rank{trainer.global_rank}.txt"
             path.write_text(text + "\n", encoding="utf-8")
 
-    def summary(self) -> str:
-        """Return a table of the actions, the longest first; some contain others."""
-        total = self.seconds.get("training") or 1.0
+    def summary(self, stage: str = "training") -> str:
+        """Return a table of the actions, the longest first, as shares of `stage`; some contain others."""
+        total = self.seconds.get(stage) or 1.0
         width = max(map(len, self.seconds), default=6)
         lines = [f"{'action':<{width}}  {'total s':>10}  {'share':>6}  {'calls':>8}  {'mean ms':>9}"]
         for action, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
@@ -192,7 +273,8 @@ class AdvancedProfiler(Callback):
 class PyTorchProfiler(Callback):
     """torch's profiler on each rank: a trace of every operation and kernel, to be opened in Perfetto (ui.perfetto.dev).
 
-    Records `active` batches after `wait` and `warmup` ones, once.
+    Records `active` batches after `wait` and `warmup` ones, once. The phases of a step (forward, backward, optimizer
+    step, zeroing gradients) are regions of the trace.
     """
 
     #: Folder of ``trace-rank<r>.json``; ``default_root_dir`` if not given.
@@ -215,6 +297,8 @@ class PyTorchProfiler(Callback):
     #: Where the trace of this rank is.
     trace: Path | None = field(init=False, default=None)
     _profile: Any = field(init=False, default=None)
+    #: The region of the trace that is open.
+    _region: Any = field(init=False, default=None)
 
     @hookimpl(tryfirst=True)
     def on_train_start(self, trainer):
@@ -243,8 +327,40 @@ class PyTorchProfiler(Callback):
         )  # fmt: skip
         self._profile.start()
 
+    def _enter(self, phase: str | None) -> None:
+        """Begin the next region of the trace, if anything is recorded."""
+        region, self._region = self._region, None
+        if region is not None:
+            region.__exit__(None, None, None)
+        if self._profile is not None and phase is not None:
+            import torch
+
+            self._region = torch.profiler.record_function(phase)
+            self._region.__enter__()
+
+    @hookimpl(trylast=True)
+    def on_train_batch_start(self):
+        self._enter("forward")
+
+    @hookimpl
+    def on_before_backward(self):
+        self._enter("backward")
+
+    @hookimpl
+    def on_after_backward(self):
+        self._enter(None)
+
+    @hookimpl(trylast=True)
+    def on_before_optimizer_step(self):
+        self._enter("optimizer step")
+
+    @hookimpl
+    def on_before_zero_grad(self):
+        self._enter("zero gradients")
+
     @hookimpl(trylast=True)
     def on_train_batch_end(self):
+        self._enter(None)
         if self._profile is not None:
             self._profile.step()
 
@@ -257,6 +373,7 @@ class PyTorchProfiler(Callback):
         self._stop()
 
     def _stop(self) -> None:
+        self._enter(None)
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

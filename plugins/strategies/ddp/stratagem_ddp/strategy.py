@@ -19,6 +19,8 @@ from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     LOCAL_STEPS,
@@ -82,6 +84,8 @@ class DDPStrategy(Strategy):
             CLIP_BY_NORM,
             CLIP_BY_VALUE,
             CLOSURE_OPTIMIZERS,
+            CUSTOM_CLIPPING,
+            CUSTOM_STEP,
             FULL_STATE,
             GRADIENT_BUCKETS,
             LOCAL_STEPS,
@@ -174,13 +178,13 @@ class DDPStrategy(Strategy):
     @hookimpl
     def backward(self, loss, module, run):
         if not isinstance(module, DistributedDataParallel):
-            loss.backward()
+            run.differentiate(loss)
             return True
         try:
             if run.manual and run.sync_gradients:
-                _backward_inside_forward(loss, module)
+                _backward_inside_forward(loss, module, run)
             else:
-                loss.backward()
+                run.differentiate(loss)
             if run.sync_gradients and run.trainer is not None:  # a loop of one's own may need several backwards a step
                 check_complete(module, run)
         except RuntimeError as error:
@@ -248,7 +252,7 @@ class _Replica(DistributedDataParallel):
             raise
 
 
-def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel) -> None:
+def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: Any) -> None:
     """Differentiate while the replica's own forward is still running, as manual optimization does.
 
     DDP arms its reducer when a forward returns, and only if that forward was to be synchronised. Here the forward ran
@@ -257,7 +261,7 @@ def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParalle
     replica.require_backward_grad_sync = True
     replica.reducer.prepare_for_backward(list(_find_tensors(loss)) if replica.find_unused_parameters else [])
     try:
-        loss.backward()
+        run.differentiate(loss)
     finally:
         replica.require_backward_grad_sync = False
     # Buffers are to be sent at the next forward, as after any synchronised step.
