@@ -51,11 +51,11 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "save_checkpoint was called after close(), when optimizers are gone", expected="a trainer that is open",
             do="save before close(), or pass weights_only=True",
         )  # fmt: skip
+    if overrides(trainer.datamodule, "state_dict", DataModule):
+        state["datamodule"] = trainer.datamodule.state_dict()
     if at_home and trainer.carried is not None:
         return state | trainer.carried
     plugins = {key: plugin.state_dict() for key, plugin in trainer.run.stack.stateful()}
-    if overrides(trainer.datamodule, "state_dict", DataModule):
-        state["datamodule"] = trainer.datamodule.state_dict()
     return (
         state
         | dump_optimizers(trainer)

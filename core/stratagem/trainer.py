@@ -128,6 +128,8 @@ class Trainer:
         self.should_stop = False
         #: A fit is under way in this process: what happens is part of training.
         self.fitting = False
+        #: "fit", "validate", "test" or "predict" while that call is under way.
+        self._call_at_work: str | None = None
         self.sanity_checking = False
         self.module: Any = None
         self.datamodule: Any = None
@@ -459,6 +461,11 @@ class Trainer:
     def _call(
         self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
     ) -> Any:
+        if self._call_at_work is not None:
+            raise ConfigError(
+                f"trainer.{stage}() was called within trainer.{self._call_at_work}()", expected="one call at a time",
+                do="call it afterwards, or use another Trainer",
+            )  # fmt: skip
         model = original(model)
         if not isinstance(model, Module):
             raise ConfigError(f"{stage} got a {type(model).__name__}", expected="a stratagem.Module",
@@ -476,16 +483,22 @@ class Trainer:
             elif ckpt_path is None:
                 with self.run.making_whole():
                     job.carried = self.carried or (snapshot.dump_optimizers(self) if self.run.optimizers else None)
-        self.module, self.datamodule = model, datamodule
+        outer = model.__dict__.get("_trainer")
+        self.module, self.datamodule, self._call_at_work = model, datamodule, stage
         model.__dict__["_trainer"] = self
-        lightning_names.check(model, datamodule, self.run.stack, stage)
-        self._use_callbacks_of(model)
-        home = self.run.launch(functools.partial(self._main, job))
+        try:
+            lightning_names.check(model, datamodule, self.run.stack, stage)
+            self._use_callbacks_of(model)
+            home = self.run.launch(functools.partial(self._main, job))
+        finally:
+            self._call_at_work = None
+            if outer is not None and outer._call_at_work is not None:
+                model.__dict__["_trainer"] = outer  # whose call this one was made in
         return home.unpack(self) if isinstance(home, snapshot.Homecoming) else home
 
     def _main(self, job: Job, run: Run) -> Any:
         """Do `job` in this process, one of those that the launcher started."""
-        self.module.__dict__["_trainer"] = self
+        self.module.__dict__["_trainer"], self._call_at_work = self, job.stage
         if isinstance(job.datamodule, DataModule):
             job.datamodule.trainer = self
         self._enter()
@@ -591,6 +604,7 @@ class Trainer:
             "_handles",
             "lr_scheduler_configs",
             "last_outputs",
+            "_call_at_work",
         }
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
@@ -598,7 +612,7 @@ class Trainer:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
         self.lr_scheduler_configs, self.last_outputs, self.feed, self.on_leaving = [], None, None, None
-        self.use_loader = None
+        self.use_loader, self._call_at_work = None, None
 
 
 def _with_environment(layers: Sequence[Layer]) -> list[Layer]:
