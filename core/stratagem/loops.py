@@ -195,7 +195,7 @@ class TrainLoop:
             self._validate()  # the run that is resumed was stopped before it
             self.feed.go_on_from_here()
         self.skips_rest = False
-        start = position.batches_done
+        start, skipped = position.batches_done, self.run.skipped_batches
         batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
         for batch_idx, batch, is_last in batches:
             if batch_idx < self.feed.replay_until:
@@ -212,6 +212,11 @@ class TrainLoop:
                 break
         if position.batches_done == start and start and not position.epoch_done:
             position.epoch_done = True
+        if start == 0 and position.batches_done and self.run.skipped_batches - skipped == position.batches_done:
+            raise ConfigError(
+                f"training_step returned None for all {position.batches_done} batches of epoch {position.epoch}",
+                expected="a loss for some: nothing was trained", do="end training_step with `return loss`",
+            )  # fmt: skip
         if position.batches_done == 0 and not self.skips_rest:
             raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
         if position.epoch_done:
@@ -330,6 +335,11 @@ class TrainLoop:
             optimizer.zero_grad()
             outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
             kept[:] = [outputs]
+            if outputs is None:
+                raise ConfigError(
+                    f"training_step returned None under {type(optimizer).__name__}, which evaluates the model itself",
+                    expected="a loss", do="return the loss, multiplied by zero to skip a batch",
+                )  # fmt: skip
             if self.clip is not None:
                 self.clip(optimizer)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs

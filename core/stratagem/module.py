@@ -216,7 +216,7 @@ class Module(nn.Module):
             logger: send it to the loggers (default True).
             on_step: record every step's value (default: in training).
             on_epoch: reduce over the epoch (default: outside training).
-            reduce_fx: "mean" (weighted by batch size), "sum", "max", "min", or a callable on all values (n, float64).
+            reduce_fx: "mean" (weighted by batch size), "sum", "max", "min", or a callable on all values (as float64).
             sync_dist: reduce over all ranks too, at the time of reduction. Collective: log on all ranks.
             batch_size: weight of this value in the mean; found from the batch if not given.
             rank_zero_only: this metric exists on rank 0 alone; excludes sync_dist.

@@ -22,6 +22,7 @@ import inspect
 import itertools
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from stratagem.checkpoint import (
     name_of_format,
     read_with,
 )
-from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError
+from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
@@ -109,6 +110,8 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.stage: str = "train"
         self.manual = False
+        #: Batches for which `training_step` returned None, in this fit.
+        self.skipped_batches = 0
         self.sync_gradients = True
         self._enter()
 
@@ -465,18 +468,32 @@ class Run:
         if self.manual:
             return output
         loss = output.get("loss") if isinstance(output, dict) else output
-        if loss is None:
-            self._check_may_skip()
+        if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
+            self._check_may_skip(output, batch_idx)
             return None
         self.backward(loss / divisor if divisor > 1 else loss)
         return output
 
-    def _check_may_skip(self) -> None:
+    def _check_may_skip(self, output: Any, batch_idx: int) -> None:
+        """Refuse an `output` of ``training_step`` that is no loss; None may skip a batch where one process trains.
+
+        Raises:
+            ConfigError: it is neither a loss nor None, or the other ranks wait for its gradients.
+        """
+        check_loss(output)
         if self.world_size > 1:
             raise ConfigError(
                 f"training_step returned None on rank {self.rank} of {self.world_size}", expected="a loss",
                 do="return a loss multiplied by zero to skip a batch: the other ranks wait for its gradients",
             )  # fmt: skip
+        if self.skipped_batches == 0:
+            epoch = "" if self.trainer is None else f" of epoch {self.trainer.current_epoch}"
+            warnings.warn(
+                f"training_step returned None for batch {batch_idx}{epoch}: the batch is skipped. "
+                "If that is not meant, end training_step with `return loss`",
+                stacklevel=2,
+            )
+        self.skipped_batches += 1
 
     @contextlib.contextmanager
     def evaluate_context(self, stage: str) -> Iterator[None]:
@@ -795,6 +812,38 @@ class _ProcessBody:
         finally:
             if run.far_from_home:
                 run.close()
+
+
+def check_loss(output: Any) -> None:
+    """Return if `output` of a ``training_step`` is a loss, or None (also under ``"loss"``) for a batch to skip.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    keys, where = (list(output), " under 'loss'") if isinstance(output, dict) else ([], "")
+    if isinstance(output, dict) and "loss" not in output:
+        found = f"a dict with {', '.join(map(repr, keys))}" if keys else "an empty dict"
+        near = next((key for key in keys if str(key).lower() == "loss"), None)
+        hint = f"did you mean {near!r}" if near is not None else nearest("loss", list(map(str, keys)))
+        raise ConfigError(f"training_step returned {found}", expected="one with 'loss'", do=hint or 'add "loss"')
+    loss = output["loss"] if isinstance(output, dict) else output
+    if loss is None:
+        return
+    do = "return the loss as a tensor, or None to skip a batch"
+    if not isinstance(loss, torch.Tensor):
+        article = "an" if type(loss).__name__[:1] in "aeiou" else "a"
+        raise ConfigError(f"training_step returned {article} {type(loss).__name__}{where}", expected="a loss", do=do)
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}", expected="one number", do="take its mean"
+        )
+    if loss.is_complex():
+        raise ConfigError("training_step returned a complex loss", expected="a real number", do="take its abs()")
+    if not loss.requires_grad:
+        raise ConfigError(
+            "training_step returned a loss that needs no gradient", expected="one that depends on trained parameters",
+            do="compute it without detach(), item() and no_grad, or set automatic_optimization = False",
+        )  # fmt: skip
 
 
 def _hook_manager(stack: Stack) -> pluggy.PluginManager:

@@ -69,6 +69,11 @@ def step(trainer: Any, batch: Any, number: int) -> torch.Tensor:
     run = trainer.run
     trainer.book.batch = batch = run.transfer(batch)
     outputs = run.train_step(batch, number, 1, True, takes(trainer.module.training_step, 2))
+    if outputs is None:
+        raise ConfigError(
+            f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
+            do="drop the callback that tries, or return the loss",
+        )  # fmt: skip
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     (optimizer,) = trainer.optimizers
     run.optimizer_step(optimizer)
