@@ -148,7 +148,6 @@ class TrainLoop:
         trainer, position = self.trainer, self.position
         if position.epoch_ended:
             self._begin(position.epoch + 1)
-        trainer.module.train()
         trainer.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
@@ -454,11 +453,11 @@ def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: in
 
 @contextmanager
 def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator[None]:
-    """Switch to evaluation without gradients; afterwards every submodule trains again only if it did before.
+    """Switch to evaluation without gradients; afterwards every submodule has the mode that it had before.
 
     A module's own ``{event}_model_eval`` and ``{event}_model_train`` switch instead.
     """
-    training = [part for part in module.modules() if part.training]
+    modes = [(part, part.training) for part in module.modules()]
     to_eval, to_train = f"{event}_model_eval", f"{event}_model_train"
     switch = getattr(module, to_eval) if overrides(module, to_eval) else module.eval
     switch()
@@ -469,8 +468,8 @@ def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator
         if overrides(module, to_train):
             getattr(module, to_train)()
         else:
-            for part in training:
-                part.training = True
+            for part, training in modes:
+                part.training = training
 
 
 def _by_loader(metrics: dict[str, Any], count: int) -> list[dict[str, float]]:

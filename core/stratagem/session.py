@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,9 @@ class Session:
             snapshot.restore(trainer, resumed)
         elif job.carried is not None:
             snapshot.restore_carried(trainer, job.carried)
-        trainer.should_stop = False
+        trainer.should_stop, run.skipped_batches = False, 0
+        if run.is_global_zero:
+            _tell_modes(self.module)
         trainer.batch_size = getattr(loader, "batch_size", None)
         if trainer.is_global_zero and (hparams := self._hyperparameters()):
             run.hook.log_hyperparams(params=hparams, run=run)
@@ -336,6 +339,29 @@ class Session:
         if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
             self.job.datamodule.load_state_dict(state["datamodule"])
         return state
+
+
+def _tell_modes(module: Module) -> None:
+    """Warn of parts in eval mode, which they keep: right for frozen ones, and easily left behind by an evaluation."""
+    name = type(module).__name__
+    if not module.training:
+        warnings.warn(
+            f"{name} is in eval mode and stays so: dropout is off, batch normalization keeps its statistics. "
+            "If that is not meant, call model.train() before fit",
+            stacklevel=2,
+        )
+        return
+    outermost: list[str] = []
+    for path, part in module.named_modules():
+        if not (part.training or any(path.startswith(f"{outer}.") for outer in outermost)):
+            outermost.append(path)
+    if outermost:
+        shown = ", ".join(outermost[:5]) + (f" and {len(outermost) - 5} more" if len(outermost) > 5 else "")
+        warnings.warn(
+            f"{name} has parts in eval mode, which stay so: {shown}. "
+            "If that is not meant, call model.train() before fit",
+            stacklevel=2,
+        )
 
 
 def _validation_interval(interval: float, epoch_size: float) -> float:

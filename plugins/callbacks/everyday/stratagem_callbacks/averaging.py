@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
 from torch import nn
-from torch.optim.swa_utils import SWALR, update_bn
+from torch.optim.swa_utils import SWALR
 
 from stratagem import Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError
@@ -248,7 +249,7 @@ class StochasticWeightAveraging(Callback):
         if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
             limit = trainer.num_training_batches
             batches = (b for number, b in enumerate(trainer.feed.loader) if math.isinf(limit) or number < limit)
-            update_bn(map(trainer.run.transfer, batches), module)
+            _compute_statistics_again(module, map(trainer.run.transfer, batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average so far."""
@@ -257,3 +258,19 @@ class StochasticWeightAveraging(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over an average."""
         self.count, self.average, self._started = state["count"], dict(state["average"]), state["swa_started"]
+
+
+def _compute_statistics_again(module: nn.Module, batches: Iterable[Any]) -> None:
+    """Compute the running statistics of the batch normalizations in train mode as means over `batches`."""
+    norms = [part for part in module.modules() if part.training and isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # type: ignore[assignment]  # torch's word for a mean over all batches
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                module(batch[0] if isinstance(batch, list | tuple) else batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

@@ -46,9 +46,9 @@ def rehearsal(trainer: Any) -> Iterator[None]:
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in run.stack.stateful()
                if not key.startswith("callback.")]  # fmt: skip
-    random, book, training = trainer.feed.random_state(), trainer.book, module.training
+    random, book = trainer.feed.random_state(), trainer.book
+    modes = [(part, part.training) for part in module.modules()]
     trainer.book = MetricBook(default_on_step=True, collectives=run.collectives)
-    module.train()
     try:
         yield
     finally:
@@ -61,7 +61,8 @@ def rehearsal(trainer: Any) -> Iterator[None]:
             plugin.load_state_dict(state)
         trainer.feed.restore_random_state(random)
         trainer.book = book
-        module.train(training)
+        for part, training in modes:
+            part.training = training
 
 
 def step(trainer: Any, batch: Any, number: int) -> torch.Tensor:
