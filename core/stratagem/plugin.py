@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pluggy
 from attrs import define, field, frozen
 
+from stratagem.identity import class_key, options_key
 from stratagem.places import modified_at
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
 
@@ -139,13 +140,22 @@ class Plugin:
 
     A plugin with state to survive a restart defines ``state_dict()`` and ``load_state_dict(state)``: rank 0's is kept.
     One whose state differs from rank to rank defines ``rank_state(run)``, and ``load_rank_states(states, run)``, which
-    gets those of all ranks that saved, in rank order, in as many processes as there are now.
+    gets those of all ranks that saved, in rank order, in as many processes as there are now. Either is saved under
+    `state_key`.
     """
 
     #: The kind's name; set by the bases below.
     kind: ClassVar[str] = "plugin"
     #: What it offers and needs; a property in a plugin whose options decide.
     capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @property
+    def state_key(self) -> str:
+        """What this plugin's state is saved under: the same for every name, preset and instance of it.
+
+        The class that defines the state, as ``module:Class``. Override it to read what a class of another name saved.
+        """
+        return class_key(type(self))
 
     def preload(self, device_type: str) -> None:
         """Import what a run on such devices ("cpu", "cuda") imports late; a process that is about to be copied asks.
@@ -221,6 +231,11 @@ class CommHook(Plugin):
     #: It sends by collectives of its own rather than through the hook under it: it must be the last of a stack.
     innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
+
+    @property
+    def state_key(self) -> str:
+        """As of every plugin, with the options that tell two hooks of one class apart."""
+        return class_key(type(self)) + options_key(self)
 
     def statistics(self, run: Run) -> dict[str, float]:
         """Numbers worth logging, of this rank alone: asked between two steps, without collectives."""
@@ -322,12 +337,22 @@ class Callback(Plugin):
 
     kind: ClassVar[str] = "callback"
 
+    @property
+    def state_key(self) -> str:
+        """As of every plugin, with the options that tell two callbacks of one class apart."""
+        return class_key(type(self)) + options_key(self)
+
 
 @define(eq=False, kw_only=True)
 class Logger(Plugin):
     """Where metrics go: acts on `log_metrics` (rank 0 only)."""
 
     kind: ClassVar[str] = "logger"
+
+    @property
+    def state_key(self) -> str:
+        """As of every plugin, with the options that tell two loggers of one class apart."""
+        return class_key(type(self)) + options_key(self)
 
 
 class Command:

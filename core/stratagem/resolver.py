@@ -19,6 +19,7 @@ from stratagem import catalog, hookspecs, registry
 from stratagem.config import build, check, convert_options
 from stratagem.devices import parse_devices
 from stratagem.errors import ConfigError, PluginError, StratagemError, nearest
+from stratagem.identity import keyed, matched
 from stratagem.plugin import (
     ACCUMULATION,
     CLIP_BY_NORM,
@@ -120,27 +121,17 @@ class Stack:
 
     def stateful(self) -> list[tuple[str, Any]]:
         """The plugins with state to survive a restart, by the key that it is saved under."""
-        return self._keyed("state_dict")
+        return keyed(self, "state_dict")
 
     def stateful_by_rank(self) -> list[tuple[str, Any]]:
-        """The plugins with state that differs from rank to rank, likewise."""
-        return self._keyed("rank_state")
-
-    def _keyed(self, method: str) -> list[tuple[str, Any]]:
-        keyed: dict[str, Any] = {}
-        for choice in self.active():
-            if callable(getattr(choice.plugin, method, None)):
-                key = f"{choice.kind}.{choice.name}"
-                # Two of a kind, say two checkpoint callbacks, are told apart by their order.
-                twins = sum(1 for other in keyed if other.partition("#")[0] == key)
-                keyed[f"{key}#{twins}" if twins else key] = choice.plugin
-        return list(keyed.items())
+        """The plugins with state that differs from rank to rank, by the key that it is saved under."""
+        return keyed(self, "rank_state")
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Give the states in `saved` back to the plugins that are here and were there."""
-        for key, plugin in self.stateful():
-            if key in saved:
-                plugin.load_state_dict(saved[key])
+        plugins = dict(self.stateful())
+        for key, saved_as in matched(plugins, saved).items():
+            plugins[key].load_state_dict(saved[saved_as])
 
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""

@@ -43,6 +43,7 @@ from stratagem.checkpoint import (
     read_with,
 )
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
+from stratagem.identity import matched, warn_of_differences
 from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import join_supervision
 from stratagem.module import StepModule
@@ -612,6 +613,8 @@ class Run:
         self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
         self.load_optimizers(state.get("optimizers", []), optimizers, module)
         self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
+        if self.is_global_zero:
+            warn_of_differences(self.stack, state)
         self.load_rank_states(state.get("ranks", []))
         values: dict[str, Any] = state.get("values", {})
         return values
@@ -622,10 +625,11 @@ class Run:
 
     def load_rank_states(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Give plugins what they kept on each of `ranks`, which are those that saved. Collective."""
-        for key, plugin in self.stack.stateful_by_rank():
-            states = [rank.get("plugins", {}).get(key) for rank in ranks]
-            if states and None not in states:
-                plugin.load_rank_states(states, self)
+        plugins = dict(self.stack.stateful_by_rank())
+        saved = [rank.get("plugins", {}) for rank in ranks]
+        on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
+        for key, saved_as in matched(plugins, on_all).items():
+            plugins[key].load_rank_states([each[saved_as] for each in saved], self)
 
     def read_checkpoint(self, path: Path) -> dict[str, Any]:
         """Return the logical state at `path`, whichever installed format it is in. Collective.

@@ -13,6 +13,7 @@ from stratagem import defaults
 from stratagem.checkpoint import Alone, format_of, newest_whole, read_with, saved_at
 from stratagem.data import DataModule
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.identity import warn_of_differences
 from stratagem.initialization import allocate
 from stratagem.module import build, overrides
 from stratagem.places import is_remote, place
@@ -120,6 +121,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     restore_optimizers(trainer, state)
     position.load_state_dict(state["loop"])
     restore_plugins(trainer, state)
+    if run.is_global_zero:
+        warn_of_differences(run.stack, state)
     ranks = state["ranks"]
     if len(ranks) == trainer.world_size:
         _restore_buffers(trainer.module, ranks[trainer.global_rank]["buffers"])
