@@ -13,7 +13,7 @@ import xxhash
 from attrs import define
 
 from stratagem import CheckpointFormat, hookimpl
-from stratagem.checkpoint import publish_file, remove_file, verify_file
+from stratagem.checkpoint import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, refusals
 
@@ -81,12 +81,16 @@ class FullCheckpoint(CheckpointFormat):
 
 
 def _is_of_torch(path: Path) -> bool:
-    """Whether `path` is a zip file that torch.save wrote, and not one of data, say."""
+    """Whether `path` is a zip file that torch.save wrote, damaged or not, and not one of data, say."""
+    if not zipfile.is_zipfile(path):
+        return False
+    if sidecar(path).exists():
+        return True
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        return False
+    except Exception:  # noqa: BLE001 - a damaged list of contents raises one of many
+        return True
 
 
 def _read(path: Path) -> dict[str, Any]:
