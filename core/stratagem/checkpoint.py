@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 from stratagem.errors import CheckpointError, PluginError
-from stratagem.places import Claim, claim, is_remote, place, publish_object, refusals
+from stratagem.places import Claim, claim, create_beside, is_remote, place, publish_object, refusals
 from stratagem.staging import sync_folder
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
     if is_remote(path):
         _publish_remotely(path, write, hasher)
         return
-    staged = path.with_name(f"{path.name}.{os.getpid()}{_STAGED}")
+    staged = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         _clear_away_what_was_killed(path)
-        with staged.open("wb") as file, _claimed(staged):
+        with create_beside(path, _STAGED) as file, _claimed(staged := file.path):
             hashing = _HashingFile(file, hasher())
             hashing.fill(write)
             file.flush()
@@ -74,7 +74,8 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
         ) from error
     finally:
         with contextlib.suppress(OSError):  # what kept it from being written keeps it from being removed
-            staged.unlink(missing_ok=True)
+            if staged is not None:
+                staged.unlink(missing_ok=True)
 
 
 def _publish_remotely(path: Any, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
@@ -351,16 +352,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def _write_durably(path: Path, lines: list[str]) -> None:
-    staged = path.with_name(f"{path.name}.{os.getpid()}{_STAGED}")
+    file = create_beside(path, _STAGED)
     try:
-        with staged.open("w", encoding="ascii") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with file:
+            file.write("".join(f"{line}\n" for line in lines).encode("ascii"))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(staged, path)
+        os.replace(file.path, path)
         sync_folder(path.parent)
     finally:
-        staged.unlink(missing_ok=True)
+        file.path.unlink(missing_ok=True)
 
 
 def _write_lines(path: Path, lines: list[str]) -> None:
@@ -378,7 +379,7 @@ def _clear_away_what_was_killed(path: Path) -> None:
     """Delete the staged files for `path` that nobody is writing any more."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_STAGED}"):
         with contextlib.suppress(OSError):
-            if (claimed := claim(left)) is not None:
+            if (claimed := claim(left, follow=False)) is not None:
                 left.unlink(missing_ok=True)
                 claimed.release()
 

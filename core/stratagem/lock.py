@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import functools
 import json
-import os
 import platform
 import warnings
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import attrs
 
 from stratagem.config import options
 from stratagem.errors import ConfigError
+from stratagem.places import replace_text
 from stratagem.redaction import redact
 from stratagem.settings import CHOICES
 
@@ -62,11 +62,9 @@ def write(run: Run) -> None:
     if not run.is_global_zero:
         return
     path = Path(run.settings.default_root_dir) / FILE_NAME
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(json.dumps(describe(run), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(staged, path)
+        replace_text(path, json.dumps(describe(run), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         warnings.warn(f"{path} could not be written ({error.strerror or error})", stacklevel=2)
 

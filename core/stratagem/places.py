@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,12 +82,17 @@ class Claim:
         self.release()
 
 
-def claim(path: Path, wait: bool = False) -> Claim | None:
+def claim(path: Path, wait: bool = False, follow: bool = True) -> Claim | None:
     """Claim an existing file or folder; None if another claim on it stands (`wait`: until it does not).
 
     File systems without locks grant every claim.
+
+    Raises:
+        OSError: there is nothing, or a symbolic link where `follow` is False.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    # Without O_NONBLOCK a named pipe that somebody left there would be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(path, flags)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -94,6 +101,49 @@ def claim(path: Path, wait: bool = False) -> Claim | None:
     except OSError:  # no locks here
         pass
     return Claim(descriptor)
+
+
+# --- Files that replace others at once --------------------------------------------------------------------------
+
+
+def create_beside(path: Path, ending: str = ".staged") -> StagedFile:
+    """Create and open a new file to fill and rename to `path`: its name is that of `path`, a random part and `ending`.
+
+    Neither a file nor a symbolic link that somebody left there is ever opened.
+
+    Raises:
+        OSError: the folder or the disk refuses.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        name = path.with_name(f"{path.name}.{secrets.token_hex(6)}{ending}")
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(name, flags, 0o666)  # as open() does: the user's umask decides
+            return StagedFile(descriptor, name)
+
+
+class StagedFile(io.BufferedWriter):
+    """A file for writing that knows its path."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        super().__init__(io.FileIO(descriptor, "wb"))
+        self.path = path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all.
+
+    Raises:
+        OSError: the folder or the disk refuses.
+    """
+    file = create_beside(path)
+    try:
+        with file:
+            file.write(text.encode("utf-8"))
+        os.replace(file.path, path)
+    finally:
+        with contextlib.suppress(OSError):
+            file.path.unlink()
 
 
 # --- Objects: written whole or not at all ------------------------------------------------------------------------

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 
 import pytest
 
+import stratagem as sg
 from stratagem import checkpoint
 from stratagem.checkpoint import newest_whole, publish_file, remove_file, sidecar, verify_file
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, ConfigError
+from stratagem.places import replace_text
 from stratagem.plugin import CheckpointFormat
+from stratagem.testing.reference import Net, joined_batches
 
 
 def publish(path, content):
@@ -138,3 +142,80 @@ def test_removing_takes_the_sidecar_along(tmp_path):
 
     assert list(tmp_path.iterdir()) == []
     assert checkpoint.sidecar(tmp_path / "a").name == "a.sum"
+
+
+# --- Links that somebody left -----------------------------------------------------------------------------------
+
+
+NAMES = ["run.lock", "a.ckpt", "a.ckpt.sum", "metrics.csv", "metrics", "report.html", "rank0.pt", "rank0"]
+
+
+def leave_links(folder, victim):
+    """Leave links to `victim` at every name that could be guessed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in NAMES:
+        for staged in (f"{name}.staged", f".{name}.{os.getpid()}", f"{name}.{os.getpid()}.staged", f".{name}.staged"):
+            (folder / staged).symlink_to(victim)
+
+
+def test_nothing_is_written_through_a_link_at_a_name_that_can_be_guessed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    root = tmp_path / "root"
+    version = root / "stratagem_logs" / "mine"
+    for folder in (root, version, root / "predictions"):
+        leave_links(folder, victim)
+    trainer = sg.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, default_root_dir=root, enable_progress_bar=False, log_every_n_steps=1,
+        enable_checkpointing=False, logger={"name": "csv", "version": "mine"},
+        callbacks=["report", {"name": "prediction_writer", "dirpath": root / "predictions", "write_interval": "epoch"}],
+    )  # fmt: skip
+    trainer.fit(Net(), joined_batches(2, 8), joined_batches(1, 8))
+    trainer.save_checkpoint(root / "a.ckpt")
+    trainer.predict(Net(), joined_batches(1, 8))
+
+    assert victim.read_text() == "precious"
+    for path in (root / "run.lock", root / "a.ckpt", root / "report.html", version / "metrics.csv"):
+        assert path.is_file(), path
+        assert not path.is_symlink()
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_folder_is_not_occupied_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".in_use").symlink_to(victim)
+    trainer = sg.Trainer(
+        accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, logger=False, enable_progress_bar=False
+    )
+
+    with pytest.raises(ConfigError, match=r"\.in_use is a symbolic link; expected a file, or nothing; remove it"):
+        trainer.fit(Net(), joined_batches(1, 8))
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_the_way_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.ckpt.1.staged")
+    publish(tmp_path / "a.ckpt", b"x")
+
+    assert (tmp_path / "a.ckpt").read_bytes() == b"x"
+
+
+def test_a_new_file_is_never_one_that_was_there(tmp_path, monkeypatch):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "a.taken.staged").symlink_to(tmp_path / "victim")
+    (tmp_path / "a.taken2.staged").write_text("precious")
+    tokens = iter(["taken", "taken2", "free"])
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(tokens))
+
+    replace_text(tmp_path / "a", "mine")
+
+    assert (tmp_path / "a").read_text() == "mine"
+    assert (tmp_path / "victim").read_text() == (tmp_path / "a.taken2.staged").read_text() == "precious"

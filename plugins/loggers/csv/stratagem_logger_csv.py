@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from attrs import define, field
 from stratagem import Logger, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import at_least
-from stratagem.places import is_remote, place
+from stratagem.places import is_remote, place, replace_text
 
 
 @define(eq=False, kw_only=True)
@@ -157,12 +158,11 @@ class CSVLogger(Logger):
         if self._file.exists():
             with self._file.open(newline="") as file:
                 earlier = list(csv.DictReader(file))
-        staged = self._file.with_suffix(".staged")
-        with staged.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(earlier)
-        os.replace(staged, self._file)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(earlier)
+        replace_text(self._file, text.getvalue())
 
 
 def _new_version(parent: Path) -> Path:

@@ -12,6 +12,7 @@ from stratagem.errors import ConfigError
 from stratagem.places import Claim, claim, is_remote
 
 _FILE = ".in_use"
+_NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 #: Folders that this process keeps checkpoints in, with how many callbacks do.
 _mine: dict[Path, tuple[Claim, int]] = {}
 
@@ -25,13 +26,16 @@ def occupy(folder: Path) -> None:
     if is_remote(folder):
         return  # object stores have no locks
     key = Path(os.path.abspath(folder))
+    file = folder / _FILE
+    if file.is_symlink():
+        raise ConfigError(f"{file} is a symbolic link", expected="a file, or nothing", do="remove it")
     if key in _mine:
         _mine[key] = (_mine[key][0], _mine[key][1] + 1)
         return
     with contextlib.suppress(OSError):  # a folder that cannot be written is told of by the first save
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _FILE).touch()
-        claimed = claim(folder / _FILE)
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | _NOT_THROUGH_LINKS, 0o666))
+        claimed = claim(file, follow=False)
         if claimed is None:
             raise ConfigError(
                 f"{folder} is in use by another run ({_said_by(folder)})",
@@ -39,7 +43,8 @@ def occupy(folder: Path) -> None:
                 do="give this one its own default_root_dir, or ModelCheckpoint(dirpath=...)",
             )
         _mine[key] = (claimed, 1)
-        (folder / _FILE).write_text(json.dumps({"host": platform.node(), "pid": os.getpid()}))
+        with open(os.open(file, os.O_WRONLY | os.O_TRUNC | _NOT_THROUGH_LINKS), "w") as written:
+            json.dump({"host": platform.node(), "pid": os.getpid()}, written)
 
 
 def vacate(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError
+from stratagem.places import create_beside
 
 
 @define(eq=False, kw_only=True)
@@ -57,6 +59,11 @@ class PredictionWriter(Callback):
 def _write(path: Path, value: Any) -> None:
     import torch
 
-    staged = path.with_suffix(".staged")
-    torch.save(value, staged)
-    os.replace(staged, path)
+    file = create_beside(path)
+    try:
+        with file:
+            torch.save(value, file)
+        os.replace(file.path, path)
+    finally:
+        with contextlib.suppress(OSError):
+            file.path.unlink()

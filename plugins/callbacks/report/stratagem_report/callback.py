@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import warnings
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +14,7 @@ from attrs.converters import optional
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import more_than
-from stratagem.places import is_remote, place
+from stratagem.places import is_remote, place, replace_text
 from stratagem_report.facts import ending, failure, gather, learning_rates, memory_held
 from stratagem_report.history import History
 from stratagem_report.page import render
@@ -199,7 +197,9 @@ class Report(Callback):
     def _write(self, trainer: Any) -> None:
         path = self.path or Path(trainer.settings.default_root_dir) / "report.html"
         try:
-            _replace(path, render(gather(trainer, self._history)))
+            text = render(gather(trainer, self._history))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, text)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run itself went as it went
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             warnings.warn(
@@ -219,15 +219,3 @@ class Report(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the history of an earlier run."""
         self._history = History.from_state(state)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_text(text, encoding="utf-8")
-        os.replace(staged, path)
-    finally:
-        with contextlib.suppress(OSError):
-            staged.unlink()
