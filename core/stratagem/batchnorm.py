@@ -83,10 +83,10 @@ class _Normalize(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         sums = wide.sum(dims)
         count = wide.new_full((1,), x.numel() / max(x.shape[1], 1))
-        total = peers.all_reduce(torch.cat([sums, count]), "sum")
+        total = peers.unchecked.all_reduce(torch.cat([sums, count]), "sum")
         mean, count = total[:-1] / total[-1], total[-1]
         centered = wide - _spread(mean, x)
-        variance = peers.all_reduce(centered.square().sum(dims), "sum") / count
+        variance = peers.unchecked.all_reduce(centered.square().sum(dims), "sum") / count
         inverse = (variance + eps).rsqrt()
         normalized = centered * _spread(inverse, x)
         ctx.save_for_backward(normalized, weight, inverse, count)
@@ -103,7 +103,7 @@ class _Normalize(torch.autograd.Function):
         of_bias, of_weight = grad.sum(ctx.dims), (grad * normalized).sum(ctx.dims)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = ctx.peers.all_reduce(torch.cat([of_bias, of_weight]), "sum") / count
+            sums = ctx.peers.unchecked.all_reduce(torch.cat([of_bias, of_weight]), "sum") / count
             mean, slope = (_spread(part, grad) for part in sums.chunk(2))
             scale = inverse if weight is None else inverse * weight
             grad_x = ((grad - mean - normalized * slope) * _spread(scale, grad)).to(gradients[0].dtype)

@@ -179,7 +179,7 @@ class TrainLoop:
         return 0 <= self.settings.max_steps <= self.position.global_step
 
     def _out_of_time(self) -> bool:
-        return self.deadline is not None and self.run.collectives.any(time.monotonic() >= self.deadline)
+        return self.deadline is not None and self.run.collectives.unchecked.any(time.monotonic() >= self.deadline)
 
     def _epoch(self) -> None:
         trainer, position = self.trainer, self.position
@@ -276,6 +276,7 @@ class TrainLoop:
         every = self.validate_every
         position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
         if trainer.book.metrics:
+            trainer.book.reduce_step(batch_idx)
             trainer.callback_metrics.update(trainer.book.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
@@ -405,29 +406,32 @@ def _pass_over(
     for batch_idx, batch in enumerate(batches):
         moved = run.transfer(batch)
         if run.shards_parameters:
-            run.collectives.any(True)
+            run.collectives.unchecked.any(True)
         trainer.book.batch = moved
         if batch_start is not None:
             batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
         with run.evaluate_context(stage):
             outputs = call(moved, batch_idx)
+        trainer.book.reduce_step(batch_idx)
         if stage == "predict":
             outputs_kept.append(outputs)
         if batch_end is not None:
             batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
     if run.shards_parameters:
-        _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None)
+        _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
     if batch_idx < 0 and limit > 0:
         raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
     return outputs_kept
 
 
-def _keep_pace(trainer: Trainer, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any) -> None:
+def _keep_pace(
+    trainer: Trainer, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any, batch_idx: int
+) -> None:
     """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
     run, book = trainer.run, trainer.book
     trainer.book = MetricBook(default_on_step=False, collectives=run.collectives)
     try:
-        while run.collectives.any(False):
+        while run.collectives.unchecked.any(False):
             if batch is None:
                 raise ConfigError(
                     f"loader {loader_idx} of {stage} yielded no batch on rank {run.rank}",
@@ -436,6 +440,8 @@ def _keep_pace(trainer: Trainer, stage: str, loader_idx: int, call: Callable[...
             trainer.book.batch = batch
             with run.evaluate_context(stage):
                 call(batch, 0)
+            batch_idx += 1
+            trainer.book.reduce_step(batch_idx)  # as the ranks that have this batch
     finally:
         trainer.book = book
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from attrs import asdict, define
 
 from stratagem.errors import ConfigError
-from stratagem.world import Collectives
+from stratagem.world import Collectives, fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,8 @@ _SYNONYMS: tuple[tuple[Any, str], ...] = (
 #: Options that all calls of `log` for one name have in common.
 _OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist", "rank_zero_only")
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+#: Metrics in the message that reduces those of a step; the rest follows once the names are compared.
+_FIRST = 16
 
 
 @define(eq=False)
@@ -92,6 +94,8 @@ class MetricBook:
         self.metrics: dict[str, Metric] = {}
         #: The batch that is being worked on; its size weighs means.
         self.batch: Any = None
+        #: What was logged on this step with ``sync_dist=True``.
+        self._to_reduce: dict[str, Metric] = {}
 
     def log(
         self,
@@ -127,7 +131,37 @@ class MetricBook:
             weight = float(batch_size if batch_size is not None else infer_batch_size(self.batch))
         metric.update(value, weight)
         if metric.on_step and metric.sync_dist and self.collectives.world_size > 1:
-            metric.last = _reduced(name, _of_all_ranks(value, self.collectives), metric.reduce_fx)
+            self._to_reduce[name] = metric
+
+    def reduce_step(self, moment: str | int) -> None:
+        """Reduce over all ranks what was logged with ``sync_dist=True`` on this step, all of it at once. Collective.
+
+        Args:
+            moment: the same on all ranks, such as the number of the batch.
+
+        Raises:
+            ConfigError: on all ranks, if they logged different names, or at different moments.
+        """
+        if not self._to_reduce:
+            return
+        metrics, self._to_reduce = dict(sorted(self._to_reduce.items())), {}
+        waiting_in = f"log({', '.join(map(repr, metrics))}, sync_dist=True)"  # noqa: F841 - `world.where` reads it
+        collectives = self.collectives.duplicate("log")
+        ops = {name: getattr(metric.reduce_fx, "__name__", str(metric.reduce_fx)) for name, metric in metrics.items()}
+        header = torch.tensor(fingerprint(f"{ops} {moment}"), device=collectives.device)
+        values = [_coded(metric.last).to(collectives.device) for metric in metrics.values()]
+        # Of one size, whatever a rank logged: messages of different sizes abort.
+        padding = header.new_zeros(2 * max(0, _FIRST - len(values)))
+        message = torch.cat([header, *values[:_FIRST], padding])
+        everybody = torch.stack(collectives.all_gather(message)).cpu()  # (ranks, numbers)
+        if bool((everybody[:, : len(header)] != everybody[0, : len(header)]).any()):
+            self._check_same_names(list(metrics), collectives)
+            _raise_difference(collectives.all_gather_object((ops, moment)))
+        coded = everybody[:, len(header) : len(message) - len(padding)]
+        if more := values[_FIRST:]:
+            coded = torch.cat([coded, torch.stack(collectives.all_gather(torch.cat(more))).cpu()], 1)
+        for (name, metric), pair in zip(metrics.items(), coded.split(2, 1), strict=True):
+            metric.last = _reduced(name, _decoded(pair), metric.reduce_fx)
 
     def _new(self, name: str, value: Any, given: tuple[Any, ...]) -> Metric:
         options = self._effective(given)
@@ -185,9 +219,10 @@ class MetricBook:
 
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the reduction of every metric logged on epochs, by display name. Collective."""
+        self.reduce_step("the end")
         reduced = {name: m for name, m in self.metrics.items() if m.on_epoch and m.total is not None}
         if self.collectives.world_size > 1:
-            self._check_same_names([name for name, m in reduced.items() if m.sync_dist])
+            self._check_same_names([name for name, m in reduced.items() if m.sync_dist], self.collectives)
         values = {}
         for name, metric in reduced.items():
             value = _epoch_value(name, metric, self.collectives if metric.sync_dist else None)
@@ -199,9 +234,9 @@ class MetricBook:
         metric = self.metrics.get(display_name) or self.metrics.get(display_name.rpartition("_")[0])
         return metric is not None and getattr(metric, where)
 
-    def _check_same_names(self, synced: list[str]) -> None:
+    def _check_same_names(self, synced: list[str], collectives: Collectives) -> None:
         """Different names on different ranks would mix up their sums, or hang."""
-        per_rank = self.collectives.all_gather_object(synced)
+        per_rank = collectives.all_gather_object(synced)
         for rank, names in enumerate(per_rank):
             if names != per_rank[0]:
                 odd = sorted(set(names) ^ set(per_rank[0])) or names
@@ -228,6 +263,18 @@ class MetricBook:
         """Begin a new epoch; what was declared by `log` stays."""
         for metric in self.metrics.values():
             metric.reset()
+
+
+def _raise_difference(ranks: list[tuple[dict[str, Any], str | int]]) -> NoReturn:
+    ops, moment = ranks[0]
+    rank, (other_ops, other_moment) = next((rank, each) for rank, each in enumerate(ranks) if each != ranks[0])
+    name = next((name for name in ops if ops[name] != other_ops[name]), next(iter(ops)))
+    if ops[name] != other_ops[name]:
+        found, expected = f"reduce_fx={other_ops[name]!r} on rank {rank} and {ops[name]!r} on rank 0", "the same"
+    else:
+        found = f"sync_dist=True in batch {other_moment} on rank {rank} and {moment} on rank 0"
+        expected = "all ranks to log it in the same batches"
+    raise ConfigError(f"log({name!r}) was called with {found}", expected=expected, do="log it alike on every rank")
 
 
 def _computes(value: Any) -> bool:
@@ -323,15 +370,25 @@ def _tensor(value: Any) -> Tensor:
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
-def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
-    """Return the values of all ranks, (ranks,) in int64 if all of them are integers, else in float64. Collective."""
+def _coded(value: Any) -> Tensor:
+    """Return 64 bits that hold `value` after a flag that tells integers from doubles: (2,) int64."""
     mine = _tensor(value).reshape(1)
     whole = not mine.is_floating_point()
     bits = mine if whole else mine.double().view(torch.int64)
-    flags, bits = torch.stack(collectives.all_gather(torch.cat([torch.full_like(bits, whole), bits]))).unbind(1)
-    if whole and bool(flags.all()):  # only integers cost a look at the device
+    return torch.cat([torch.full_like(bits, whole), bits])
+
+
+def _decoded(coded: Tensor) -> Tensor:
+    """Return the values in `coded`, (n, 2): (n,) in int64 if all of them are integers, else in float64."""
+    flags, bits = coded.unbind(1)
+    if bool(flags.all()):
         return bits
     return torch.where(flags.bool(), bits.double(), bits.contiguous().view(torch.float64))
+
+
+def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
+    """Return the values of all ranks, (ranks,). Collective."""
+    return _decoded(torch.stack(collectives.all_gather(_coded(value))))
 
 
 def _reduced(name: str, values: Tensor, reduce_fx: Any) -> Tensor:

@@ -2,21 +2,25 @@
 
 [Note: knocking]
 A collective that fails says that somebody did not answer, not who. So each rank listens at a port of its own (its
-*door*) from the moment the ranks have met, and never accepts. The kernel answers for it: it completes the connection of
-a process that is stuck or stopped, refuses that of one that has ended, and nothing comes back from a machine or a link
-that is down. A rank that fails knocks at all doors at once and then *signs* the board. Of those whose door answers, the
-ones that do not sign are stuck, slow, or waiting elsewhere. What the first rank finds it leaves as a note, which the
-others raise in its stead. Nothing of this happens while collectives succeed.
+*door*) from the moment the ranks have met. The kernel answers first: it completes the connection of a process that is
+stuck or stopped, refuses that of one that has ended, and nothing comes back from a machine or a link that is down. A
+thread then tells who sends the run's token what the main thread is doing: in which call, at which line of the user's.
+A rank that fails knocks at all doors at once, asks those who answer, and *signs* the board. Of the others, those in
+another call are at fault; otherwise those that do not sign, which are stuck or slow. What the first rank finds it
+leaves as a note, which the others raise instead of their own error. Nothing of this happens while collectives succeed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
+import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +31,7 @@ from attrs import frozen
 
 from stratagem.errors import PeerError
 from stratagem.launch import is_echo
+from stratagem.world import where
 
 if TYPE_CHECKING:
     from stratagem.run import Run
@@ -36,6 +41,8 @@ Answer = Literal["alive", "gone", "silent"]
 
 #: How long a machine has to answer: twice the time after which the kernel asks again.
 KNOCK_S = 2.0
+#: How long a rank whose machine answers has to say what it is doing.
+ASK_S = 0.5
 #: How long ranks wait for each other's signatures. A rank that hosts the store stays so long, for others to look.
 SIGN_S = 1.0
 #: How long a rank that only lost a connection waits for the note of one that knows more.
@@ -72,8 +79,13 @@ class Peer:
 class Neighbours:
     """The other ranks of a run, and this one's door; see [Note: knocking]."""
 
-    def __init__(self, peers: list[Peer], door: socket.socket | None, world: World) -> None:
-        self.peers, self._door, self._world = peers, door, world
+    def __init__(self, peers: list[Peer], door: socket.socket | None, world: World, token: bytes = b"") -> None:
+        self.peers, self._door, self._world, self._token = peers, door, world, token
+        #: What this rank was doing when a collective failed, while it looks for the cause.
+        self.failed_in = ""
+        if door is not None:
+            tell = functools.partial(_tell, weakref.ref(self), door, token)
+            threading.Thread(target=tell, daemon=True, name="stratagem-door").start()
 
     @classmethod
     def meet(cls, world: World, collectives: Collectives) -> Neighbours:
@@ -81,8 +93,9 @@ class Neighbours:
         door, address = _open_door(world)
         port = None if door is None else door.getsockname()[1]
         mine = Peer(world.rank, socket.gethostname(), address, port)
-        peers = [Peer(*each) for each in collectives.all_gather_object((mine.rank, mine.host, address, port))]
-        return cls([peer for peer in peers if peer.rank != world.rank], door, world)
+        everybody = collectives.all_gather_object((mine.rank, mine.host, address, port, secrets.token_bytes(_TOKEN)))
+        peers = [Peer(*each[:4]) for each in everybody]
+        return cls([peer for peer in peers if peer.rank != world.rank], door, world, everybody[0][-1])
 
     def knock(self, limit_s: float = KNOCK_S) -> tuple[dict[int, Answer], bool]:
         """Return how the door of each rank answers, and whether the store does. Not collective."""
@@ -93,9 +106,16 @@ class Neighbours:
         store = answers.pop(-1, "gone")
         return answers, store == "alive"
 
+    def ask(self, ranks: set[int], limit_s: float = ASK_S) -> dict[int, str]:
+        """Return what the main threads of `ranks` are doing, for those that tell. Not collective."""
+        asked = [peer for peer in self.peers if peer.rank in ranks and peer.port is not None]
+        return _ask_all(asked, self._token, time.monotonic() + limit_s)
+
     def close(self) -> None:
         """Close the door: for others this process is gone."""
         if self._door is not None:
+            with contextlib.suppress(OSError):
+                self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._door.close()
 
 
@@ -123,13 +143,18 @@ def _cause(error: BaseException, run: Run) -> BaseException:
 def _look_around(error: BaseException, run: Run, post: _Post) -> BaseException:
     """Return what another rank or this one knows of the cause of `error`, or `error` if that is nothing."""
     assert run.neighbours is not None
+    mine = run.neighbours.failed_in = where_raised(error)
     peers, (answers, post.is_open) = run.neighbours.peers, run.neighbours.knock()
     if known := post.note(AT_ONCE_S):
         return known
     alive = {rank for rank, answer in answers.items() if answer == "alive"}
+    doing = run.neighbours.ask(alive) if alive else {}
+    elsewhere = {rank for rank, told in doing.items() if told.partition(" (")[0] != mine.partition(" (")[0]}
     absent = alive - post.sign(alive)
+    absent = elsewhere if elsewhere and _waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
-    found = _finding(error, run, silent, gone, [peer for peer in peers if peer.rank in absent])
+    missing = [peer for peer in peers if peer.rank in absent]
+    found = _finding(error, run, silent, gone, missing, mine, doing)
     # A timeout is first-hand news. A closed connection may be the work of a rank that is about to say more.
     if known := post.note(AT_ONCE_S if found is not None and _waited_s(error, run) else NOTE_S):
         return known
@@ -140,9 +165,18 @@ def _look_around(error: BaseException, run: Run, post: _Post) -> BaseException:
     return found
 
 
+def where_raised(error: BaseException) -> str:
+    """Return in which call `error` was raised, and from which line of the user's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return where(None if trace is None else trace.tb_frame)
+
+
 def _finding(
-    error: BaseException, run: Run, silent: list[Peer], gone: list[Peer], missing: list[Peer]
-) -> PeerError | None:
+    error: BaseException, run: Run, silent: list[Peer], gone: list[Peer], missing: list[Peer], mine: str,
+    doing: Mapping[int, str],
+) -> PeerError | None:  # fmt: skip
     """Put into a sentence who is at fault; None if nobody is, as far as this rank can see."""
     rank, waited_s = run.rank, _waited_s(error, run)
     expected = f"every rank to answer within the timeout of {waited_s:g} s"
@@ -161,12 +195,26 @@ def _finding(
         )  # fmt: skip
     if not waited_s:
         return None  # a network error of the user's own, perhaps: it stands
+    differ = any(peer.rank in doing for peer in missing)
     return PeerError(
-        f"rank {rank} has heard nothing from {_names(missing) if missing else 'the others'} for {waited_s:g} s, and "
-        "everybody's machine can be reached", expected=expected,
-        do=f"see what {_of(missing, 'that rank is', 'those ranks are')} doing: stuck, slow, or cut off until a moment "
+        f"rank {rank} has heard nothing from {_names(missing) if missing else 'the others'} for {waited_s:g} s in "
+        f"{mine}{_calls(rank, mine, missing, doing)}; everybody's machine can be reached", expected=expected,
+        do="make the same calls on all ranks; if one is only slow, raise the timeout" if differ else
+        f"see what {_of(missing, 'that rank is', 'those ranks are')} doing: stuck, slow, or cut off until a moment "
         "ago; or raise the timeout",
     )  # fmt: skip
+
+
+def _calls(rank: int, mine: str, missing: list[Peer], doing: Mapping[int, str]) -> str:
+    """Tell what the `missing` ranks are doing, and which ranks left out a metric that another waits to reduce."""
+    told = "".join(f"; rank {peer.rank} is in {doing[peer.rank]}" for peer in missing[:_NAMED] if peer.rank in doing)
+    everybody = {rank: mine, **doing}
+    logs = next((text.partition(" (")[0] for text in everybody.values() if text.startswith("log(")), None)
+    if logs is None:
+        return told
+    without = [str(other) for other, text in sorted(everybody.items()) if not text.startswith(logs)]
+    more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
+    return f"{told}; rank {', '.join(without[:_NAMED])}{more} did not call {logs}" if without else told
 
 
 def _are_gone(gone: list[Peer]) -> str:
@@ -270,6 +318,43 @@ def _address_towards(host: str, port: int) -> tuple[int, str]:
     with socket.socket(family, kind, protocol) as towards:
         towards.connect(place)
         return family, towards.getsockname()[0]
+
+
+_TOKEN = 16
+
+
+def _tell(neighbours: weakref.ref[Neighbours], door: socket.socket, token: bytes) -> None:
+    """Tell each who brings `token` what the main thread is doing, until the door is closed."""
+    while True:
+        try:
+            guest, _ = door.accept()
+        except OSError:
+            return
+        with contextlib.suppress(OSError), guest:
+            guest.settimeout(ASK_S)
+            if secrets.compare_digest(guest.recv(_TOKEN, socket.MSG_WAITALL), token):
+                here = neighbours()
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                guest.sendall(((here.failed_in if here is not None else "") or where(frame)).encode())
+
+
+def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]:
+    told: dict[int, str] = {}
+    with contextlib.ExitStack() as opened:
+        asked = {}
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                left_s = max(0.01, deadline - time.monotonic())
+                asked[peer.rank] = opened.enter_context(
+                    socket.create_connection((peer.address, peer.port or 0), left_s)
+                )
+                asked[peer.rank].sendall(token)
+        for rank, door in asked.items():
+            with contextlib.suppress(OSError):
+                door.settimeout(max(0.01, deadline - time.monotonic()))
+                if words := b"".join(iter(lambda door=door: door.recv(1 << 12), b"")):  # type: ignore[misc]
+                    told[rank] = words.decode(errors="replace")
+    return told
 
 
 def _knock(doors: Mapping[int, tuple[str, int]], deadline: float) -> dict[int, Answer]:

@@ -567,6 +567,7 @@ class Trainer:
         step = self.position.global_step
         if not self.book.metrics:
             return
+        self.book.reduce_step(self.position.batches_done)  # what hooks logged at the batch's end
         if step % self.settings.log_every_n_steps == 0 and step != self._last_logged_step and step:
             self._last_logged_step = step
             values = self.book.step_values()

@@ -1,11 +1,23 @@
-"""Who the processes are (`World`), how they are arranged (`Mesh`) and how they talk (`Collectives`)."""
+"""Who the processes are (`World`), how they are arranged (`Mesh`) and how they talk (`Collectives`).
+
+[Note: comparing calls]
+Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
+sizes). So on the CPU all ranks first sum a fingerprint of what they are about to call, over a group of its own: parts
+h of a hash, and their squares. All ranks brought the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The
+parts have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import gc
+import hashlib
+import os
+import re
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +29,7 @@ from stratagem.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from types import FrameType
 
     import torch
 
@@ -123,8 +136,19 @@ class Collectives:
 
     world_size = 1
     rank = 0
+    #: Where tensors of messages are.
+    device: Any = "cpu"
     #: torch's process group of these ranks, for engines that want one; None is its default group.
     group: Any = None
+
+    @property
+    def unchecked(self) -> Collectives:
+        """The same ranks, without a comparison of what each of them calls.
+
+        For calls of a training step that are the same on all ranks by construction. Otherwise a call that only some
+        ranks make, or another one than theirs, is an error on all of them.
+        """
+        return self
 
     @functools.cached_property
     def traffic(self) -> Traffic:
@@ -230,6 +254,13 @@ class Collectives:
             )  # fmt: skip
         return Board()
 
+    def duplicate(self, purpose: str) -> Collectives:
+        """Return collectives of the same ranks and device over a group of their own: the same ones for one `purpose`.
+
+        Messages of the two never match each other, so one rank may be in either. All ranks call it.
+        """
+        return self
+
     def apart(self) -> Collectives:
         """Return a second conversation of the same ranks, on the CPU, for a thread that must not disturb this one."""
         if self.world_size > 1:
@@ -255,6 +286,9 @@ class TorchCollectives(Collectives):
         self._world, self.group = world, group
         #: How long a message may take.
         self.timeout = timeout
+        #: The group over which ranks compare what they call; None: they do not. See [Note: comparing calls].
+        self._comparing: Any = None
+        self._duplicates: dict[str, Collectives] = {}
 
     @classmethod
     def connect(
@@ -270,7 +304,7 @@ class TorchCollectives(Collectives):
 
         if dist.is_initialized():
             _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
-            return cls(world, device, owns_group=False, timeout=timeout)
+            return cls(world, device, owns_group=False, timeout=timeout)._compare()
         try:
             dist.init_process_group(
                 backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -283,11 +317,62 @@ class TorchCollectives(Collectives):
             ) from error
         # A group may outlive its run: a script that drops its trainer must leave in order all the same.
         atexit.register(_leave_group)
-        return cls(world, device, owns_group=True, timeout=timeout)
+        return cls(world, device, owns_group=True, timeout=timeout)._compare()
+
+    def _compare(self) -> TorchCollectives:
+        """From now on compare calls, if that costs little: on the CPU. Collective."""
+        import torch.distributed as dist
+
+        global _comparing
+        if self.device.type == "cpu" and "gloo" in dist.get_backend():
+            if _comparing is None:
+                _comparing = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._comparing = _comparing
+        return self
+
+    def _same_call(self, call: str, *facts: Any) -> None:
+        """Return once all ranks are about to make this call; see [Note: comparing calls].
+
+        Raises:
+            ConfigError: on all ranks, if some make another one.
+        """
+        if self._comparing is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        header = torch.tensor(fingerprint(f"{call} {facts}"))
+        dist.all_reduce(header, group=self._comparing)
+        if is_common(header.tolist(), self.world_size):
+            return
+        calls: list[str] = [""] * self.world_size
+        dist.all_gather_object(calls, f"{where(sys._getframe())} with {facts}", group=self._comparing)
+        rank = next((rank for rank, other in enumerate(calls) if other != calls[0]), 0)
+        first, other = calls[0], calls[rank]
+        if first.partition(" (")[0] != other.partition(" (")[0]:  # the arguments do not matter
+            first, other = first.rpartition(" with ")[0], other.rpartition(" with ")[0]
+        raise ConfigError(
+            f"rank 0 is in {first} and rank {rank} in {other}", expected="all ranks to make the same call",
+            do="call it on every rank: drop the condition that only some of them meet",
+        )  # fmt: skip
+
+    @functools.cached_property
+    def unchecked(self) -> Collectives:  # type: ignore[override]
+        if self._comparing is None:
+            return self
+        same = copy.copy(self)
+        same._comparing, same._owns_group, same.traffic = None, False, self.traffic
+        return same
+
+    def duplicate(self, purpose: str) -> Collectives:
+        if purpose not in self._duplicates:
+            self._duplicates[purpose] = self.split([list(range(self.world_size))])
+        return self._duplicates[purpose]
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         import torch.distributed as dist
 
+        self._same_call("all_reduce", tuple(tensor.shape), tensor.dtype, op)
         reduced = tensor.to(self.device, copy=True)
         self._count("all_reduce", reduced)
         ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -306,6 +391,7 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
+        self._same_call("all_gather", tuple(tensor.shape), tensor.dtype)
         local = tensor.to(self.device).contiguous()
         self._count("all_gather", local)
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
@@ -334,6 +420,7 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
+        self._same_call("pass_on", tuple(tensor.shape), tensor.dtype)
         local = tensor.to(self.device).contiguous()
         self._count("send", local)
         received = torch.empty_like(local)
@@ -348,6 +435,7 @@ class TorchCollectives(Collectives):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         import torch.distributed as dist
 
+        self._same_call("split", *map(tuple, groups))
         whole = dist.get_process_group_ranks(self.group)
         mine: TorchCollectives | None = None
         for ranks in groups:  # every rank takes part in making every group
@@ -365,14 +453,23 @@ class TorchCollectives(Collectives):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         import torch.distributed as dist
 
+        self._same_call("broadcast", tuple(tensor.shape), tensor.dtype, src)
         moved = tensor.to(self.device)
         self._count("broadcast", moved)
         dist.broadcast(moved, group=self.group, group_src=src)
         return tensor if moved is tensor else tensor.copy_(moved)
 
+    def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
+        if self._comparing is None:
+            return super().replicate(tensors, src)
+        tensors = list(tensors)
+        self._same_call("replicate", [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], src)
+        return self.unchecked.replicate(tensors, src)
+
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         import torch.distributed as dist
 
+        self._same_call("broadcast_object", src)
         box = [value]
         dist.broadcast_object_list(box, device=self.device, group=self.group, group_src=src)
         return box[0]
@@ -380,6 +477,7 @@ class TorchCollectives(Collectives):
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
+        self._same_call("all_gather_object")
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -392,6 +490,7 @@ class TorchCollectives(Collectives):
     def barrier(self) -> None:
         import torch.distributed as dist
 
+        self._same_call("barrier")
         dist.barrier(group=self.group)
 
     def meet(self, what: str, limit_s: float) -> None:
@@ -399,14 +498,18 @@ class TorchCollectives(Collectives):
 
         self._meetings += 1
         key = f"stratagem/meeting/{self._meetings}"
+        self._store.set(f"{key}/{self.rank}", "")
         arrived = self._store.add(key, 1)
         if arrived == self.world_size:
             self._store.set(f"{key}/all", "")
         try:
-            self._store.wait([f"{key}/all"], timedelta(seconds=limit_s))
+            self._store.wait([f"{key}/all"], min(self.timeout, timedelta(seconds=limit_s)))
         except dist.DistError:
-            came = self._store.add(key, 0)
+            late = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
+            came = self.world_size - len(late)
             message = f"{what} was called on rank {self.rank} and on {came} of {self.world_size} ranks"
+            if late:
+                message += f", not on rank {late[0]}" + (f" and {len(late) - 1} more" if len(late) > 1 else "")
             raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
 
     def leave_note(self, text: str) -> None:
@@ -430,6 +533,7 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
+        self._same_call("apart")
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group)
 
@@ -440,6 +544,60 @@ class TorchCollectives(Collectives):
             _leave_group()
 
 
+# --- What each rank calls ----------------------------------------------------------------------------------------
+
+
+def fingerprint(text: str) -> list[int]:
+    """Return numbers that stand for `text`, to be summed over ranks; see [Note: comparing calls]."""
+    code = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    parts = [code >> shift & 0xFFFFF for shift in (0, 20, 40)]
+    return [*parts, *(part * part for part in parts)]
+
+
+def is_common(sums: Sequence[float], world_size: int) -> bool:
+    """Whether all ranks brought the same text, given the sums of their fingerprints."""
+    parts, squares = [int(each) for each in sums[:3]], [int(each) for each in sums[3:6]]
+    return all(world_size * square == part * part for part, square in zip(parts, squares, strict=True))
+
+
+#: Packages whose frames are not the user's.
+_OURS = re.compile(r"(stratagem\w*|torch|pluggy|deepspeed|contextlib|functools|threading|multiprocessing)(\.|$)")
+#: Methods of torch in which other ranks are waited for, when they were not called through `Collectives`.
+_TORCH_CALLS = {
+    "torch._tensor": {"backward": "loss.backward()"},
+    "torch.autograd": {"backward": "torch.autograd.backward()"},
+    "torch.nn.parallel.distributed": {"forward": "the forward pass of DistributedDataParallel"},
+}
+
+
+def where(frame: FrameType | None) -> str:
+    """Return where the code of `frame` is: the call in which it may wait for other ranks, and the user's line.
+
+    A function may say it better than its name: in a local variable `waiting_in`.
+    """
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    line = next((each for each in frames if not _OURS.match(each.f_globals.get("__name__", ""))), None)
+    place = "" if line is None else f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}"
+    call = next(filter(None, map(_call, reversed(frames[: frames.index(line)] if line in frames else frames))), "")
+    if not call:
+        return f"{place} ({line.f_code.co_name})" if line is not None else "Python's own code"
+    return f"{call} ({place})" if place else call
+
+
+def _call(frame: FrameType) -> str:
+    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if "waiting_in" in frame.f_code.co_varnames:
+        return str(frame.f_locals.get("waiting_in", ""))
+    if module == __name__ and not name.startswith("_") and hasattr(Collectives, name):
+        return f"{name}()"
+    if module == "torch.distributed.distributed_c10d" and not name.startswith("_") and name != "wrapper":
+        return f"torch.distributed.{name}()"
+    return _TORCH_CALLS.get(module, {}).get(name, "")
+
+
 def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
     future.value()  # raises what went wrong on the way
     return tensor
@@ -447,6 +605,8 @@ def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 #: How often this process has met others. All ranks meet equally often.
 _meetings = 0
+#: The group over which the runs of this process compare calls, while there is a default group.
+_comparing: Any = None
 
 
 def _default_store() -> Any:
@@ -463,6 +623,8 @@ def _leave_group() -> None:
         # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
         gc.collect()
         dist.destroy_process_group()
+        global _comparing
+        _comparing = None
 
 
 def _store(world: World, timeout: timedelta) -> Any:

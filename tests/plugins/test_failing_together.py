@@ -44,7 +44,7 @@ def _save_alone(rank, world_size):
 def test_saving_on_rank_0_alone_is_named_on_all_ranks():
     first, second = run_in_processes(_save_alone, 2)
 
-    sentence = "save_checkpoint was called on rank 0 and on 1 of 2 ranks; expected all ranks to call it"
+    sentence = "save_checkpoint was called on rank 0 and on 1 of 2 ranks, not on rank 1; expected all ranks to call it"
     assert sentence in first
     assert sentence in second
 

@@ -194,7 +194,7 @@ class ShardedDDPStrategy(Strategy):
             with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        run.peers.broadcast(parameter.data, self._owners[parameter])
+                        run.peers.unchecked.broadcast(parameter.data, self._owners[parameter])
         return stepped
 
     # --- State ---------------------------------------------------------------------------------------------------
