@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 
 import attrs
 
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, nearest, shown
 from stratagem.places import is_remote, place
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: The largest integer that C++ (and so torch) counts to.
+_LARGEST = 2**63 - 1
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
@@ -68,6 +70,9 @@ def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, tex
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """Call `cls` with converted `values`; whatever its validators object to becomes a ConfigError with the path."""
+    missing = [name for name, option in options(cls).items() if option.default is attrs.NOTHING and name not in values]
+    if missing:
+        raise _lacks(cls, missing[0], path)
     try:
         return cls(**values)
     except ConfigError as error:
@@ -77,14 +82,31 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         found = _join(path, error.found.removeprefix(prefix))
         raise ConfigError(found, expected=error.expected, do=error.do) from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} was refused ({error})", do="change that option") from error
+        raise ConfigError(
+            f"the options of {path} were refused ({error})", do="change the option that it names"
+        ) from error
+
+
+def _lacks(cls: type[Any], name: str, path: str) -> ConfigError:
+    _, dot, plugin = path.partition(".")
+    example = f'{{"name": "{plugin}", "{name}": ...}}'
+    return ConfigError(
+        f"{path} lacks the option {name!r}", expected=f"{describe(option_types(cls)[name])}; it has no default",
+        do=f"write {example} where you chose {plugin!r}" if dot else f"write {path}({name}=...)",
+    )  # fmt: skip
 
 
 def check(instance: Any, path: str) -> None:
-    """Check the options of an instance that the user built in code; attrs itself does not look at types."""
+    """Check the options of an instance that the user built in code; attrs itself does not look at types.
+
+    Paths and durations become what a mapping of options would have made of them: ``~`` is expanded, 60 is a minute.
+    """
     hints = option_types(type(instance))
     for name, option in options(type(instance)).items():
-        convert(getattr(instance, option.name), hints[name], _join(path, name))
+        value = getattr(instance, option.name)
+        converted = convert(value, hints[name], _join(path, name))
+        if isinstance(converted, Path | timedelta) and converted != value:
+            setattr(instance, option.name, converted)
 
 
 def options(cls: type[Any]) -> dict[str, attrs.Attribute[Any]]:
@@ -126,11 +148,32 @@ def _join(path: str, key: object) -> str:
 def convert(value: Any, annotation: Any, path: str, *, text: bool = False) -> Any:
     """Return `value` as `annotation`, or raise a ConfigError that quotes `path` and `value`."""
     try:
+        _check_size(value)
         return (_from_text if text else _from_code)().structure(value, annotation)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if error.found.startswith(path):
+            raise
+        raise ConfigError(f"{path} is {shown(value)}: {error.found}", expected=error.expected, do=error.do) from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply", expected=describe(annotation)) from None
     except Exception as error:
-        raise ConfigError(f"{path} is {_short(value)}", expected=describe(annotation)) from error
+        raise ConfigError(f"{path} is {shown(value)}", expected=_expected(value, annotation)) from error
+
+
+def _expected(value: Any, annotation: Any) -> str:
+    if isinstance(value, str) and "\0" in value:
+        return f"{describe(annotation)}, without NUL characters"
+    infinite = isinstance(value, int | float) and math.isinf(value)
+    return describe(annotation).replace("a number", "a finite number" if infinite else "a number")
+
+
+def _check_size(value: Any) -> None:
+    """Refuse integers that no counter holds, wherever they are in `value`."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        for each in [*value, *(value.values() if isinstance(value, dict) else ())]:
+            _check_size(each)
+    elif isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise ConfigError(f"an integer of {value.bit_length()} bits", expected="integers of at most 63 bits")
 
 
 def describe(annotation: Any) -> str:
@@ -153,17 +196,12 @@ def describe(annotation: Any) -> str:
     return names.get(plain, f"a {getattr(plain, '__name__', plain)}")
 
 
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
-
-
 @cache
 def _from_code() -> cattrs.Converter:
     converter = _passthrough_converter()
     converter.register_structure_hook(bool, _exactly(bool))
     converter.register_structure_hook(int, _exactly(int))
-    converter.register_structure_hook(str, _exactly(str))
+    converter.register_structure_hook(str, lambda value, _: _text(value))
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook(type(None), _exactly(type(None)))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
@@ -176,7 +214,7 @@ def _from_text() -> cattrs.Converter:
     converter = _passthrough_converter(parse=_parse_container)
     converter.register_structure_hook(bool, lambda value, _: _parse_bool(value))
     converter.register_structure_hook(int, lambda value, _: _parse_int(value))
-    converter.register_structure_hook(str, lambda value, _: _instance(value, str))
+    converter.register_structure_hook(str, lambda value, _: _text(value))
     converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
     converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
@@ -295,13 +333,18 @@ def _exactly(kind: type) -> Callable[[Any, Any], Any]:
     return hook
 
 
+def _text(value: Any) -> str:
+    _require(type(value) is str and "\0" not in value)
+    return str(value)
+
+
 def _callable(value: Any) -> Any:
     _require(callable(value))
     return value
 
 
 def _number(value: Any, _: Any = float) -> float:
-    _require(isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value))
+    _require(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
     return float(value)
 
 
@@ -321,6 +364,7 @@ def _parse_bool(value: Any) -> bool:
 
 def _parse_int(value: Any) -> int:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
+        _check_size(int(value))
         return int(value)
     _require(type(value) is int)
     return int(value)

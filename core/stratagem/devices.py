@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.errors import ConfigError, StratagemError, shown
 from stratagem.plugin import Accelerator
 
 #: More processes than this on one machine are a slip of the hand.
@@ -46,7 +46,7 @@ def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
         return _first(value, available)
     if isinstance(value, Sequence):
         return _exactly(value, available)
-    raise ConfigError(f"devices is {value!r}", expected=_GRAMMAR)
+    raise ConfigError(f"devices is {shown(value)}", expected=_GRAMMAR)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
@@ -101,7 +101,7 @@ def _process_count(value: Any) -> int:
     if _is_integer(value) and value > MAX_LOCAL_PROCESSES:
         raise ConfigError(f"devices is {value}", expected=f"at most {MAX_LOCAL_PROCESSES} processes on one machine")
     raise ConfigError(
-        f"devices is {value!r}", expected="a number of processes: this accelerator has no numbered devices"
+        f"devices is {shown(value)}", expected="a number of processes: this accelerator has no numbered devices"
     )
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import enum
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import PurePath
+from typing import Any
 
 
 class StratagemError(Exception):
@@ -44,9 +50,41 @@ class CheckpointError(StratagemError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'"`` for the known name closest to `name`, or an empty string."""
-    lowered = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    lowered = {str(candidate).lower(): str(candidate) for candidate in known}
+    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
     return f"did you mean {lowered[close[0]]!r}" if close else ""
+
+
+def shown(value: Any, limit: int | None = 80) -> str:
+    """Return `value` as messages quote it: as a user would write it, without memory addresses, cut after `limit`."""
+    try:
+        text = _in_words(value)
+    except Exception:  # noqa: BLE001 - a class whose objects cannot be shown, an integer of too many digits
+        text = f"an object of {type(value).__name__}"
+    return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return _in_words(value.value)
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, functools.partial):
+        return f"{_in_words(value.func)} with some arguments"
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', 'without a name')}"
+    if isinstance(value, Mapping) and type(value).__repr__ is dict.__repr__:
+        return "{" + ", ".join(f"{_in_words(key)}: {_in_words(item)}" for key, item in value.items()) + "}"
+    if value and type(value) in (list, tuple, set, frozenset):
+        first, last = "[]" if type(value) is list else "()" if type(value) is tuple else "{}"
+        comma = "," if type(value) is tuple and len(value) == 1 else ""
+        return first + ", ".join(map(_in_words, value)) + comma + last
+    text = " ".join(repr(value).split())
+    return f"an object of {type(value).__name__}" if " at 0x" in text else text
 
 
 def _rebuild(cls: type[StratagemError], found: str, expected: str, do: str) -> StratagemError:

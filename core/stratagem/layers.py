@@ -22,7 +22,8 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, nearest, shown
+from stratagem.places import place
 from stratagem.plugin import KINDS
 
 _PREFIX = "STRATAGEM_"
@@ -60,16 +61,23 @@ def from_file(path: str | Path) -> Layer:
     """Read a YAML or TOML file whose top level names Trainer arguments.
 
     Raises:
-        ConfigError: no such file, not YAML or TOML, or not a mapping at the top.
+        ConfigError: no such file, not YAML or TOML, a key that is there twice, or not a mapping at the top.
     """
-    path = Path(path)
+    path = place(path)
     if not path.is_file():
         raise ConfigError(f"configuration file {str(path)!r} does not exist", do="check the path")
     content = _parse(path)
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if content is None:
+        raise ConfigError(f"{path} is empty", expected="a mapping of Trainer arguments")
+    if not isinstance(content, dict):
         raise ConfigError(
             f"{path} holds a {type(content).__name__} at its top level", expected="a mapping of Trainer arguments"
         )
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{path} has the key {shown(key)} at its top level", expected="names of Trainer arguments"
+            )
     layer = Layer(f"file {path.name}")
     for name, value in content.items():
         layer.set(name, value)
@@ -77,23 +85,87 @@ def from_file(path: str | Path) -> Layer:
 
 
 def _parse(path: Path) -> Any:
-    if path.suffix == ".toml":
-        import tomllib
-
-        try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not TOML ({_one_line(error)})", do="mend that line") from error
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"configuration file {str(path)!r}", expected="a name that ends in .yaml, .yml or .toml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error})", do="check its permissions") from error
+    except UnicodeDecodeError as error:
+        found = f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})"
+        raise ConfigError(found, do="save it as UTF-8") from error
+    try:
+        return _toml(text, path) if path.suffix == ".toml" else _yaml(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be read", do="write it with fewer levels") from None
+
+
+def _toml(text: str, path: Path) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also an integer of too many digits
+        raise ConfigError(f"{path} is not TOML ({_one_line(error)})", do="fix that line") from error
+
+
+def _yaml(text: str, path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
         raise ConfigError("reading YAML needs PyYAML", do="run `pip install stratagem[cli]`, or use TOML") from error
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="mend that line") from error
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, path)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="fix that line") from error
+
+
+#: Values that a file may have, each use of an anchor counted.
+_MOST_VALUES = 100_000
+
+
+def _check_nodes(root: Any, path: Path) -> None:
+    """Refuse what YAML allows and a configuration cannot mean: a key twice, an anchor within itself, or too many uses.
+
+    PyYAML keeps the last of two equal keys, and shares what anchors name, so that what is small here may be huge later.
+    """
+    seen, open_nodes, waiting = 0, set(), [(root, False)]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
+            open_nodes.discard(id(node))
+            continue
+        line = node.start_mark.line + 1
+        seen += 1
+        if seen > _MOST_VALUES:
+            raise ConfigError(f"{path} has more than {_MOST_VALUES} values once its anchors are followed",
+                              do="write it with fewer uses of anchors")  # fmt: skip
+        if id(node) in open_nodes:
+            raise ConfigError(f"{path} has an anchor that contains itself (line {line})", do="fix that line")
+        if node.id == "scalar":
+            continue
+        open_nodes.add(id(node))
+        waiting.append((node, True))
+        if node.id == "sequence":
+            waiting += [(item, False) for item in node.value]
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting += [(key, False), (value, False)]
+            name, key_line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if key.id == "scalar" and name in lines:
+                raise ConfigError(
+                    f"{path} has {key.value!r} twice (lines {lines[name]} and {key_line})",
+                    expected="each name once in a mapping", do="drop one of them",
+                )  # fmt: skip
+            lines[name] = key_line
 
 
 def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
@@ -125,7 +197,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Layer, Path | None, bool]:
         if name in ("help", "h"):
             wants_help = True
         elif name == "config":
-            config = Path(value)
+            config = place(value)
         else:
             layer.set(name, value)
     return layer, config, wants_help
@@ -161,9 +233,9 @@ def parse_choice(text: str) -> Any:
     if stripped[:1] in ("{", "["):
         try:
             return json.loads(stripped)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{text!r} is not JSON ({_one_line(error)})", expected='such as {"name": "ddp"}'
+                f"{shown(text)} is not JSON ({_one_line(error)})", expected='such as {"name": "ddp"}'
             ) from error
     words = {"true": True, "false": False, "none": None, "null": None}
     if stripped.lower() in words:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, shown
 
 Validator = Callable[[Any, Any, Any], None]
 
@@ -20,7 +21,7 @@ def _rule(holds: Callable[[Any], bool], expected: str) -> Validator:
         except TypeError:
             return
         if not fine:
-            raise ConfigError(f"{type(instance).__name__}.{attribute.name} is {value!r}", expected=expected)
+            raise ConfigError(f"{type(instance).__name__}.{attribute.name} is {shown(value)}", expected=expected)
 
     return validate
 
@@ -41,6 +42,37 @@ def _lasts(value: Any) -> bool:
 
 #: Accept a duration, in seconds or as a timedelta, that is longer than nothing.
 duration = _rule(_lasts, "more than 0 seconds")
+
+
+def read_duration(value: Any, option: str) -> timedelta | None:
+    """Return a duration that is given in seconds, as a timedelta, or as text "DD:HH:MM:SS"; None stays None.
+
+    Raises:
+        ConfigError: something else, or a duration that is not longer than nothing.
+    """
+    expected = 'seconds, a timedelta or "DD:HH:MM:SS", more than 0'
+    if isinstance(value, str):
+        if not re.fullmatch(r"\d{1,6}(:\d{1,6}){3}", value, re.ASCII):
+            raise ConfigError(f"{option} is {shown(value)}", expected=expected)
+        days, hours, minutes, seconds = map(int, value.split(":"))
+        value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            value = timedelta(seconds=value)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{option} is {shown(value)}", expected=expected) from None
+    if value is not None and not (isinstance(value, timedelta) and value > timedelta()):
+        raise ConfigError(f"{option} is {shown(value)}", expected=expected)
+    return value
+
+
+def duration_or_text(instance: Any, attribute: Any, value: Any) -> None:
+    """Accept what `read_duration` reads."""
+    read_duration(value, f"{type(instance).__name__}.{attribute.name}")
+
+
+#: Accept anything but empty text, an empty list or an empty mapping.
+not_empty = _rule(lambda value: len(value) > 0, "something: it is empty")
 
 
 def between(low: float, high: float) -> Validator:

@@ -20,21 +20,22 @@ from stratagem.errors import CheckpointError, ConfigError
 
 
 def place(path: Any) -> Path:
-    """Return `path` as a path: local ones as a `Path`, URLs as a `UPath`.
+    """Return `path` as a path: local ones as a `Path`, URLs as a `UPath`; a leading ``~`` is the home folder.
 
     Raises:
-        ConfigError: a URL, and what reads it is not installed.
+        ConfigError: no path at all (empty, with NUL), no home folder for ``~user``, or a URL whose reader is not
+            installed.
     """
     if isinstance(path, Path):
-        return path
+        return _local(path)
     if isinstance(path, str) and "://" not in path:
-        return Path(path)
+        return _local(path)
     if isinstance(path, str) and path.startswith(("file://", "local://")):
-        return Path(path.partition("://")[2])
+        return _local(path.partition("://")[2])
     if not isinstance(path, str):
         if hasattr(path, "fs") and hasattr(path, "protocol"):  # a UPath
-            return path if path.protocol not in ("", "file", "local") else Path(path.path)
-        return Path(os.fspath(path))
+            return path if path.protocol not in ("", "file", "local") else _local(path.path)
+        return _local(os.fspath(path))
     try:
         from upath import UPath
 
@@ -46,6 +47,26 @@ def place(path: Any) -> Path:
             do='install "stratagem[remote]" and the fsspec package for it (s3fs, gcsfs, adlfs ...)',
         ) from error  # fmt: skip
     return remote  # type: ignore[no-any-return]
+
+
+def _local(path: str | Path) -> Path:
+    text = str(path)
+    if not text or "\0" in text:
+        raise ConfigError(
+            f"path {text!r} {'contains a NUL character' if text else 'is empty'}",
+            expected="the path of a file or folder",
+            do="" if text else 'write "." for the current folder',
+        )
+    if not text.startswith("~"):
+        return Path(path)
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        first = Path(text).parts[0]
+        raise ConfigError(
+            f"path {text!r} begins with {first!r} and no user of that name has a home folder here",
+            expected="~ for your own home folder, or ~user", do=f"write {'./' + text!r} for a folder of that name",
+        )  # fmt: skip
+    return Path(expanded)
 
 
 def is_remote(path: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, nearest, shown
 from stratagem.selection import check_policy, select
 
 OPTION: Final = "activation_checkpointing"
@@ -46,7 +46,7 @@ def read(wanted: Any) -> tuple[Any, str]:
             )  # fmt: skip
         policy, mode = wanted["policy"], wanted.get("mode", "full")
     if mode not in MODES:
-        raise ConfigError(f"{OPTION}.mode is {mode!r}", expected=" or ".join(map(repr, MODES)))
+        raise ConfigError(f"{OPTION}.mode is {shown(mode)}", expected=" or ".join(map(repr, MODES)))
     check_policy(policy, OPTION)
     return policy, mode
 

@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 from stratagem import catalog, hookspecs, registry
 from stratagem.config import build, check, convert_options
 from stratagem.devices import parse_devices
-from stratagem.errors import ConfigError, PluginError, StratagemError, nearest
+from stratagem.errors import ConfigError, PluginError, StratagemError, nearest, shown
 from stratagem.identity import keyed, matched
 from stratagem.plugin import (
     ACCUMULATION,
@@ -32,7 +32,7 @@ from stratagem.plugin import (
     PrecisionPolicy,
     Strategy,
 )
-from stratagem.settings import PluginOption
+from stratagem.settings import CHOICES, PluginOption
 from stratagem.world import DEFAULT_TIMEOUT
 
 #: What each kind must answer to be of any use.
@@ -148,6 +148,8 @@ def resolve(settings: Any) -> Stack:
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(_detect_accelerator())
     environment = chooser.one("environment", settings.environment) or chooser.refine(_detect_environment())
     given = settings.devices is not None and settings.devices != "auto"
+    if settings.strategy in ([], ()):
+        raise ConfigError("strategy is an empty list", expected="a strategy", do='use "auto" for the default')
     strategies = chooser.many("strategy", settings.strategy)
     one_each = not strategies or strategies[-1].plugin.process_per_device
     devices = _devices(settings, accelerator, environment.plugin, told=given or not one_each)
@@ -224,9 +226,10 @@ class _Chooser:
             raise ConfigError(f"{kind} is chosen more than once: {names}", expected=f"one {kind}", do="drop the others")
         return next(iter(asked + extras), None)
 
-    def many(self, kind: str, value: Any) -> list[Choice]:
+    def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else _as_list(value)
-        path = kind if len(values) == 1 else f"{kind}[{{}}]"
+        argument = argument or _argument_of(kind)
+        path = f"{argument}[{{}}]" if isinstance(value, list | tuple) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
 
@@ -238,7 +241,7 @@ class _Chooser:
             chosen = dict(value)
             if not isinstance(chosen.get("name"), str):
                 raise ConfigError(
-                    f"{path} is {value!r}", expected='a mapping with a "name"', do="add the plugin's name"
+                    f"{path} is {shown(value)}", expected='a mapping with a "name"', do="add the plugin's name"
                 )
             return self._named(kind, chosen.pop("name"), chosen, alone)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
@@ -246,7 +249,7 @@ class _Chooser:
         if isinstance(value, type):
             raise ConfigError(f"{path} is the class {value.__name__}", expected="an instance", do="call the class")
         wanted = f"a name, a mapping or an instance of stratagem.{base.__name__}"
-        raise ConfigError(f"{path} is {value!r}", expected=wanted, do="run `stratagem plugins list` for the names")
+        raise ConfigError(f"{path} is {shown(value)}", expected=wanted, do="run `stratagem plugins list` for the names")
 
     def _instance(self, kind: str, plugin: Any) -> Choice:
         if attrs.has(type(plugin)):
@@ -303,7 +306,9 @@ class _Chooser:
             return Choice(kind="plugin", name=type(value).__name__, plugin=value, reason="given as an instance")
         name = value.get("name") if isinstance(value, Mapping) else value
         if not isinstance(name, str):
-            raise ConfigError(f"{path} is {value!r}", expected="a name, a mapping, or an object with @hookimpl methods")
+            raise ConfigError(
+                f"{path} is {shown(value)}", expected="a name, a mapping, or an object with @hookimpl methods"
+            )
         wanted = name.lower()
         found = [e for e in registry.entries() if wanted in (e.name.lower(), e.qualified_name.lower())]
         kinds = [kind for kind in KINDS if any(entry.kind == kind for entry in found)]
@@ -366,6 +371,11 @@ def _options(plugin: Any) -> dict[str, attrs.Attribute[Any]]:
     from stratagem.config import options
 
     return options(type(plugin))
+
+
+def _argument_of(kind: str) -> str:
+    """Return the argument that chooses plugins of `kind`."""
+    return next((argument for argument, chosen in CHOICES.items() if chosen == kind), kind)
 
 
 def _unset(value: Any) -> bool:
@@ -469,11 +479,22 @@ def _names(value: Any, entry: registry.Entry) -> bool:
 def _profiler(settings: Any, chooser: _Chooser) -> list[Choice]:
     """Return the callback that ``profiler=`` stands for."""
     value = getattr(settings, "profiler", None)
+    if value is None or value is False:
+        return []
     if isinstance(value, str):
-        value = f"{value}_profiler"
-    elif isinstance(value, Mapping):
-        value = {**value, "name": f"{value.get('name')}_profiler"}
-    return [] if value in (None, False) else chooser.many("callback", value)
+        value = {"name": value}
+    if isinstance(value, Mapping):
+        known = [entry.name.removesuffix("_profiler") for entry in registry.entries("callback")
+                 if entry.name.endswith("_profiler")]  # fmt: skip
+        name = value.get("name")
+        if not isinstance(name, str) or name.lower() not in known:
+            raise ConfigError(
+                f"profiler is {shown(name if isinstance(name, str) else value)}",
+                expected=f"{' or '.join(map(repr, known)) or 'an installed one'}, or an instance of stratagem.Callback",
+                do=nearest(str(name), known),
+            )
+        value = {**value, "name": f"{name}_profiler"}
+    return chooser.many("callback", value, "profiler")
 
 
 def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:

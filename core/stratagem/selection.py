@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, nearest, shown
 
 _EXPECTED = "a set of classes (or their names), a torch policy or a callable"
 
@@ -17,9 +17,9 @@ def check_policy(policy: Any, option: str) -> None:
     if isinstance(policy, set | frozenset | list | tuple):
         wrong = [each for each in policy if not isinstance(each, type | str)]
         if wrong or not policy:
-            raise ConfigError(f"{option} is {policy!r}", expected="a set of classes or of their names")
+            raise ConfigError(f"{option} is {shown(policy)}", expected="a set of classes or of their names")
     elif not (callable(policy) or isinstance(policy, str) or hasattr(policy, "_run_policy")):
-        raise ConfigError(f"{option} is {policy!r}", expected=_EXPECTED)
+        raise ConfigError(f"{option} is {shown(policy)}", expected=_EXPECTED)
 
 
 def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:

@@ -12,7 +12,14 @@ from attrs import define, field, frozen
 from stratagem.config import build, convert_options, option_types
 from stratagem.errors import ConfigError, nearest
 from stratagem.layers import Layer, parse_choice
-from stratagem.options import accumulation, at_least, at_least_or_unlimited, batch_limit, more_than
+from stratagem.options import (
+    accumulation,
+    at_least,
+    at_least_or_unlimited,
+    batch_limit,
+    duration_or_text,
+    more_than,
+)
 from stratagem.places import is_remote
 
 S = TypeVar("S", bound="RunSettings")
@@ -94,7 +101,7 @@ class TrainerSettings(RunSettings):
     #: Optimizer steps; -1 is no limit.
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
     #: Seconds, a timedelta, or "DD:HH:MM:SS".
-    max_time: timedelta | str | None = None
+    max_time: timedelta | str | None = field(default=None, validator=duration_or_text)
     #: Batches whose gradients are added up before one optimizer step; ``{0: 8, 5: 4}`` is 8 until epoch 5 and then 4.
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
@@ -119,7 +126,7 @@ class TrainerSettings(RunSettings):
     #: Measure where time goes: ``"simple"`` stands for the callback of that name with ``_profiler``.
     profiler: Any = None
     #: Run this many batches of everything, once, and write nothing.
-    fast_dev_run: bool | int = False
+    fast_dev_run: bool | int = field(default=False, validator=at_least(0))
     #: Train on this many (or this share of the) batches, the same ones every epoch.
     overfit_batches: int | float = field(default=0, validator=batch_limit)
     #: Stop at the operation that made a gradient NaN; slow.

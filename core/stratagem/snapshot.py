@@ -215,7 +215,7 @@ def _best(trainer: Trainer) -> Path:
             continue
         states = read_with(format_of(newest, trainer.checkpoint_format), newest, Alone()).get("callbacks", {})
         for state in states.values():
-            named = place(state.get("best_model_path", "") if isinstance(state, dict) else "")
+            named = place((state.get("best_model_path") if isinstance(state, dict) else "") or ".")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]
             if found:
                 return found[0]

@@ -23,7 +23,7 @@ from stratagem.loops import Position
 from stratagem.metrics import MetricBook
 from stratagem.module import Module, OptimizerHandle, original, overrides
 from stratagem.optimization import LRSchedulerConfig
-from stratagem.options import read_accumulation
+from stratagem.options import read_accumulation, read_duration
 from stratagem.places import place
 from stratagem.plugin import ACCUMULATION, CheckpointFormat
 from stratagem.resolver import with_callbacks
@@ -117,7 +117,7 @@ class Trainer:
         self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
         self.run = Run(self.settings)
         self.run.trainer = self
-        self.max_time = _duration(self.settings.max_time)
+        self.max_time = read_duration(self.settings.max_time, "max_time")
         if self.settings.fast_dev_run:
             self.settings.max_epochs, self.settings.max_steps = 1, -1
         if self.settings.max_epochs is None:
@@ -630,16 +630,6 @@ def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:
         return run.collectives.all_reduce(loss.detach(), "mean") if isinstance(loss, torch.Tensor) else loss
 
     return averaged
-
-
-def _duration(value: Any) -> timedelta | None:
-    if value is None or isinstance(value, timedelta):
-        return value
-    parts = str(value).split(":")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ConfigError(f"max_time is {value!r}", expected='seconds, a timedelta or "DD:HH:MM:SS"')
-    days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
 def _require(model: Any, method: str, stage: str) -> None:

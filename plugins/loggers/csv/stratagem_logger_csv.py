@@ -24,10 +24,10 @@ class CSVLogger(Logger):
 
     #: Parent of all logs; ``default_root_dir`` if not given.
     save_dir: Path | None = None
-    #: Folder of this experiment.
+    #: Folder of this experiment; "" leaves this level out.
     name: str = "stratagem_logs"
     #: Folder of this run; the next free ``version_N`` if not given. An existing one is appended to.
-    version: int | str | None = None
+    version: int | str | None = field(default=None, validator=at_least(0))
     #: Rows to keep in memory: fewer lose less when the machine stops, more write less often.
     flush_every_n_steps: int = field(default=100, validator=at_least(1))
 

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from stratagem import Logger, hookimpl
 from stratagem.errors import ConfigError, PluginError
-from stratagem.options import more_than
+from stratagem.options import at_least, more_than
 from stratagem.places import is_remote, place
 from stratagem.seeding import random_state, restore_random_state
 
@@ -43,10 +43,10 @@ class TensorBoardLogger(Logger):
 
     #: Parent of all logs, or a URL that fsspec understands; ``default_root_dir`` if not given.
     save_dir: Path | None = None
-    #: Folder of this experiment; TensorBoard compares what is below the folder it is shown.
+    #: Folder of this experiment ("" leaves this level out); TensorBoard compares what is below the folder it is shown.
     name: str = "stratagem_logs"
     #: Folder of this run; the next free ``version_N`` if not given. An existing one is continued.
-    version: int | str | None = None
+    version: int | str | None = field(default=None, validator=at_least(0))
     #: How long metrics may wait in memory: less shows and survives sooner, more writes more rarely.
     flush_secs: float = field(default=120.0, validator=more_than(0))
     #: Also draw the module's forward pass of its ``example_input_array``; costs one forward when training starts.

@@ -29,7 +29,7 @@ from stratagem.data import move_batch
 from stratagem.errors import ConfigError
 from stratagem.metrics import combine, number
 from stratagem.module import COMPILER
-from stratagem.options import duration, more_than
+from stratagem.options import duration, more_than, not_empty
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -74,7 +74,7 @@ class DDP2Strategy(Strategy):
     #: How long a node waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
-    process_group_backend: str | None = None
+    process_group_backend: str | None = field(default=None, validator=not_empty)
 
     #: What DDP sends in a step without hooks, in bytes.
     _num_bytes: int = field(init=False, default=0)

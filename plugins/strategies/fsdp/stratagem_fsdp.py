@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, shown
 from stratagem.normalization import match_inputs
-from stratagem.options import duration
+from stratagem.options import duration, not_empty
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -77,7 +77,7 @@ class FSDPStrategy(Strategy):
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
-    process_group_backend: str | None = None
+    process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
     #: slows down another; by default NCCL finds out by itself.
     nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
@@ -114,6 +114,12 @@ class FSDPStrategy(Strategy):
         for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
             if getattr(self, name) is not None:
                 check_policy(getattr(self, name), f"strategy.fsdp.{name}")
+        if self.mixed_precision is not None and not hasattr(self.mixed_precision, "param_dtype"):
+            raise ConfigError(
+                f"strategy.fsdp.mixed_precision is {shown(self.mixed_precision)}",
+                expected="a torch.distributed.fsdp.MixedPrecisionPolicy",
+                do="drop it: Trainer(precision=...) decides otherwise",
+            )
         if self.device_mesh is not None and self.sharding_strategy != "HYBRID_SHARD":
             raise ConfigError(
                 f"strategy.fsdp.device_mesh is {self.device_mesh} with sharding_strategy={self.sharding_strategy!r}",

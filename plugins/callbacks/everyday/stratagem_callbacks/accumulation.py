@@ -17,6 +17,8 @@ class GradientAccumulationScheduler(Callback):
     scheduling: dict[int, int]
 
     def __attrs_post_init__(self) -> None:
+        if not self.scheduling:
+            raise ConfigError("gradient_accumulation_scheduler.scheduling is empty", expected="such as {0: 8, 5: 4}")
         read_accumulation({0: 1} | self.scheduling, "gradient_accumulation_scheduler.scheduling")
 
     @hookimpl

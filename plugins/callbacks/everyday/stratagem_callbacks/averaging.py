@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 from stratagem import Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.optimization import LRSchedulerConfig
-from stratagem.options import at_least, between, more_than
+from stratagem.options import at_least, batch_limit, between, more_than
 from stratagem.plugin import STEPPED_COPIES, TEAMS
 
 
@@ -150,7 +150,7 @@ class StochasticWeightAveraging(Callback):
     #: Learning rate to train with while averaging.
     swa_lrs: float = field(validator=more_than(0))
     #: First epoch to average: its number from 0, or a share of ``max_epochs``.
-    swa_epoch_start: int | float = 0.8
+    swa_epoch_start: int | float = field(default=0.8, validator=batch_limit)
     #: Epochs to go from the schedule's rate to `swa_lrs`.
     annealing_epochs: int = field(default=10, validator=at_least(0))
     #: Shape of that way.

@@ -10,7 +10,7 @@ from torch import nn
 
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError, nearest
-from stratagem.options import at_least, more_than
+from stratagem.options import at_least, more_than, not_empty
 
 
 @define(eq=False, kw_only=True)
@@ -24,7 +24,7 @@ class BackboneFinetuning(Callback):
     #: First epoch that trains the backbone, from 0.
     unfreeze_backbone_at_epoch: int = field(default=10, validator=at_least(1))
     #: Attribute of the module that holds it.
-    attr_name: str = "backbone"
+    attr_name: str = field(default="backbone", validator=not_empty)
     #: Its first rate as a share of the others'.
     backbone_initial_ratio_lr: float = field(default=0.1, validator=more_than(0))
     #: Its rate grows by this factor each epoch, until it is the others'.

@@ -12,7 +12,7 @@ from attrs import define, field
 from stratagem import Callback, hookimpl
 from stratagem.data import with_batch_size
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
+from stratagem.options import at_least, not_empty
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 
@@ -35,7 +35,7 @@ class BatchSizeFinder(Callback):
     #: Largest size to try; the whole data set if not given.
     max_val: int | None = field(default=None, validator=at_least(1))
     #: Attribute (or hyper-parameter) of the module that gets the size too, if it has it.
-    attr_name: str = "batch_size"
+    attr_name: str = field(default="batch_size", validator=not_empty)
 
     #: What was found.
     optimal_batch_size: int | None = field(init=False, default=None)

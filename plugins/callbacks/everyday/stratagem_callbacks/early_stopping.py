@@ -9,7 +9,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.monitoring import monitored
-from stratagem.options import at_least
+from stratagem.options import at_least, not_empty
 
 
 @define(eq=False, kw_only=True)
@@ -20,7 +20,7 @@ class EarlyStopping(Callback):
     """
 
     #: Metric to watch.
-    monitor: str
+    monitor: str = field(validator=not_empty)
     #: What counts as an improvement at all, in units of the metric.
     min_delta: float = field(default=0.0, converter=abs)
     #: Checks without improvement before training ends.

@@ -13,7 +13,7 @@ from attrs.converters import optional
 
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, more_than
+from stratagem.options import at_least, more_than, not_empty
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 #: Weight of the past in the smoothed loss.
@@ -41,7 +41,7 @@ class LearningRateFinder(Callback):
     #: Train with the suggestion; otherwise only tell it.
     update: bool = True
     #: Attribute (or hyper-parameter) of the module that gets the suggestion too, if it has it.
-    attr_name: str = "lr"
+    attr_name: str = field(default="lr", validator=not_empty)
     #: Write a picture of the losses there (PNG; needs matplotlib).
     plot: Path | None = field(default=None, converter=optional(Path))
 

@@ -16,7 +16,7 @@ from stratagem import Callback, hookimpl
 from stratagem.checkpoint import format_of
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.monitoring import monitored
-from stratagem.options import at_least, at_least_or_unlimited
+from stratagem.options import at_least, at_least_or_unlimited, not_empty
 from stratagem.places import is_remote, place
 from stratagem_callbacks.occupied import occupy, vacate
 
@@ -33,9 +33,9 @@ class ModelCheckpoint(Callback):
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
     #: Name with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
-    filename: str = "{epoch}-{step}"
+    filename: str = field(default="{epoch}-{step}", validator=not_empty)
     #: Metric to compare by.
-    monitor: str | None = None
+    monitor: str | None = field(default=None, validator=not_empty)
     #: Whether small or large values of `monitor` are good.
     mode: Literal["min", "max"] = "min"
     #: How many to keep: -1 all, 0 none; without `monitor` 1 keeps the newest.

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.launch import is_echo
-from stratagem.options import more_than
+from stratagem.options import more_than, not_empty
 from stratagem.places import place
 
 
@@ -25,7 +25,7 @@ class OnExceptionCheckpoint(Callback):
     #: Folder; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
     #: Name; without an ending, the checkpoint format's own.
-    filename: str = "on_exception"
+    filename: str = field(default="on_exception", validator=not_empty)
     #: Seconds to wait for the other ranks; they wait as long to learn of an error.
     patience_s: float = field(default=3.0, validator=more_than(0))
 

@@ -22,7 +22,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError, PeerError, nearest
-from stratagem.options import more_than
+from stratagem.options import more_than, not_empty
 from stratagem.places import place
 
 #: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.
@@ -49,7 +49,7 @@ class Preemption(Callback):
     #: Where to save; the folder of the first callback that keeps checkpoints, or ``<default_root_dir>/checkpoints``.
     dirpath: Path | None = None
     #: Name of the checkpoint; without an ending, the format's own.
-    filename: str = "preempted"
+    filename: str = field(default="preempted", validator=not_empty)
     #: Seconds between two looks at the board; a rank notices a signal to another one after at most so long.
     look_every_s: float = field(default=0.25, validator=more_than(0))
 
@@ -58,6 +58,8 @@ class Preemption(Callback):
 
     def __attrs_post_init__(self) -> None:
         known = [name for name in dir(signal) if name.startswith("SIG") and not name.startswith("SIG_")]
+        if not self.signals:
+            raise ConfigError("preemption.signals is empty", expected="names of signals, such as ['SIGTERM']")
         for name in self.signals:
             if name not in known:
                 raise ConfigError(
@@ -85,6 +87,8 @@ class Preemption(Callback):
         self._watch = _Watch(
             trainer.run.collectives.board(), trainer.global_rank, trainer.world_size, self.look_every_s
         )
+        if not self.signals:
+            raise ConfigError("preemption.signals is empty", expected="names of signals, such as ['SIGTERM']")
         for name in self.signals:
             number = getattr(signal, name)
             self._earlier[number] = signal.signal(number, self._watch.signalled)

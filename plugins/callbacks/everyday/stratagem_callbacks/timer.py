@@ -9,20 +9,7 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.errors import ConfigError
-
-
-def _read(value: Any) -> float | None:
-    """Return seconds from a timedelta, a number, or ``"DD:HH:MM:SS"``."""
-    if value is None or isinstance(value, int | float):
-        return value
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    parts = str(value).split(":")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ConfigError(f"timer.duration is {value!r}", expected='seconds, a timedelta or "DD:HH:MM:SS"')
-    days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+from stratagem.options import read_duration
 
 
 @define(eq=False, kw_only=True)
@@ -41,7 +28,8 @@ class Timer(Callback):
     _began: dict[str, float] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._limit = _read(self.duration)
+        limit = read_duration(self.duration, "timer.duration")
+        self._limit = None if limit is None else limit.total_seconds()
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test" so far."""

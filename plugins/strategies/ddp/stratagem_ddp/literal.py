@@ -14,7 +14,7 @@ import torch
 from attrs import define, field
 
 from stratagem import CommHook, hookimpl
-from stratagem.errors import ConfigError, PluginError
+from stratagem.errors import ConfigError, PluginError, shown
 from stratagem.plugin import Bucket
 
 #: torch's hooks and wrappers, by the comm hook that does the same.
@@ -197,9 +197,9 @@ def _check_signature(option: str, function: Any, num_arguments: int, expected: s
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        shown = f"{_name(function)}{inspect.signature(function)}" if inspect.isfunction(function) else _name(function)
-        raise ConfigError(f"{_PATH}.{option} is {shown}", expected=expected)
+        title = f"{_name(function)}{inspect.signature(function)}" if inspect.isfunction(function) else _name(function)
+        raise ConfigError(f"{_PATH}.{option} is {title}", expected=expected)
 
 
 def _name(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
+    return getattr(value, "__name__", None) or shown(value)

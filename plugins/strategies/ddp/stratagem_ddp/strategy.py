@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.config import options
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, duration, more_than
+from stratagem.options import at_least, duration, more_than, not_empty
 from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -57,7 +57,7 @@ class DDPStrategy(Strategy):
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
-    process_group_backend: str | None = None
+    process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
     #: slows down another; by default NCCL finds out by itself.
     nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)

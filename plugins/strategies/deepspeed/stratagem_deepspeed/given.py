@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ConfigError, nearest
+from stratagem.places import place
 
 AUTO = "auto"
 
@@ -191,7 +192,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, settin
     Raises:
         ConfigError: it is no mapping and no file of one, or says something that DeepSpeed would pass over.
     """
-    values = source if isinstance(source, Mapping) else _from_file(Path(source), setting)
+    values = source if isinstance(source, Mapping) else _from_file(_path(source, setting), setting)
     config = _checked(values, _TOP, "", origin)
     if "bfloat16" in config:
         if "bf16" in config:
@@ -209,6 +210,13 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, settin
     _check_optimizer(config.get("optimizer"), origin)
     _check_scheduler(config.get("scheduler"), origin)
     return config
+
+
+def _path(source: Path | str, setting: str) -> Path:
+    try:
+        return place(source)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error.found}", expected=error.expected, do=error.do) from None
 
 
 def _from_file(path: Path, setting: str) -> dict[str, Any]:

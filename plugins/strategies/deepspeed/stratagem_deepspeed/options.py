@@ -14,7 +14,7 @@ from attrs import define, field
 from stratagem import Strategy
 from stratagem.config import check, options
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, duration
+from stratagem.options import at_least, duration, not_empty
 from stratagem.plugin import PrecisionPolicy
 from stratagem.tuning import gloo_options, nccl_options
 from stratagem.world import DEFAULT_TIMEOUT
@@ -153,7 +153,7 @@ class DeepSpeedOptions(Strategy):
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
-    process_group_backend: str | None = None
+    process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
     #: slows down another; by default NCCL finds out by itself.
     nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
