@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import itertools
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -90,6 +95,7 @@ class FSDPStrategy(Strategy):
 
     _device_mesh: Any = field(init=False, default=None)
     _syncs: bool | None = field(init=False, default=None)
+    _order: Any = field(init=False, default=None)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -177,7 +183,7 @@ class FSDPStrategy(Strategy):
             collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
         if run.device.type == "cpu" or self.cpu_offload:
             _return_large_blocks()
-        self._device_mesh = self._arranged(run)
+        self._device_mesh, self._order = self._arranged(run), None
         return collectives
 
     def _arranged(self, run):
@@ -197,6 +203,9 @@ class FSDPStrategy(Strategy):
 
     @hookimpl
     def teardown(self, run):
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         take_back(run)
 
     @hookimpl
@@ -246,7 +255,10 @@ class FSDPStrategy(Strategy):
     def _listen(self, root: nn.Module, run) -> None:
         """Have all units count what they send, and send through the comm hooks what they average over replicas."""
         units = [part for part in root.modules() if isinstance(part, FSDPModule)]
-        _count_bytes(units, self._layout(run.team_world)[0], run.collectives.traffic)
+        if self._order is None:
+            self._order = _Order(run)
+        self._order.add(root)
+        _count_bytes(units, self._layout(run.team_world)[0], run.collectives.traffic, self._order)
         if run.stack.comm_hooks and run.stage == "train":
             _send_through_hooks(units, run.bucket_reducer(over=self._replicas(run)))
 
@@ -287,10 +299,18 @@ class FSDPStrategy(Strategy):
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
             run.policy.compute_dtype if run.stack.precision_absorbed else None
         )
-        return None if dtype is None else torch.autocast(run.device.type, dtype, cache_enabled=not run.manual)
+        compared = self._order.compared((stage, sync, id(run.model)))
+        if dtype is None:
+            return compared
+        return _both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual))
 
     @hookimpl
     def backward(self, loss, module, run):
+        with self._order.compared(("backward", run.sync_gradients)):  # in a loop of one's own
+            self._differentiate(loss, module, run)
+        return True
+
+    def _differentiate(self, loss, module, run):
         if run.manual:
             # The root's forward has not returned, so nothing has told FSDP that a backward begins.
             state = module._get_fsdp_state()
@@ -301,7 +321,6 @@ class FSDPStrategy(Strategy):
             self._average_scalars(run)
         if run.manual:
             module.unshard()
-        return True
 
     @hookimpl(wrapper=True)
     def optimizer_step(self, run):
@@ -330,9 +349,15 @@ class FSDPStrategy(Strategy):
         return total
 
     def _average_scalars(self, run):
-        for parameter in run.module.parameters():
-            if parameter.dim() == 0 and parameter.grad is not None:
-                parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
+        reached = {
+            name: parameter
+            for name, parameter in run.module.named_parameters()
+            if parameter.dim() == 0 and parameter.grad is not None
+        }
+        if reached:
+            self._order.next(("scalars", *reached))
+        for parameter in reached.values():
+            parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
 
     @hookimpl
     def on_validation_end(self, run):
@@ -397,12 +422,14 @@ def _mark(module: nn.Module, **overrides: Any) -> nn.Module:
     return module
 
 
-def _count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any) -> None:
-    """Have `units` count in `traffic` what they send."""
+def _count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any, order: _Order) -> None:
+    """Have `units` count in `traffic` what they send, and tell `order` before they do."""
     for unit in units:
         assert isinstance(unit, FSDPModule), "it was sharded"
-        unit.set_custom_all_gather(_CountingAllGather(traffic))
+        unit.set_custom_all_gather(_CountingAllGather(traffic, order, order.number(unit)))
         unit.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            order.watch_gradients(unit, group)
         if num_replicas > 1:  # FSDP calls it when it has averaged over replicas itself
             unit.set_all_reduce_hook(
                 lambda reduced: traffic.add("all_reduce", reduced.nbytes, num_replicas, sender="gradients")
@@ -410,11 +437,12 @@ def _count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any) -> Non
 
 
 class _CountingAllGather(DefaultAllGather):
-    def __init__(self, traffic: Any) -> None:
+    def __init__(self, traffic: Any, order: _Order, number: int) -> None:
         super().__init__()
-        self._traffic = traffic
+        self._traffic, self._order, self._event = traffic, order, ("unit", number)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self._order.next(self._event)
         self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -427,6 +455,237 @@ class _CountingReduceScatter(DefaultReduceScatter):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self._traffic.add("reduce_scatter", input_tensor.nbytes, group.size(), sender="gradients")
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+# --- Ranks that differ -------------------------------------------------------------------------------------------
+
+#: How long a rank that leaves the order of the steps before waits for the others to leave it too.
+_LEAVING_S = 60.0
+#: How often a rank whose process stands still looks whether another one has left the order.
+_LOOK_S = 0.5
+#: So many orders are remembered for a kind of step.
+_ORDERS = 16
+_END: tuple[Any, ...] = ("end",)
+_orders = itertools.count()
+
+_Event = tuple[Any, ...]
+
+
+class _Order:
+    """Which units a step gathers and which gradients it reduces, in order: the same on all ranks.
+
+    [Note: the order of units]
+    FSDP's collectives carry no names. If one rank gathers or reduces another unit than the others do, or gradients of
+    other parameters of a unit, one layer's numbers are added to another's; where sizes differ, gloo aborts the process.
+    So each collective is an *event*, and no rank may begin one that the others do not begin.
+
+    The ranks compare the events of the first step of a kind, one by one, before each collective. That step's *order*
+    is then known to all of them, and a rank follows it without asking anybody: as long as its events are the expected
+    ones it only compares two tuples. A rank whose event is another one *leaves* the order. It tells the others through
+    the store, before it begins a collective, and waits until they have left at the same place with the same event,
+    which is how a model may change from step to step. If they have not, it raises. The others may be stuck by then in a
+    collective that it does not join: a thread answers for them, which looks at the store when nothing has happened for
+    a while.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
+        self._limit_s = min(_LEAVING_S, run.stack.join_timeout().total_seconds() / 2)
+        self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
+        self._numbers: dict[nn.Module, int] = {}
+        self._names: list[str] = []
+        #: By unit: the names of the parameters that its gradients are numbered by.
+        self._parameters: dict[int, list[str]] = {}
+        self._known: dict[Hashable, list[tuple[_Event, ...]]] = {}
+        self._open, self._steps = False, 0
+        self._board: Any = None
+        self._telling, self._closing = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        #: The orders of the steps of this kind, the latest last.
+        self._kind: list[tuple[_Event, ...]] = []
+        self._seen: list[_Event] = []
+        #: None: the ranks compare each event.
+        self._expected: tuple[_Event, ...] | None = None
+
+    def add(self, root: nn.Module) -> None:
+        """Number the units of `root`."""
+        for name, part in root.named_modules():
+            if isinstance(part, FSDPModule) and part not in self._numbers:
+                self._numbers[part] = len(self._names)
+                self._names.append(name.removeprefix("module").removeprefix("."))
+
+    def number(self, unit: nn.Module) -> int:
+        return self._numbers[unit]
+
+    def watch_gradients(self, unit: nn.Module, group: Any) -> None:
+        """Have `group` tell which parameters have gradients before it reduces them."""
+        number = self._numbers[unit]
+        names = {id(parameter): name for name, parameter in unit.named_parameters(self._names[number])}
+        own = [names[id(each.sharded_param)].removeprefix("module.") for each in group.fsdp_params]
+        self._parameters[number] = own
+        reduce = type(group).post_backward
+
+        def compare_and_reduce(*arguments: Any) -> None:
+            if group.reduce_grads and (reached := _with_gradients(group.fsdp_params)):
+                self.next(("gradients", number, reached))
+            reduce(group, *arguments)
+
+        group.post_backward = compare_and_reduce
+
+    @contextlib.contextmanager
+    def compared(self, kind: Hashable) -> Iterator[None]:
+        """Compare the events within, which are a step of this `kind`; within another step they are part of that."""
+        if self._open or self._peers.world_size == 1:
+            yield
+            return
+        known = self._kind = self._known.setdefault(kind, [])
+        self._open, self._seen, self._expected = True, [], known[-1] if known else None
+        self._steps += 1
+        if known and self._thread is None:
+            self._thread = threading.Thread(target=self._answer, name="stratagem-fsdp-order", daemon=True)
+            self._thread.start()
+        try:
+            yield
+            self.next(_END)
+        finally:
+            self._open = False
+        if not known or self._expected is not known[-1]:
+            order = tuple(self._seen)
+            known[:] = [*[each for each in known if each != order][1 - _ORDERS :], order]
+
+    def next(self, event: _Event) -> None:
+        """Go on with `event` if all ranks do.
+
+        Raises:
+            ConfigError: others do not.
+        """
+        if not self._open:
+            return
+        place, expected = len(self._seen), self._expected
+        self._seen.append(event)
+        if expected is not None and place < len(expected) and expected[place] == event:
+            return
+        self._compare(event, together=expected is None)
+        same = (each for each in reversed(self._kind) if list(each[: place + 1]) == self._seen)
+        self._expected = next(same, None)
+
+    def close(self) -> None:
+        """End the thread that answers for this rank."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _compare(self, event: _Event, *, together: bool) -> None:
+        mine = (self._steps, len(self._seen) - 1, *event)
+        if together:
+            sign = torch.tensor([zlib.crc32(repr(mine).encode())])
+            if len({int(each) for each in self._peers.all_gather(sign)}) == 1:
+                return
+            found = dict(enumerate(self._peers.all_gather_object(mine)))
+        else:
+            with self._telling:
+                found = self._tell(mine)
+        if len(found) < self._peers.world_size or len(set(found.values())) > 1:
+            raise self._error(found)
+
+    def _tell(self, mine: _Event) -> dict[int, _Event]:
+        """Tell the other ranks where this one is, and return where those are that tell it within the limit, by rank."""
+        key, rank, size = f"{self._key}/{self._round}", self._peers.rank, self._peers.world_size
+        self._board = self._board or self._collectives.board()
+        self._round += 1
+        self._board.put(f"{key}/{rank}", json.dumps(mine))
+        self._board.put(f"{key}/left", json.dumps(mine[:2]))
+        deadline = time.monotonic() + self._limit_s
+        if rank == 0:  # one rank reads what all have written
+            told = {each: self._read(f"{key}/{each}", deadline) for each in range(1, size)}
+            self._board.put(f"{key}/all", json.dumps([mine, *told.values()]))
+        else:
+            told = dict(enumerate(self._read(f"{key}/all", deadline + 1) or []))
+        told[rank] = mine
+        return {each: _tuples(where) for each, where in told.items() if where is not None}
+
+    def _read(self, key: str, deadline: float) -> Any:
+        """Return what is put under `key` until the `deadline`; None if nothing is."""
+        pause_s = 0.0005
+        while (text := self._board.get(key)) is None:
+            if time.monotonic() > deadline or self._closing.is_set():
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        return json.loads(text)
+
+    def _answer(self) -> None:
+        """Tell where this rank is, each time it is stuck and another one has left the order there or before."""
+        before = None
+        while not self._closing.wait(_LOOK_S):
+            step, place = where = self._steps, len(self._seen) - 1
+            if where != before or place < 0:
+                before = where
+                continue
+            with contextlib.suppress(Exception), self._telling:  # the store may be gone with the rank that hosts it
+                self._board = self._board or self._collectives.board()
+                left = self._board.get(f"{self._key}/{self._round}/left")
+                if left is not None and tuple(json.loads(left)) <= where:
+                    if json.loads(left)[0] == step:  # say what it did there, and not where it got since
+                        place = json.loads(left)[1]
+                    self._tell((step, place, *self._seen[place]))
+
+    def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
+        reached = [set(self._reached(event)) for _, _, *event in found.values() if event[0] in ("gradients", "scalars")]
+        some = set.union(set(), *reached)
+        apart = some - set.intersection(some, *reached) if len(reached) > 1 else some
+        said: dict[str, list[int]] = {}
+        for rank in range(self._peers.world_size):
+            event = found[rank][2:] if rank in found else None
+            said.setdefault(self._said(event, apart), []).append(self._first + rank)
+        ranks = "; ".join(f"rank{'s' * (len(who) > 1)} {_few(who)} {text}" for text, who in said.items())
+        return ConfigError(
+            f"ranks use different layers in one step: {ranks}",
+            expected="the same ones on every rank, in the same order: FSDP adds up what comes at the same place",
+            do='add the others to the loss with a factor of zero, or choose strategy="ddp_find_unused_parameters_true"',
+        )
+
+    def _reached(self, event: Any) -> list[str]:
+        if event[0] == "gradients":
+            return [name for index, name in enumerate(self._parameters[event[1]]) if event[2] >> index & 1]
+        return list(event[1:]) if event[0] == "scalars" else []
+
+    def _said(self, event: Any, apart: set[str]) -> str:
+        if event is None:
+            return f"did not say within {self._limit_s:g} s what comes next"
+        if event[0] == "end":
+            return "came to the end of the step"
+        if event[0] == "unit":
+            name = self._names[event[1]]
+            return f"came to {name!r}" if name else "came to the parameters outside of all units"
+        names = [repr(name) for name in self._reached(event) if name in apart]
+        return f"has gradients for {_few(names)}" if names else f"has none for {_few(sorted(map(repr, apart)))}"
+
+
+def _with_gradients(parameters: list[Any]) -> int:
+    """Return which of a unit's `parameters` have gradients to reduce, a bit for each."""
+    reached = 0
+    for index, each in enumerate(parameters):
+        whole = getattr(each, "_unsharded_param", None)
+        if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            reached |= 1 << index
+    return reached
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _few(items: list[Any], shown: int = 4) -> str:
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return f"{', '.join(map(str, items[:shown]))}{more}"
+
+
+@contextlib.contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _send_through_hooks(units: list[nn.Module], reduce: Callable[[Bucket], Any]) -> None:
