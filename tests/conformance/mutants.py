@@ -68,8 +68,18 @@ class Replicated(Strategy):
     def backward(self, loss, module, run):
         self.differentiate(loss)
         if self.is_due(run):
+            self.agree(module, run)
             self.average(self.to_average(module), run)
         return True
+
+    def agree(self, module, run):
+        """Zero the gradients that another rank's loss has reached and this one's has not."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        reached = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
+        anywhere = run.collectives.all_reduce(reached, "max").tolist()
+        for parameter, is_reached in zip(trained, anywhere, strict=True):
+            if is_reached and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def differentiate(self, loss):
         loss.backward()
@@ -220,6 +230,24 @@ class TrainsACopy(Replicated):
 class UnusedParametersCrash(Replicated):
     def to_average(self, module):
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@mutant("test_branching_models")
+class GradientsOfDifferentLayersAdded(Replicated):
+    """Each rank sends the gradients that it has, and nobody asks which ones these are."""
+
+    def agree(self, module, run):
+        pass
+
+
+@mutant("test_branching_models[2-BranchingLater]")
+class AgreesInTheFirstStepAlone(Replicated):
+    """What the ranks' losses reached in the first step is taken to be what they reach in all of them."""
+
+    def agree(self, module, run):
+        if getattr(run, "agreed", None) is not run.model:
+            super().agree(module, run)
+            run.agreed = run.model
 
 
 # --- Strategies: accumulation ------------------------------------------------------------------------------------

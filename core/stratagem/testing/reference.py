@@ -133,6 +133,41 @@ class Unused(Net):
         self.unused = net(1)[2]
 
 
+class Branching(Net):
+    """From batch `since` on, the first number of a batch says which of two layers it takes: ranks may differ."""
+
+    since = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cat, self.dog = net(1)[2], self.other()
+
+    def other(self) -> nn.Module:
+        layer: nn.Module = net(2)[2]
+        return layer
+
+    def branch(self, x: Tensor, batch_idx: int) -> Tensor:
+        layer = self.dog if batch_idx >= self.since and x[0, 0] < 0 else self.cat
+        out: Tensor = self.net[4](torch.tanh(layer(self.net[:4](x))))
+        return out
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return loss_of(self.branch(batch[0], batch_idx), batch[1])
+
+
+class BranchingLater(Branching):
+    """The ranks take the same layer in two steps, and then different ones."""
+
+    since = 2
+
+
+class BranchingInSize(Branching):
+    """The two layers have different sizes."""
+
+    def other(self) -> nn.Module:
+        return nn.Sequential(net(2)[2], nn.Tanh(), net(3)[2])
+
+
 class Dropped(Net):
     """Draws random numbers in every forward."""
 
@@ -251,6 +286,30 @@ def train_module_plainly(
             if schedule is not None:
                 schedule.step()
             optimizer.zero_grad()
+    weights: dict[str, Tensor] = module.state_dict()
+    return weights, norms
+
+
+def branching_batches(num_batches: int, batch_size: int, world_size: int) -> list[Batch]:
+    """Return joined batches for `Branching`, of which every other rank's part takes the other layer."""
+    batches = joined_batches(num_batches, batch_size)
+    for x, _ in batches:
+        for rank, part_of_it in enumerate(x.chunk(world_size)):
+            part_of_it[:, 0] = (-1.0) ** rank
+    return batches
+
+
+def train_branching_plainly(
+    module: Branching, batches: list[Batch], world_size: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Train `module` on the mean loss of the parts that `world_size` ranks have of each joined batch."""
+    optimizer, norms = module.configure_optimizers(), []
+    for index, batch in enumerate(batches):
+        losses = [module.training_step(part([batch], rank, world_size)[0], index) for rank in range(world_size)]
+        torch.stack(losses).mean().backward()
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
+        optimizer.step()
+        optimizer.zero_grad()
     weights: dict[str, Tensor] = module.state_dict()
     return weights, norms
 

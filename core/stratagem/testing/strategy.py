@@ -33,6 +33,9 @@ from stratagem.testing.conformance import QUIET, Conformance, refusal
 from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import (
     Batch,
+    Branching,
+    BranchingInSize,
+    BranchingLater,
     Buffered,
     ByHand,
     Double,
@@ -46,11 +49,13 @@ from stratagem.testing.reference import (
     Shifted,
     Tied,
     Unused,
+    branching_batches,
     data,
     joined_batches,
     loss_of,
     part,
     relative_difference,
+    train_branching_plainly,
     train_gan_plainly,
     train_lbfgs_plainly,
     train_module_plainly,
@@ -91,6 +96,7 @@ class StrategyConformance(Conformance):
     def parameters(cls) -> dict[str, Sequence[Any]]:
         return super().parameters() | {
             "model": (Frozen, Tied, Scalar, Buffered, Scheduled),
+            "branching": (Branching, BranchingLater, BranchingInSize),
             "precision": _precisions(),
             "other_size": (*cls.world_sizes, "single"),
         }
@@ -201,6 +207,17 @@ class StrategyConformance(Conformance):
         reference, _ = train_module_plainly(Unused(), batches)
 
         self._compare(self._trained_or_refused(world_size, Unused, batches), reference)
+
+    def test_branching_models(self, several: int, branching: type[Branching]) -> None:
+        """Ranks whose batches take different layers train as in one process, or are refused on every rank.
+
+        Never a hang, and never the gradient of one layer added to another's.
+        """
+        batches = branching_batches(5, _BATCH, several)
+        reference, norms = train_branching_plainly(branching(), batches, several)
+        assert max(norms) > 1, "the reference is too tame to show anything"
+
+        self._compare(self._trained_or_refused(several, branching, batches), reference)
 
     def test_an_uneven_last_batch(self, world_size: int) -> None:
         """The last batch of a real loader is smaller than the others, on every rank alike."""
