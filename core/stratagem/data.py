@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class DataModule:
-    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them.
-
-    It may also define ``on_before_batch_transfer(batch, dataloader_idx)``, ``transfer_batch_to_device(batch, device,
-    dataloader_idx)`` and ``on_after_batch_transfer(batch, dataloader_idx)``, which are called instead of the module's.
-    """
+    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
 
     #: False: `prepare_data` is called once in the whole run, rather than once on each node.
     prepare_data_per_node = True
@@ -63,6 +59,10 @@ class DataModule:
     #: As of a `Module`; loggers get them.
     save_hyperparameters = Module.save_hyperparameters
     hparams = Module.hparams
+    #: Called instead of the module's where they are defined.
+    on_before_batch_transfer = Module.on_before_batch_transfer
+    transfer_batch_to_device = Module.transfer_batch_to_device
+    on_after_batch_transfer = Module.on_after_batch_transfer
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "trainer"}
