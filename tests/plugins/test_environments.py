@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import stratagem as sg
 from stratagem import World
 from stratagem.environments import LocalEnvironment, TorchElasticEnvironment
 from stratagem.errors import ConfigError
@@ -48,11 +49,106 @@ def test_local_places(variables, local_size, num_nodes, expected):
         ({"LOCAL_RANK": "²"}, 1, 1, "LOCAL_RANK is '²'; expected a whole number"),
         ({"GROUP_RANK": "1"}, 1, 2, "num_nodes is 2 and MASTER_ADDR, MASTER_PORT are not set"),
         ({"LOCAL_RANK": "0"}, 2, 1, "LOCAL_RANK is set, as if all 2 processes existed, and MASTER_PORT is not"),
+        ({"MASTER_PORT": "99999"}, 2, 1, "MASTER_PORT is 99999; expected a port from 1 to 65535; export"),
+        ({"MASTER_PORT": "0"}, 2, 1, "MASTER_PORT is 0; expected a port"),
+        ({"MASTER_PORT": "-1"}, 2, 1, "MASTER_PORT is '-1'; expected a whole number, 0 or more"),
+        ({"MASTER_PORT": ""}, 2, 1, "MASTER_PORT is ''; expected a whole number"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2.0"}, 2, 1, "WORLD_SIZE is '2.0'; expected a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, 2, 1, "RANK is 2 and WORLD_SIZE is 2; expected 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, 2, 1, "RANK is '-1'; expected a whole number, 0 or more"),
+        ({"WORLD_SIZE": "0"}, 2, 1, "WORLD_SIZE is 0; expected at least 1"),
+        (
+            {"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, 2, 1,
+            "RANK is 1 and LOCAL_RANK is 0 on the only node; expected the same number",
+        ),
+        (
+            {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "STRATAGEM_STORE_HOSTED": "1"}, 1, 1,
+            "an earlier run of this program started 2 processes, and this one asks for devices x num_nodes = 1 x 1; "
+            "expected the same number: .* give every Trainer of a program the same devices",
+        ),
+        (
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "STRATAGEM_STORE_HOSTED": "1"}, 1, 1,
+            "an earlier run of this program started 2 processes",
+        ),
     ],
-)
+)  # fmt: skip
 def test_local_contradictions_are_refused(variables, local_size, num_nodes, message):
     with pytest.raises(ConfigError, match=message):
         local.local_world(variables, local_size, num_nodes)
+
+
+#: What each starter tells a task of two. On several nodes they tell more, which does not matter here.
+STARTED = {
+    "srun": {
+        "SLURM_JOB_ID": "3",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0",
+    },
+    "old srun": {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+    "srun with pmix": {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"},
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+    "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+    "MPICH": {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "5", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+    "Intel MPI": {"PMI_SIZE": "2", "PMI_RANK": "1", "I_MPI_MPIRUN": "mpirun"},
+    "jsrun": {"LSB_JOBID": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_LOCAL_RANK": "0"},
+    "Horovod": {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"},
+    "PyTorchJob": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"},
+    "Kubeflow Trainer": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
+    "elastic Kubeflow Trainer": {"PET_NNODES": "1:2", "PET_NODE_RANK": "0"},
+    "PMIx alone": {"PMIX_RANK": "0"},
+}
+
+
+@pytest.mark.parametrize("starter", STARTED)
+def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starter):
+    """Each of them would train a model of its own, without an error."""
+    for name, value in STARTED[starter].items():
+        monkeypatch.setenv(name, value)
+    run = sg.Run(accelerator="cpu", devices=1)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not set; expected RANK, LOCAL_RANK") as caught:
+        run.launch(lambda run: run.rank)
+
+    named = [name for name in STARTED[starter] if f"{name} is {STARTED[starter][name]!r}" in str(caught.value)]
+    assert named
+    assert "install an environment plugin for it, start each with torchrun" in str(caught.value)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # it would contradict devices=1
+    assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
+
+
+def test_every_variable_of_a_starter_counts_alone():
+    """Half of what a starter sets is refused as well: nobody knows what the other half would have been."""
+    for _, sizes, rank, evidence in local._STARTERS:
+        names = [evidence or rank] if rank == "RANK" or evidence else [rank, *sizes]
+        for name in names:
+            with pytest.raises(ConfigError, match=f"{name} is '3'"):
+                local.check_alone({name: "3"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_nodes"),
+    [
+        ({}, 1),
+        ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"}, 1),  # a shell of salloc
+        ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 1),  # a script of sbatch
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, 1),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, 1),
+        ({"LSB_JOBID": "1", "LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "a 4"}, 1),  # a script of bsub
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}, 1),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}, 1),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, 1),
+        ({"WORLD_SIZE": "2"}, 1),
+        (STARTED["srun"] | {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2),  # one launch on each node
+        (STARTED["srun"] | {"LOCAL_RANK": "1"}, 1),
+    ],
+)
+def test_one_task_shells_and_complete_variables_run(variables, num_nodes):
+    local.check_alone(variables, num_nodes)
 
 
 ELASTIC = {

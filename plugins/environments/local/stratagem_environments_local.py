@@ -29,7 +29,58 @@ class LocalEnvironment(Environment):
 
     @hookimpl
     def setup_environment(self, run):
+        if run.settings.environment in (None, "auto"):  # chosen by name, it stands
+            check_alone(os.environ, run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
+
+
+#: Who starts a program several times: how many times, which of them this is, and what says that it is one of them.
+_STARTERS = (
+    ("SLURM's srun", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_PROCID", "SLURM_STEP_ID"),
+    ("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", None),
+    ("MVAPICH", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_RANK", None),
+    ("MPI (hydra: MPICH or Intel MPI)", ("PMI_SIZE",), "PMI_RANK", None),
+    ("LSF's jsrun", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_RANK", None),
+    ("Horovod", ("HOROVOD_SIZE",), "HOROVOD_RANK", None),
+    ("a Kubeflow Trainer job", ("PET_NNODES",), "PET_NODE_RANK", None),
+    ("a cluster's job (such as a PyTorchJob)", ("WORLD_SIZE",), "RANK", None),
+    ("PMIx", (), "PMIX_RANK", None),
+)
+
+
+def check_alone(variables: Mapping[str, str], num_nodes: int) -> None:
+    """Refuse where somebody started this program several times and no variable says what each process is.
+
+    Each would train a model of its own. Fine are: all variables of a launch (LOCAL_RANK among them), a node of several
+    that was told its number, one task alone, and a shell or a script of a batch job, which runs once.
+
+    Raises:
+        ConfigError: names the variables found, and what to install or set.
+    """
+    if "LOCAL_RANK" in variables or (num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables)):
+        return
+    known = False
+    for starter, sizes, rank, evidence in _STARTERS:
+        size = next((name for name in sizes if name in variables), None)
+        if (evidence or rank) not in variables and (size is None or evidence is not None or rank == "RANK"):
+            continue
+        seen = [name for name in (evidence, size, rank) if name is not None and name in variables]
+        alone = size is not None and variables[size].strip() == "1"
+        # The only one of srun's tasks that has PMIX_RANK, too.
+        if alone or (rank == "PMIX_RANK" and known):
+            known = True
+            continue
+        what = " and ".join(f"{name} is {variables[name]!r}" for name in seen)
+        raise ConfigError(
+            f"{what}, as if {starter} had started this program several times, and LOCAL_RANK is not set",
+            expected="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
+            do="install an environment plugin for it, start each with torchrun, or export those variables; to "
+            + (
+                "train alone, unset RANK and WORLD_SIZE"
+                if rank == "RANK"
+                else 'train each alone, set environment="local"'
+            ),
+        )
 
 
 def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -> World:
@@ -47,9 +98,12 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
                 expected="the address and port of node 0, and this node's number, on every node",
                 do="export them, or start the nodes with torchrun",
             )
+    _check_rank(variables)
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(f"NODE_RANK is {node_rank} and num_nodes is {num_nodes}", expected=f"0 to {num_nodes - 1}")
     if local_rank >= local_size:
+        if _launched(variables):
+            raise _other_devices(_number(variables, "WORLD_SIZE", None), local_size, num_nodes)
         raise ConfigError(
             f"LOCAL_RANK is {local_rank} and the run has {local_size} processes on this node",
             expected=f"0 to {local_size - 1}",
@@ -63,20 +117,28 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
         )
     told = _number(variables, "WORLD_SIZE", world_size)
     if told != world_size:
+        if _launched(variables):
+            raise _other_devices(told, local_size, num_nodes)
         raise ConfigError(
             f"WORLD_SIZE is {told} and devices x num_nodes is {local_size} x {num_nodes}",
             expected="the same number",
             do="unset WORLD_SIZE, or change devices or num_nodes",
         )
+    rank = node_rank * local_size + local_rank
+    if "LOCAL_RANK" in variables and num_nodes == 1 and _number(variables, "RANK", rank) != rank:
+        raise ConfigError(
+            f"RANK is {variables['RANK']} and LOCAL_RANK is {local_rank} on the only node", expected="the same number",
+            do="export what belongs to this process, or set num_nodes",
+        )  # fmt: skip
     return World(
-        rank=node_rank * local_size + local_rank,
+        rank=rank,
         local_rank=local_rank,
         node_rank=node_rank,
         world_size=world_size,
         local_world_size=local_size,
         num_nodes=num_nodes,
         main_address=variables.get("MASTER_ADDR", "127.0.0.1"),
-        main_port=_number(variables, "MASTER_PORT", None),
+        main_port=_port(variables, None),
         store_hosted=variables.get(STORE_HOSTED_VARIABLE) == "1",
     )
 
@@ -123,6 +185,7 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
             f"{', '.join(missing)} not set", expected="all variables of torchrun", do="start with torchrun"
         )
     world_size = _number(variables, "WORLD_SIZE", 1)
+    _check_rank(variables)
     if asked is not None and asked != world_size:
         raise ConfigError(
             f"devices x num_nodes is {asked} and torchrun started {world_size} processes",
@@ -140,10 +203,43 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         # Nodes may have different numbers of processes, so a division is the second-best answer.
         num_nodes=_number(variables, "GROUP_WORLD_SIZE", max(1, world_size // local_size)),
         main_address=variables["MASTER_ADDR"],
-        main_port=_number(variables, "MASTER_PORT", 29500),
+        main_port=_port(variables, 29500),
         store_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         generation=variables.get("TORCHELASTIC_RESTART_COUNT", "0") if one_agent else "0",
     )
+
+
+def _launched(variables: Mapping[str, str]) -> bool:
+    """Whether an earlier run of this program started these processes, rather than the user."""
+    return STORE_HOSTED_VARIABLE in variables
+
+
+def _other_devices(started: int | None, local_size: int, num_nodes: int) -> ConfigError:
+    return ConfigError(
+        f"an earlier run of this program started {started} processes, and this one asks for devices x num_nodes = "
+        f"{local_size} x {num_nodes}",
+        expected="the same number: those processes live until the program ends",
+        do="give every Trainer of a program the same devices, or choose a launcher that forks or spawns for all of "
+        'them: it starts new processes for each call (strategy="ddp_spawn")',
+    )
+
+
+def _check_rank(variables: Mapping[str, str]) -> None:
+    rank, world_size = _number(variables, "RANK", None), _number(variables, "WORLD_SIZE", None)
+    if world_size == 0:
+        raise ConfigError("WORLD_SIZE is 0", expected="at least 1")
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {world_size}", expected=f"0 to {world_size - 1}")
+
+
+def _port(variables: Mapping[str, str], default: int | None) -> int | None:
+    port = _number(variables, "MASTER_PORT", default)
+    if port is not None and not 1 <= port <= 65535:
+        raise ConfigError(
+            f"MASTER_PORT is {port}", expected="a port from 1 to 65535",
+            do="export the same free port on every node, or unset it to have one chosen on one machine",
+        )  # fmt: skip
+    return port
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None) -> int | None:
@@ -151,5 +247,7 @@ def _number(variables: Mapping[str, str], name: str, default: int | None) -> int
     if text is None:
         return default
     if not text.strip().isdecimal():
-        raise ConfigError(f"{name} is {text!r}", expected="a whole number")
+        raise ConfigError(
+            f"{name} is {text!r}", expected="a whole number, 0 or more", do="export a number, or unset it"
+        )
     return int(text)
