@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem import registry
 from stratagem.config import options
+from stratagem.errors import ConfigError
 from stratagem.redaction import redact
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
             continue
         # A callback may be any object with hooks.
         own = getattr(plugin, "state_key", None)
+        if callable(own):
+            raise ConfigError(
+                f"{choice} has a method state_key", expected="a property that returns a text",
+                do="put @property above it",
+            )  # fmt: skip
         base = key = f"{choice.kind}.{own if isinstance(own, str) else class_key(type(plugin)) + options_key(plugin)}"
         number = 0
         while key in found:

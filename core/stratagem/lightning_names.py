@@ -96,7 +96,6 @@ CALLBACK: Final[dict[str, Instead]] = {
     "on_batch_start": Instead("on_train_batch_start(self, trainer, module, batch, batch_idx)"),
     "on_batch_end": Instead("on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)"),
     "on_keyboard_interrupt": Instead("on_exception(self, trainer, module, exception)"),
-    "state_key": Instead("state_dict(self)", "drop it: states are kept by the plugin's name"),
 }
 
 #: Arguments of Lightning's that are no longer passed, and what to do.

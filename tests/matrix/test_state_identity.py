@@ -284,3 +284,15 @@ def test_a_plugin_may_keep_the_key_of_a_class_that_was_renamed(tmp_path):
     again = Renamed()
     assert fit_with(tmp_path, [again], tmp_path / "saved.ckpt") == []
     assert again.count == 1
+
+
+def test_a_key_that_is_a_method_is_refused(tmp_path):
+    class Keyed(sg.Callback):
+        def state_key(self):
+            return "mine"
+
+        def state_dict(self):
+            return {"count": 1}
+
+    with pytest.raises(ConfigError, match="a method state_key; expected a property"):
+        fit_with(tmp_path, [Keyed()])
