@@ -47,6 +47,8 @@ class Position:
     validated: bool = True
     #: Optimizer steps that a loss scale skipped.
     skipped_steps: int = 0
+    #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
+    evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
     #: This process's random state at the start of the epoch.
     epoch_random_state: dict[str, Any] | None = field(default=None, repr=False)
 
@@ -54,12 +56,12 @@ class Position:
         return {
             "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
             "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.state_dict():
-            setattr(self, name, state[name])
+            setattr(self, name, state[name] if name != "evaluated_batches" else dict(state.get(name, {})))
 
 
 # --- Training ----------------------------------------------------------------------------------------------------
@@ -148,6 +150,7 @@ class TrainLoop:
         trainer, position = self.trainer, self.position
         if position.epoch_ended:
             self._begin(position.epoch + 1)
+        trainer.book.closed = ""
         trainer.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
@@ -157,6 +160,7 @@ class TrainLoop:
             if not position.epoch_ended:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
+        trainer.book.closed = "after the last epoch"
         trainer.events.emit("on_train_end")
         trainer.last_outputs = None  # it holds the last graph
 
@@ -372,21 +376,24 @@ def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[floa
         # What a sharded strategy gathers in inference mode could not be gathered again in training.
         inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
         with _evaluating(trainer.module, inference, event):
+            book.closed, book.without_steps = "while predicting" if stage == "predict" else "", f"{event}_start"
             trainer.events.emit(f"{event}_start")
             trainer.events.emit(f"{event}_epoch_start")
+            book.without_steps = ""
             told = [trainer.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
             for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-                trainer.loader_suffix = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
+                book.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
                 trainer.dataloader_idx = index
                 call = _step_caller(trainer, method, index, len(loaders))
                 results.append(_pass_over(trainer, stage, loader, limit, index, call, *told))
-            trainer.loader_suffix = ""
+            book.loader, book.without_steps = "", f"{event}_epoch_end"
             if stage != "predict":
                 trainer.events.emit(f"{event}_epoch_end")
                 metrics = trainer.publish_epoch(book)
-                results = _by_loader(metrics, len(loaders))
+                results = book.by_loader(metrics, len(loaders))
             else:
                 trainer.events.emit(f"{event}_epoch_end")
+            book.closed = book.closed or "after its metrics were reduced"
             trainer.position.validated = True  # what is saved from here on need not do it again
             trainer.events.emit(f"{event}_end")
     finally:
@@ -417,6 +424,9 @@ def _pass_over(
             outputs_kept.append(outputs)
         if batch_end is not None:
             batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
+        if stage != "predict":
+            trainer.book.reduce_step(batch_idx)  # what hooks logged at the batch's end
+            trainer.log_evaluation_step(stage, loader_idx)
     if run.shards_parameters:
         _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
     if batch_idx < 0 and limit > 0:
@@ -476,13 +486,3 @@ def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator
         else:
             for part, training in modes:
                 part.training = training
-
-
-def _by_loader(metrics: dict[str, Any], count: int) -> list[dict[str, float]]:
-    numbers = {name: float(value) for name, value in metrics.items()}
-    if count == 1:
-        return [numbers]
-    return [
-        {name: value for name, value in numbers.items() if name.endswith(f"/dataloader_idx_{index}")}
-        for index in range(count)
-    ]

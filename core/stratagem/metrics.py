@@ -56,6 +56,18 @@ class Metric:
     source: Any = None
     #: The options as the last call gave them.
     given: Any = None
+    #: The loader it was logged for ("/dataloader_idx_0"), if there are several.
+    loader: str = ""
+    #: Names under which the two values are shown, and the name of both in `Trainer.callback_metrics`.
+    name: str = ""
+    step_name: str = ""
+    epoch_name: str = ""
+
+    def take_names(self, name: str, suffix: str = "") -> None:
+        """Be shown as `name`: with "_step" and "_epoch" where both are logged, before `suffix`."""
+        both = self.on_step and self.on_epoch
+        self.name = name + suffix
+        self.step_name, self.epoch_name = (f"{name}{part if both else ''}{suffix}" for part in ("_step", "_epoch"))
 
     def update(self, value: Any, weight: float) -> None:
         if self.source is not None:
@@ -96,6 +108,13 @@ class MetricBook:
         self.batch: Any = None
         #: What was logged on this step with ``sync_dist=True``.
         self._to_reduce: dict[str, Metric] = {}
+        #: Appended to names while one of several loaders is evaluated.
+        self.loader = ""
+        #: When nothing may be logged: why; an event in which there is no step to log.
+        self.closed, self.without_steps = "", ""
+        #: A value of each step goes to the loggers.
+        self.logs_steps = False
+        self._shown: dict[str, tuple[str, Metric]] = {}
 
     def log(
         self,
@@ -109,14 +128,23 @@ class MetricBook:
         sync_dist: bool = False,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
+        add_dataloader_idx: bool = True,
     ) -> None:
         """See `stratagem.Module.log`."""
-        metric = self.metrics.get(name)
+        key = name if not (self.loader and add_dataloader_idx) else name + self.loader
+        metric = self.metrics.get(key)
         given = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist, rank_zero_only, self.default_on_step)
         if metric is None:
-            metric = self._new(name, value, given)
+            metric = self._new(name, value, given, add_dataloader_idx)
         elif metric.given != given:
             self._check_same_options(name, metric, given)
+        if metric.loader != self.loader:
+            first, second = (loader.rpartition("_")[2] or "none" for loader in (metric.loader, self.loader))
+            raise ConfigError(
+                f"log({name!r}, add_dataloader_idx=False) was called for loader {first} and for {second}",
+                expected="a name for each loader, as their values would be mixed",
+                do="drop add_dataloader_idx=False, or put dataloader_idx into the name",
+            )
         if metric.source is None:
             value = number(name, value)
         elif value is not metric.source:
@@ -131,7 +159,7 @@ class MetricBook:
             weight = float(batch_size if batch_size is not None else infer_batch_size(self.batch))
         metric.update(value, weight)
         if metric.on_step and metric.sync_dist and self.collectives.world_size > 1:
-            self._to_reduce[name] = metric
+            self._to_reduce[key] = metric
 
     def reduce_step(self, moment: str | int) -> None:
         """Reduce over all ranks what was logged with ``sync_dist=True`` on this step, all of it at once. Collective.
@@ -163,7 +191,7 @@ class MetricBook:
         for (name, metric), pair in zip(metrics.items(), coded.split(2, 1), strict=True):
             metric.last = _reduced(name, _decoded(pair), metric.reduce_fx)
 
-    def _new(self, name: str, value: Any, given: tuple[Any, ...]) -> Metric:
+    def _new(self, name: str, value: Any, given: tuple[Any, ...], with_loader: bool) -> Metric:
         options = self._effective(given)
         reduce_fx = options["reduce_fx"]
         if not (callable(reduce_fx) or reduce_fx in _REDUCTIONS):
@@ -175,7 +203,13 @@ class MetricBook:
                 f"log({name!r}) sets rank_zero_only and sync_dist", expected="one of the two",
                 do="drop sync_dist: the other ranks would wait forever",
             )  # fmt: skip
-        metric = Metric(**options, given=given)
+        if options["on_step"] and self.without_steps:
+            raise ConfigError(
+                f"log({name!r}, on_step=True) was called in {self.without_steps}", expected="on_epoch=True alone: there "
+                "is no step", do="drop on_step",
+            )  # fmt: skip
+        metric = Metric(**options, given=given, loader=self.loader)
+        metric.take_names(name, self.loader if with_loader else "")
         if _computes(value):
             if metric.rank_zero_only:
                 raise ConfigError(
@@ -183,8 +217,19 @@ class MetricBook:
                     do="drop it",
                 )
             metric.source, metric.sync_dist = value, False  # it communicates in its own compute()
-        self.metrics[name] = metric
+        self._register(metric)
         return metric
+
+    def _register(self, metric: Metric) -> None:
+        for shown in {metric.step_name, metric.epoch_name}:
+            if shown in self._shown:
+                raise ConfigError(
+                    f"log({metric.name!r}) takes the name {shown!r} of log({self._shown[shown][0]!r})",
+                    expected="different names", do="log it under another name",
+                )  # fmt: skip
+            self._shown[shown] = metric.name, metric
+        self.metrics[metric.name] = metric
+        self.logs_steps = self.logs_steps or (metric.on_step and metric.logger)
 
     def _effective(self, given: tuple[Any, ...]) -> dict[str, Any]:
         """Return what the options in `given` amount to."""
@@ -209,12 +254,12 @@ class MetricBook:
             )
         metric.given = given
 
-    def step_values(self) -> dict[str, Any]:
-        """Return the last value of every metric logged on steps, by display name."""
+    def step_values(self, loader: str | None = None) -> dict[str, Any]:
+        """Return the last value of every metric logged on steps (for `loader`), by display name."""
         return {
-            f"{name}_step" if metric.on_epoch else name: metric.last
-            for name, metric in self.metrics.items()
-            if metric.on_step and metric.last is not None
+            metric.step_name: metric.last
+            for metric in self.metrics.values()
+            if metric.on_step and metric.last is not None and (loader is None or metric.loader == loader)
         }
 
     def epoch_values(self) -> dict[str, Tensor]:
@@ -226,13 +271,27 @@ class MetricBook:
         values = {}
         for name, metric in reduced.items():
             value = _epoch_value(name, metric, self.collectives if metric.sync_dist else None)
-            values[f"{name}_epoch" if metric.on_step else name] = value
+            values[metric.epoch_name] = value
         return values
+
+    def by_loader(self, values: dict[str, Tensor], count: int) -> list[dict[str, float]]:
+        """Return what `epoch_values` returned as numbers for each of `count` loaders, under both names."""
+        found: list[dict[str, float]] = [{} for _ in range(count)]
+        for shown, value in values.items():
+            name, metric = self._shown[shown]
+            number = float(value)
+            index = metric.loader.rpartition("_")[2]
+            for result in found if not index else [found[int(index)]]:
+                result[shown] = result[name] = number
+        return found
+
+    def name(self, display_name: str) -> str:
+        """Return the name without "_step" or "_epoch" of the metric behind `display_name`."""
+        return self._shown[display_name][0]
 
     def shown(self, display_name: str, where: str) -> bool:
         """Whether the metric behind `display_name` goes to `where`: "prog_bar" or "logger"."""
-        metric = self.metrics.get(display_name) or self.metrics.get(display_name.rpartition("_")[0])
-        return metric is not None and getattr(metric, where)
+        return display_name in self._shown and bool(getattr(self._shown[display_name][1], where))
 
     def _check_same_names(self, synced: list[str], collectives: Collectives) -> None:
         """Different names on different ranks would mix up their sums, or hang."""
@@ -257,7 +316,11 @@ class MetricBook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an epoch that another process began."""
-        self.metrics = {name: Metric(**fields) for name, fields in state.items()}
+        self.metrics, self._shown, self.logs_steps = {}, {}, False
+        for name, fields in state.items():
+            metric = Metric(**fields)
+            metric.take_names(name)
+            self._register(metric)
 
     def reset(self) -> None:
         """Begin a new epoch; what was declared by `log` stays."""

@@ -219,10 +219,15 @@ class Module(nn.Module):
             reduce_fx: "mean" (weighted by batch size), "sum", "max", "min", or a callable on all values (as float64).
             sync_dist: reduce over all ranks too, at the time of reduction. Collective: log on all ranks.
             batch_size: weight of this value in the mean; found from the batch if not given.
+            add_dataloader_idx: append "/dataloader_idx_0" where several loaders are evaluated; without it each needs a
+                name of its own.
             rank_zero_only: this metric exists on rank 0 alone; excludes sync_dist.
 
+        A callback's `log` in ``on_train_epoch_end`` is reduced at once, so that callbacks after it can read it.
+
         Raises:
-            ConfigError: called outside a stage, a value that is not one number, or contradictory options.
+            ConfigError: called where nothing can be logged (before or after training, a validation or a test; while
+                predicting), a value that is not one number, or contradictory options.
         """
         self.trainer.log_metric(name, value, options)
 

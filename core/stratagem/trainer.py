@@ -30,7 +30,7 @@ from stratagem.resolver import with_callbacks
 from stratagem.run import Run
 from stratagem.session import Job, Session
 from stratagem.settings import TrainerSettings, gather, moved
-from stratagem.world import World
+from stratagem.world import Collectives, World
 
 #: How long a rank that calls `save_checkpoint` waits for the others before it says that it is alone.
 MEETING_S = 60.0
@@ -145,8 +145,6 @@ class Trainer:
         self.use_loader: Callable[[Any], None] | None = None
         #: What hands the loop its batches, while training.
         self.feed: Feed | None = None
-        #: Appended to metric names while one of several loaders is evaluated.
-        self.loader_suffix = ""
         #: Number of the loader whose batches are used now.
         self.dataloader_idx = 0
         #: Of the training loader, for one process; None if it does not tell.
@@ -205,6 +203,9 @@ class Trainer:
         """Begin a call in this process."""
         #: The metrics of the training epoch, and those of the stage that is at work.
         self.training_book = self.book = MetricBook(True, self.run.collectives)
+        self.book.closed = "outside training, validation and testing"
+        #: What callbacks logged in `on_train_epoch_end`, while that is told; for the loggers.
+        self._late: dict[str, Any] | None = None
         self.events = Events(self)
         self._handles: list[OptimizerHandle] = []
         self._last_logged_step = -1
@@ -532,19 +533,33 @@ class Trainer:
         self.position.skipped_steps += not stepped
         return stepped
 
-    def end_epoch(self) -> None:
-        """Reduce the epoch's metrics, step the schedulers, tell the callbacks."""
-        self.book.default_on_step = False
-        self.events.module_first("on_train_epoch_end", then=self._publish_training_epoch)
-        self.book.default_on_step = True
-        self.book.reset()
+    def end_epoch(self, complete: bool = True) -> None:
+        """Reduce the epoch's metrics, step the schedulers, tell the callbacks.
 
-    def _publish_training_epoch(self) -> None:
-        self.publish_epoch(self.book)
+        An epoch that is not `complete` was cut short: its end is told, and resuming trains the rest of it, so neither
+        schedulers nor the position move on.
+        """
+        book = self.book
+        book.default_on_step, book.without_steps = False, "on_train_epoch_end"
+
+        def publish() -> None:
+            self.publish_epoch(book)
+            if complete:
+                self._step_epoch_schedulers()
+                self.position.epoch_ended = True
+            self._late, book.closed = {}, "in on_train_epoch_end"
+
+        self.events.module_first("on_train_epoch_end", then=publish)
+        late, self._late = self._late or {}, None
+        self._to_loggers(late)
+        book.default_on_step, book.without_steps, book.closed = True, "", ""
+        if complete:
+            book.reset()
+
+    def _step_epoch_schedulers(self) -> None:
         for config in () if self.run.manual else self.lr_scheduler_configs:  # by hand means these, too
             if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
                 config.step(self)
-        self.position.epoch_ended = True
 
     # --- Metrics -------------------------------------------------------------------------------------------------
 
@@ -552,15 +567,49 @@ class Trainer:
         """Record what `Module.log` got."""
         if options.get("rank_zero_only") and not self.is_global_zero:
             return
-        if self.loader_suffix:
-            name += self.loader_suffix
+        book = self.book
+        if book.closed:
+            book = self._book_for_one(name)
         try:
-            self.book.log(name, value, **options)
+            book.log(name, value, **options)
         except TypeError as error:
             known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
             unknown = next((option for option in options if option not in known), "")
             raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
                               do=nearest(unknown, known)) from error  # fmt: skip
+        if book is not self.book:
+            self._publish_late(name, book)
+
+    def _book_for_one(self, name: str) -> MetricBook:
+        """Return a book for what a callback logs once the epoch's metrics are reduced; elsewhere it is too late."""
+        if self._late is None:
+            raise ConfigError(
+                f"log({name!r}) was called {self.book.closed}", expected="a call while metrics are collected: from the "
+                "start of training, of a validation or of a test until its metrics are reduced",
+                do="log it in a step or in an epoch's end, or hand it to self.logger",
+            )  # fmt: skip
+        if name in self._late:
+            raise ConfigError(
+                f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
+            )
+        book = MetricBook(default_on_step=False, collectives=self.run.collectives)
+        book.without_steps = "on_train_epoch_end"
+        return book
+
+    def _publish_late(self, name: str, book: MetricBook) -> None:
+        (metric,) = book.metrics.values()
+        if not metric.on_epoch:
+            raise ConfigError(
+                f"log({name!r}, on_epoch=False) was called in on_train_epoch_end", expected="on_epoch=True",
+                do="drop on_epoch",
+            )  # fmt: skip
+        if not metric.sync_dist:
+            book.collectives = Collectives()  # one rank may log alone
+        assert self._late is not None
+        values = book.epoch_values()
+        self.callback_metrics.update(values)
+        self.bar_metrics.update(values if metric.prog_bar else {})
+        self._late[name] = values[name] if metric.logger else None
 
     def log_step(self) -> None:
         """After a training batch: hand step metrics to the loggers when it is their turn."""
@@ -573,25 +622,42 @@ class Trainer:
             values = self.book.step_values()
             self._to_loggers({name: v for name, v in values.items() if self.book.shown(name, "logger")})
 
+    def log_evaluation_step(self, stage: str, loader_idx: int) -> None:
+        """After a batch of validation or testing: hand what its step logged to the loggers.
+
+        The step axis counts the batches of this loader, over all evaluations of the run.
+        """
+        if self.sanity_checking:
+            return
+        batches = self.position.evaluated_batches
+        key = f"{stage}.{loader_idx}"
+        batches[key] = batches.get(key, 0) + 1
+        book = self.book
+        if book.logs_steps:
+            steps = book.step_values(book.loader)
+            self._to_loggers({name: v for name, v in steps.items() if book.shown(name, "logger")}, batches[key])
+
     def publish_epoch(self, book: MetricBook) -> dict[str, Any]:
         """Reduce `book` over the epoch (collective) and hand the values to everybody; return them."""
         values = book.epoch_values()
         self.callback_metrics.update(book.step_values())
         for name, value in values.items():
             self.callback_metrics[name] = value
-            self.callback_metrics[name.removesuffix("_epoch")] = value
+            self.callback_metrics[book.name(name)] = value
             if book.shown(name, "prog_bar"):
                 self.bar_metrics[name] = value
         if not self.sanity_checking:
             self._to_loggers({name: value for name, value in values.items() if book.shown(name, "logger")})
         return values
 
-    def _to_loggers(self, values: dict[str, Any]) -> None:
+    def _to_loggers(self, values: dict[str, Any], step: int | None = None) -> None:
+        values = {name: value for name, value in values.items() if value is not None}
         self.logged_metrics.update(values)
         if not values or not self.is_global_zero or self.run.implemented("log_metrics") is None:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        self.run.hook.log_metrics(metrics={"epoch": self.current_epoch, **numbers}, step=self.global_step, run=self.run)
+        step = self.global_step if step is None else step
+        self.run.hook.log_metrics(metrics={"epoch": self.current_epoch, **numbers}, step=step, run=self.run)
 
     # --- Travel to another process -------------------------------------------------------------------------------
 
@@ -606,6 +672,7 @@ class Trainer:
             "lr_scheduler_configs",
             "last_outputs",
             "_call_at_work",
+            "_late",
         }
         return {name: value for name, value in self.__dict__.items() if name not in at_work}
 
