@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from opcode import opmap
+from types import FrameType
 from typing import Any
 
 from stratagem import registry
@@ -30,15 +32,29 @@ def class_finder(kind: str) -> Callable[[str], Any]:
                 module = sys.modules[entry.load().__module__]
                 if isinstance(getattr(module, name, None), type):
                     return getattr(module, name)
-        classes = sorted({entry.value.partition(":")[2] for entry in entries})
-        # AttributeError keeps `from ... import` and hasattr() working as Python expects.
-        message = str(
-            PluginError(
-                f"no installed {kind} plugin provides a class {name!r}",
-                expected=f"one of {', '.join(classes) or 'none'}",
-                do=nearest(name, classes) or "install the package that provides it (`stratagem plugins list`)",
-            )
+        classes = class_names(kind)
+        error = NoSuchClassError(
+            f"no installed {kind} plugin provides a class {name!r}",
+            expected=f"one of {', '.join(classes) or 'none'}",
+            do=nearest(name, classes) or "install the package that provides it (`stratagem plugins list`)",
         )
-        raise AttributeError(message)
+        if _is_import(sys._getframe(1)):
+            raise error
+        raise AttributeError(str(error))  # hasattr() and getattr() with a default work as Python expects
 
     return find
+
+
+def class_names(kind: str) -> list[str]:
+    """Return the names of the classes that the entry points of `kind` spell."""
+    names = {entry.value.partition(":")[2] for entry in registry.entries(kind)}
+    return sorted(name for name in names if name[:1].isupper())
+
+
+class NoSuchClassError(PluginError, ImportError):
+    """``from stratagem.strategies import Typo``"""
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Whether `frame` is at a ``from ... import``, which would replace an AttributeError by one that says less."""
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]

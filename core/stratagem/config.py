@@ -59,11 +59,7 @@ def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, tex
     fields = options(cls)
     for key in values:
         if key not in fields:
-            raise ConfigError(
-                f"option {_join(path, key)} is unknown",
-                expected=f"one of {', '.join(sorted(fields)) or 'no options at all'}",
-                do=nearest(str(key), fields),
-            )
+            raise _unknown(cls, key, path)
     hints = option_types(cls)
     return {key: convert(value, hints[key], _join(path, key), text=text) for key, value in values.items()}
 
@@ -85,6 +81,38 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
         raise ConfigError(
             f"the options of {path} were refused ({error})", do="change the option that it names"
         ) from error
+
+
+def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, Any]) -> ConfigError | None:
+    """Return what is wrong with calling attrs class `cls` with `values` and the options `given`; None if nothing is."""
+    known = options(cls)
+    try:
+        parameters = inspect.signature(cls.__init__).parameters
+    except (TypeError, ValueError):
+        return None
+    if not attrs.has(cls) or set(parameters) != {"self", *known}:
+        return None  # its author wrote the constructor
+    if unknown := next((name for name in given if name not in known), None):
+        return _unknown(cls, unknown, cls.__name__)
+    missing = [name for name, option in known.items() if option.default is attrs.NOTHING and name not in given]
+    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    if values and not positional:
+        name = next(iter([*missing, *known]), "")
+        return ConfigError(
+            f"{cls.__name__} was given {shown(values[0])} without a name",
+            expected=f"options by name: {', '.join(known) or 'it has none'}",
+            do=f"write {cls.__name__}({name}={shown(values[0])})" if name else f"write {cls.__name__}()",
+        )
+    return _lacks(cls, missing[0], cls.__name__) if missing and not values else None
+
+
+def _unknown(cls: type[Any], key: object, path: str) -> ConfigError:
+    known = options(cls)
+    return ConfigError(
+        f"option {_join(path, key)} is unknown",
+        expected=f"one of {', '.join(sorted(known)) or 'no options at all'}",
+        do=nearest(str(key), known),
+    )
 
 
 def _lacks(cls: type[Any], name: str, path: str) -> ConfigError:

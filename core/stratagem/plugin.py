@@ -11,6 +11,7 @@ options alone.
 from __future__ import annotations
 
 import argparse
+from abc import ABCMeta
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -134,8 +135,25 @@ class Bucket:
 # --- One base for each kind --------------------------------------------------------------------------------------
 
 
+class PluginType(ABCMeta):
+    """Makes the constructor of every plugin refuse wrong options in a sentence, as a mapping of options is refused.
+
+    It derives from ABCMeta so that a plugin can inherit an abstract class too.
+    """
+
+    def __call__(cls, *values: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*values, **options)
+        except TypeError as error:
+            from stratagem.config import explain_call
+
+            if explained := explain_call(cls, values, options):
+                raise explained from None
+            raise error
+
+
 @define(eq=False, kw_only=True)
-class Plugin:
+class Plugin(metaclass=PluginType):
     """Base of every kind.
 
     A plugin with state to survive a restart defines ``state_dict()`` and ``load_state_dict(state)``: rank 0's is kept.

@@ -1,0 +1,136 @@
+"""Mistakes in the constructor of a plugin, or in the name of its class, get the answer that a mapping of options gets."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+
+import attrs
+import pytest
+from attrs import define, field
+
+import stratagem as sg
+from stratagem import registry
+from stratagem.config import options
+from stratagem.errors import ConfigError, StratagemError
+from stratagem.options import at_least
+from stratagem.plugin import KINDS
+
+#: Values for options without a default.
+REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1}
+
+
+def plugin_classes() -> list[type]:
+    found = [entry.load() for entry in registry.entries() if entry.kind in KINDS]
+    return list(dict.fromkeys(target for target in found if isinstance(target, type)))
+
+
+@pytest.mark.parametrize("cls", plugin_classes())
+def test_an_unknown_option_of_an_instance_names_the_nearest(cls):
+    known = options(cls)
+    needed = {name: REQUIRED[name] for name, option in known.items() if option.default is attrs.NOTHING}
+    with pytest.raises(ConfigError, match=f"option {cls.__name__}.nothing_like_it is unknown; expected"):
+        cls(**needed, nothing_like_it=1)
+
+    for name in known:
+        with pytest.raises(ConfigError, match=f"option {cls.__name__}.{name}x is unknown; .*did you mean"):
+            cls(**needed, **{f"{name}x": 1})
+
+
+@pytest.mark.parametrize("cls", plugin_classes())
+def test_a_value_without_a_name_is_told_which_option_to_name(cls):
+    with pytest.raises(
+        ConfigError, match=f"^{cls.__name__} .*'value'.* without a name; expected options by name"
+    ) as caught:
+        cls("value")
+
+    required = [name for name, option in options(cls).items() if option.default is attrs.NOTHING]
+    if required:
+        assert f"write {cls.__name__}({required[0]}='value')" in str(caught.value)
+
+
+@pytest.mark.parametrize("cls", plugin_classes())
+def test_a_missing_option_is_named(cls):
+    required = [name for name, option in options(cls).items() if option.default is attrs.NOTHING]
+    if not required:
+        pytest.skip("every option has a default")
+    entry = next(entry for entry in registry.entries() if entry.kind in KINDS and entry.load() is cls)
+    with pytest.raises(
+        ConfigError,
+        match=rf"{cls.__name__} lacks the option '{required[0]}'; .*write {cls.__name__}\({required[0]}=\.\.\.\)",
+    ):
+        cls()
+    with pytest.raises(
+        ConfigError, match=rf"lacks the option '{required[0]}'.*\"name\": \"{entry.name}\", \"{required[0]}\""
+    ):
+        sg.Trainer(accelerator="cpu", **{f"{entry.kind}s": [entry.name]})
+
+
+def test_a_class_of_a_third_party_answers_as_well():
+    class Mixin(ABC):
+        @abstractmethod
+        def work(self): ...
+
+    @define(eq=False, kw_only=True)
+    class Mine(sg.Callback, Mixin):
+        depth: int = field(validator=at_least(1))
+        breadth: int = 2
+
+        def work(self): ...
+
+    class Derived(Mine):
+        pass
+
+    class Own(sg.Callback):
+        def __init__(self, anything):
+            self.anything = anything
+
+    with pytest.raises(ConfigError, match=r"option Derived\.dept is unknown; .*did you mean 'depth'"):
+        Derived(dept=1)
+    with pytest.raises(ConfigError, match=r"Mine\.depth is 0; expected at least 1"):
+        Mine(depth=0)
+    with pytest.raises(TypeError):  # its author's own signature
+        Own()
+    mine = copy.deepcopy(pickle.loads(pickle.dumps(sg.Callback())))
+    assert isinstance(mine, sg.Callback)
+    assert attrs.evolve(Mine(depth=1), breadth=3).breadth == 3
+    assert Own(3).anything == 3
+
+
+def test_a_type_error_of_the_authors_own_code_is_left_alone():
+    @define(eq=False, kw_only=True)
+    class Broken(sg.Callback):
+        def __attrs_post_init__(self):
+            len(3)
+
+    with pytest.raises(TypeError, match="has no len"):
+        Broken()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
+    module = importlib.import_module(f"stratagem.{kind.module}")
+    classes = [name for name in dir(module) if isinstance(getattr(module, name), type)]
+    assert classes
+
+    for name in classes:
+        with pytest.raises(
+            ImportError, match=rf"{kind.name} plugin provides a class '{name}x'; .*did you mean"
+        ) as caught:
+            exec(f"from stratagem.{kind.module} import {name}x")
+        assert isinstance(caught.value, StratagemError)
+    assert not hasattr(module, "Typo")
+    assert getattr(module, "Typo", None) is None
+    with pytest.raises(AttributeError, match="provides a class 'Typo'"):
+        _ = module.Typo
+
+
+def test_a_misspelt_class_is_named_in_a_traceback():
+    script = "from stratagem.strategies import DDPStrateg"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+
+    assert "did you mean 'DDPStrategy'" in result.stderr
