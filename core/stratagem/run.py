@@ -361,6 +361,8 @@ class Run:
             recomputation.recompute(module, *self._recomputes)
         if not self.shards_parameters and has_no_values(module):
             self.filler(module).fill(module)
+        if self.world_size > 1:
+            _separate_elements(module)
         if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
             self._synchronize_batchnorm(module)
         self._reducer_is_due = True
@@ -848,6 +850,13 @@ def check_loss(output: Any) -> None:
             "training_step returned a loss that needs no gradient", expected="one that depends on trained parameters",
             do="compute it without detach(), item() and no_grad, or set automatic_optimization = False",
         )  # fmt: skip
+
+
+def _separate_elements(module: nn.Module) -> None:
+    """Give parameters and buffers that were expanded an element of memory for each number: other ranks write there."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 def _hook_manager(stack: Stack) -> pluggy.PluginManager:

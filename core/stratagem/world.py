@@ -454,7 +454,7 @@ class TorchCollectives(Collectives):
         import torch.distributed as dist
 
         self._same_call("broadcast", tuple(tensor.shape), tensor.dtype, src)
-        moved = tensor.to(self.device)
+        moved = tensor.to(self.device).contiguous()  # backends write into memory, whatever the strides
         self._count("broadcast", moved)
         dist.broadcast(moved, group=self.group, group_src=src)
         return tensor if moved is tensor else tensor.copy_(moved)
