@@ -241,11 +241,12 @@ class FSDPStrategy(Strategy):
         normalizing = _running_norms(user, units) if options["mp_policy"].param_dtype is not None else []
         units = children_first(user, {*units, *normalizing})
         _check_tied(user, units)
+        _check_dtypes(user, units)
         for unit in units:
             fill(unit)
-            fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_scalars(user))
+            fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_not_cut(user))
         fill(user)
-        root = fully_shard(module, **options, ignored_params=_scalars(user))
+        root = fully_shard(module, **options, ignored_params=_not_cut(user))
         self._listen(root, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             match_inputs(user)
@@ -719,27 +720,65 @@ def _check_tied(root: nn.Module, units: list[nn.Module]) -> None:
     names = {id(part): name for name, part in root.named_modules()}
     chosen = {id(unit) for unit in units}
     homes: dict[int, tuple[str, int]] = {}
+    for name, parameter, home in _by_unit(root, units):
+        first, where = homes.setdefault(id(parameter), (name, home))
+        if where != home:
+            both = " and ".join(repr(names[unit]) if unit in chosen else "the rest" for unit in (where, home))
+            raise ConfigError(
+                f"{first!r} and {name!r} are one parameter in two units, {both}",
+                expected="tied parameters within one unit",
+                do="make a module that holds both a unit, or leave theirs out of auto_wrap_policy",
+            )
 
-    def visit(part: nn.Module, prefix: str, home: int) -> None:
+
+def _by_unit(root: nn.Module, units: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield each parameter, under all of its names, with the id of the unit that it belongs to, or of `root`."""
+    chosen = {id(unit) for unit in units}
+
+    def visit(part: nn.Module, prefix: str, home: int) -> Iterator[tuple[str, nn.Parameter, int]]:
         home = id(part) if id(part) in chosen else home
         for name, parameter in part.named_parameters(prefix, recurse=False):
-            first, where = homes.setdefault(id(parameter), (name, home))
-            if where != home:
-                both = " and ".join(repr(names[unit]) if unit in chosen else "the rest" for unit in (where, home))
-                raise ConfigError(
-                    f"{first!r} and {name!r} are one parameter in two units, {both}",
-                    expected="tied parameters within one unit",
-                    do="make a module that holds both a unit, or leave theirs out of auto_wrap_policy",
-                )
+            yield name, parameter, home
         for name, child in part.named_children():
-            visit(child, f"{prefix}.{name}" if prefix else name, home)
+            yield from visit(child, f"{prefix}.{name}" if prefix else name, home)
 
-    visit(root, "", id(root))
+    yield from visit(root, "", id(root))
 
 
-def _scalars(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that cannot be cut; see `_average_scalars`."""
-    return {parameter for parameter in module.parameters() if parameter.dim() == 0}
+def _check_dtypes(root: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse trained parameters that FSDP cannot reduce in one message: complex ones, and two dtypes in a unit."""
+    names = {id(part): name for name, part in root.named_modules()}
+    first: dict[int, tuple[str, torch.dtype]] = {}
+    for name, parameter, home in _by_unit(root, units):
+        if not parameter.requires_grad or not _is_cut(parameter):
+            continue
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name!r} is complex and trained, and FSDP sends gradients as real numbers",
+                expected="real parameters",
+                do='keep torch.view_as_real of it as the parameter, freeze it, or choose strategy="ddp"',
+            )
+        other, dtype = first.setdefault(home, (name, parameter.dtype))
+        if dtype != parameter.dtype:
+            unit = f"in the unit {names[home]!r}" if names[home] else "outside of all units"
+            raise ConfigError(
+                f"{other!r} is {_said(dtype)} and {name!r} is {_said(parameter.dtype)}, {unit}",
+                expected="trained parameters of one dtype in a unit, which FSDP sends in one message",
+                do="make units of the layers with the other dtype (strategy.fsdp.auto_wrap_policy), or convert them",
+            )
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    """Whether FSDP shards `parameter`: not without dimensions (see `_average_scalars`), nor without elements."""
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def _not_cut(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module.parameters() if not _is_cut(parameter)}
 
 
 def _from_rank_0(module: nn.Module, device: Any, run: Any) -> Callable[[nn.Module], None]:
@@ -749,7 +788,7 @@ def _from_rank_0(module: nn.Module, device: Any, run: Any) -> Callable[[nn.Modul
             for tensors in (part._parameters, part._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and not tensor.is_meta and not isinstance(tensor, DTensor):
-                        moved = tensor.data.to(device)
+                        moved = tensor.data.to(device).contiguous()
                         run.collectives.broadcast(moved)
                         if name in part._buffers:
                             part._buffers[name] = moved
