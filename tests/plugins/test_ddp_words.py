@@ -20,6 +20,7 @@ from stratagem.testing.reference import (
     joined_batches,
     part,
     relative_difference,
+    train_module_plainly,
     train_plainly,
 )
 
@@ -188,6 +189,19 @@ def test_a_static_graph_that_wins_parameters_is_told_which():
     for rank, said in enumerate(fit(SkipsTheEnd(last=0), {"name": "ddp", "static_graph": True})):
         assert f"net.4.weight, net.4.bias got a gradient on rank {rank}, and none in the first step" in said
         assert "while strategy.ddp.static_graph is true" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}])
+@pytest.mark.parametrize("make", [Net, Unused])
+def test_a_static_graph_may_accumulate_from_the_first_window_on(options, make):
+    """torch learns the graph in a backward that sends, and asserts if the first one does not."""
+    batches = joined_batches(7, 8)
+    plain, norms = train_module_plainly(make(), batches, 3)
+    assert max(norms) > 1
+
+    strategy = {"name": "ddp", "static_graph": True, **options}
+    for _, weights in fit(make(), strategy, num_batches=7, accumulate_grad_batches=3):
+        assert relative_difference(weights, plain) < 1e-6
 
 
 def test_a_static_graph_and_a_search_exclude_each_other():

@@ -172,7 +172,7 @@ class DDPStrategy(Strategy):
     @hookimpl
     def step_context(self, stage, sync, run):
         # An evaluating model is not wrapped; while training, None adds nothing to the list of contexts.
-        silent = stage == "train" and not sync and isinstance(run.model, DistributedDataParallel)
+        silent = stage == "train" and not sync and isinstance(run.model, _Replica) and not run.model.learns_its_graph
         return run.model.no_sync() if silent else None
 
     @hookimpl
@@ -190,9 +190,9 @@ class DDPStrategy(Strategy):
         except RuntimeError as error:
             explain(error, module, run.rank, loss)
             raise
-        if self._num_bytes and run.sync_gradients:
+        if self._num_bytes and (run.sync_gradients or module.learns_its_graph):
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
-        if module.static_graph and run.sync_gradients and REACHED not in vars(module):
+        if module.learns_its_graph:
             vars(module)[REACHED] = reached(loss)
         return True
 
@@ -226,6 +226,13 @@ class _Replica(DistributedDataParallel):
         #: DDP counts those that are to be trained now: what is frozen later keeps its number.
         self.names = names_of(self)
         self.traffic = None
+
+    @property
+    def learns_its_graph(self) -> bool:
+        """Whether no backward has taught it a static graph yet. The first must send, also within an accumulated window:
+        what it averages is the same on all ranks, and averaging that again with the rest of the window changes nothing.
+        """
+        return self.static_graph and REACHED not in vars(self)
 
     def check_frozen(self):
         """Refuse a parameter that was frozen when DDP counted them and is trained now: nobody averages its gradient."""
