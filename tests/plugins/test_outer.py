@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from stratagem.testing.reference import (
     joined_batches,
     loss_of,
     relative_difference,
+    train_module_plainly,
 )
 from stratagem.testing.training import (
     EveryBatch,
@@ -651,6 +653,35 @@ def test_gradients_are_averaged_by_all_then_by_subgroups_and_parameters_now_and_
         reference = Copies(size // subgroup).train(BATCHES, averaging(period, start), together_until=start)
         weights = weights_on_all_ranks([result[name] for result in results])
         assert relative_difference(weights, reference.average()) < 1e-6, name
+
+
+def _post_local_by_default(rank, size, nodes):
+    os.environ.update(
+        LOCAL_RANK=str(rank // nodes), LOCAL_WORLD_SIZE=str(size // nodes), NODE_RANK=str(rank % nodes),
+        GROUP_RANK=str(rank % nodes),
+    )  # fmt: skip
+    options = {"name": "post_localsgd", "model_averaging_period": 3, "start_localSGD_iter": 2}
+    arguments = {"strategy": "ddp", "comm_hook": options, "num_nodes": nodes, "devices": size // nodes}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = train(rank, size, Net, BATCHES, arguments)
+    return result | {"said": [str(each.message) for each in warned if "subgroup" in str(each.message)]}
+
+
+def test_by_default_a_subgroup_is_the_processes_of_a_node_as_in_torch():
+    one_node = run_in_processes(_post_local_by_default, 2, 1)
+    plain, norms = train_module_plainly(Net(), BATCHES)
+    assert max(norms) > 1
+
+    assert relative_difference(weights_on_all_ranks(one_node), plain) < 1e-6
+    assert [len(each["said"]) for each in one_node] == [1, 0]
+    assert "all 2 processes are on one node, which is one subgroup" in one_node[0]["said"][0]
+
+    two_nodes = run_in_processes(_post_local_by_default, 2, 2)
+    reference = Copies(2).train(BATCHES, averaging(3, 2), together_until=2)
+
+    assert relative_difference(weights_on_all_ranks(two_nodes), reference.average()) < 1e-6
+    assert not any(each["said"] for each in two_nodes)
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar
 
 from attrs import define, field
@@ -30,8 +31,8 @@ class PostLocalSGD(Apart, CommHook):
     model_averaging_period: int | None = field(default=None, validator=at_least(1))
     #: Until this step gradients are averaged over all processes: early steps are large, and lead far apart.
     start_localSGD_iter: int = field(default=8, validator=at_least(0))  # noqa: N815 - what DDP's users know it by
-    #: Processes that average their gradients in every step. By default those of a node; each by itself if there is but
-    #: one node.
+    #: Processes that average their gradients in every step. By default those of a node, as with torch's subgroup=None:
+    #: on one node that is all of them, and parameters never differ.
     subgroup_size: int | None = field(default=None, validator=at_least(1))
 
     _subgroup: Collectives = field(init=False, factory=Collectives)
@@ -50,17 +51,26 @@ class PostLocalSGD(Apart, CommHook):
     def connect(self, world):
         size = self._size_of_subgroup(world)
         self._across = collectives = yield
-        if size > 1:
+        if size == world.world_size:
+            self._subgroup = collectives
+            if world.rank == 0 and size > 1:
+                warnings.warn(
+                    f"{self.path}.subgroup_size is not set and all {size} processes are on one node, which is one "
+                    "subgroup: gradients are averaged over all of them in every step, as with torch's subgroup=None, "
+                    "and averaging parameters changes nothing; set subgroup_size to a divisor of that number",
+                    stacklevel=2,
+                )
+        elif size > 1:
             ranks = range(world.world_size)
             self._subgroup = collectives.split([list(ranks[first : first + size]) for first in ranks[::size]])
         return collectives
 
     def _size_of_subgroup(self, world) -> int:
-        size = self.subgroup_size or (world.local_world_size if world.num_nodes > 1 else 1)
+        size = self.subgroup_size or world.local_world_size
         found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
         if world.world_size % size:
             raise ConfigError(found, expected="a divisor of that")
-        if size == world.world_size:
+        if size == self.subgroup_size == world.world_size:
             raise ConfigError(
                 f"{found}, one subgroup: averaging parameters would change nothing",
                 expected="at least two subgroups",
@@ -75,14 +85,14 @@ class PostLocalSGD(Apart, CommHook):
         return (yield self._subgroup.average_async(bucket.buffer))
 
     def _drifts(self):
-        return self._steps >= self.start_localSGD_iter
+        return self._steps >= self.start_localSGD_iter and self._subgroup is not self._across
 
     def _meets(self):
         apart = self._steps - self.start_localSGD_iter
         return apart > 0 and apart % self.model_averaging_period == 0
 
     def _meet(self, run):
-        mine = self._local()
+        mine = {} if self._subgroup is self._across else self._local()
         for name, mean in means(mine, self._across, run.device):
             mine[name].copy_(mean)
         self._met = True
