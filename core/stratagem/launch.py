@@ -182,7 +182,7 @@ def relaunch_command() -> list[str]:
         raise ConfigError(
             "this program has no file to run again in another process",
             expected="a script, or a module run with -m",
-            do='use a strategy that forks (such as "ddp_notebook")',
+            do='pass launcher="fork", which copies this process and works with every strategy, or write a script',
         )
     # Under a debugger or a profiler (python -m pdb train.py) the command was theirs: run the script without them.
     same = bool(program) and os.path.basename(program[0].rstrip("/")) == os.path.basename(file)

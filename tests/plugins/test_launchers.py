@@ -658,6 +658,30 @@ def test_a_program_without_a_file_cannot_be_run_again():
     assert "no file to run again" in result.stderr
 
 
+def test_what_a_program_without_a_file_is_told_works_for_every_strategy():
+    """As in a notebook: the strategy that was asked for stays, and the processes are copies."""
+    code = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(TESTS)!r})
+        import stratagem as sg
+        from stratagem.testing.reference import Net, joined_batches
+        quiet = dict(accelerator="cpu", devices=2, max_epochs=1, barebones=True)
+        for strategy in ("ddp", "ddp_sharded", "fsdp", "local_sgd"):
+            try:
+                sg.Trainer(strategy=strategy, **quiet).fit(Net(), joined_batches(1, 8))
+            except sg.StratagemError as error:
+                assert 'pass launcher="fork"' in str(error), error
+            trainer = sg.Trainer(strategy=strategy, launcher="fork", **quiet)
+            trainer.fit(Net(), joined_batches(1, 8))
+            print(strategy, trainer.global_step)
+        """
+    )
+    result = run([sys.executable, "-c", code])
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:-1] == ["ddp 1", "ddp_sharded 1", "fsdp 1", "local_sgd 1"]
+
+
 def test_a_launcher_that_contradicts_the_strategy_is_refused():
     with pytest.raises(
         ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' asks for the launcher 'spawn'"
