@@ -702,8 +702,9 @@ def flat(state):
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(tmp_path):
-    for ranks in run_in_processes(_resume, 2, tmp_path, SAME_BUCKETS, joined_batches(4, 16)):
+@pytest.mark.parametrize("strategy", [SAME_BUCKETS, {"name": "ddp_sharded", "bucket_cap_mb": 0.002}])
+def test_resumed_equals_uninterrupted(tmp_path, strategy):
+    for ranks in run_in_processes(_resume, 2, tmp_path, strategy, joined_batches(4, 16)):
         for name, result in ranks.items():
             assert flat(result["saved"]), name
             assert all(map(torch.equal, flat(result["saved"]), flat(result["loaded"]))), name
