@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from stratagem.errors import PeerError
-from stratagem.launch import is_echo
+from stratagem.launch import LOOPBACK, is_echo
 from stratagem.world import where
 
 if TYPE_CHECKING:
@@ -300,7 +300,8 @@ class _Post:
 def _open_door(world: World) -> tuple[socket.socket | None, str]:
     """Listen where other ranks can reach this one; return the socket and the address to knock at."""
     try:
-        family, address = _address_towards(world.main_address, world.main_port or 1)
+        towards = world.main_address if world.num_nodes > 1 else LOOPBACK
+        family, address = _address_towards(towards, world.main_port or 1)
         here = address
         if world.num_nodes > 1 and world.node_rank == 0 and (address.startswith("127.") or address == "::1"):
             # A name of this machine that leads to itself, as its own name often does. Others are led here, too.

@@ -45,7 +45,7 @@ from stratagem.checkpoint import (
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
 from stratagem.identity import matched, warn_of_differences
 from stratagem.initialization import Filler, has_no_values, without_values
-from stratagem.launch import join_supervision
+from stratagem.launch import check_address, join_supervision
 from stratagem.module import StepModule
 from stratagem.neighbours import Neighbours, explained
 from stratagem.places import place
@@ -226,6 +226,7 @@ class Run:
         if environment.processes_exist() or alone:
             return body()
         self.world = self.ask("setup_environment")
+        check_address(self.world, self.stack.join_timeout().total_seconds())
         if not launcher.parent_trains:
             body.far_from_home, body.random_state = True, random_state()
         return self.hook.launch(main=body, run=self)
@@ -273,6 +274,8 @@ class Run:
 
     def _join(self, world: World) -> None:
         """Join the other ranks, once it is known that they were started alike."""
+        if world.world_size > 1 and not world.store_hosted:
+            check_address(world, self.stack.join_timeout().total_seconds())
         facts = lock.facts(self) if world.world_size > 1 else {}
         compared = agree_before_connecting(world, facts, self.stack.join_timeout())
         self.collectives = self.ask("connect", world=world)

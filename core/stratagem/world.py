@@ -17,6 +17,7 @@ import gc
 import hashlib
 import os
 import re
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -305,11 +306,13 @@ class TorchCollectives(Collectives):
         if dist.is_initialized():
             _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
             return cls(world, device, owns_group=False, timeout=timeout)._compare()
+        _listen_here(world)
         try:
             dist.init_process_group(
                 backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
             )
         except dist.DistError as error:
+            _listen_anywhere()
             raise LaunchError(
                 f"rank {world.rank} of {world.world_size} could not join the process group at "
                 f"{world.main_address}:{world.main_port} ({error})",
@@ -618,6 +621,7 @@ def _default_store() -> Any:
 def _leave_group() -> None:
     import torch.distributed as dist
 
+    _listen_anywhere()
     if dist.is_initialized():
         # A DDP reducer that outlives its group takes the interpreter down at exit (std::terminate, seen with torch 2.13
         # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
@@ -636,11 +640,65 @@ def _store(world: World, timeout: timedelta) -> Any:
     global _meetings
     _meetings += 1
     hosts = world.is_global_zero and not world.store_hosted
-    store = dist.TCPStore(world.main_address, world.main_port, is_master=hosts, timeout=timeout)
+    store = _hosted_store(world) if hosts else dist.TCPStore(*_store_place(world), is_master=False, timeout=timeout)
+    store.set_timeout(timeout)
     if hosts:  # launchers of other nodes wait for what rank 0's launcher would have said: see `agree_before_connecting`
         store.set(f"stratagem/agreement/{world.generation}/{_meetings}/facts", "null")
     # A store that outlives the run still holds the addresses of the last group that met there.
     return dist.PrefixStore(f"stratagem/{world.generation}/{_meetings}", store)
+
+
+#: The stores that this process hosts, by place.
+_hosted: dict[tuple[str, int], Any] = {}
+
+
+def _store_place(world: World) -> tuple[str, int]:
+    """Return where the store is; on one machine at the loopback address, unless whoever launched it hosts it."""
+    from stratagem.launch import LOOPBACK
+
+    assert world.main_port is not None, "several processes have a port to meet at"
+    alone = world.num_nodes == 1 and not world.store_hosted
+    return (LOOPBACK if alone else world.main_address), world.main_port
+
+
+def _hosted_store(world: World) -> Any:
+    """Return the store that rank 0 hosts.
+
+    It lives as long as this process: after a run the other ranks may ask it for the next one before this rank could
+    host another on the same port.
+    """
+    from stratagem.launch import RendezvousStore
+
+    place = _store_place(world)
+    if place not in _hosted:
+        _hosted[place] = RendezvousStore(*place, for_others=world.num_nodes > 1).serve()
+    return _hosted[place].clone()
+
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def _listen_here(world: World) -> None:
+    """Let the gloo groups of a run on one machine listen at the loopback address, unless an interface was chosen.
+
+    Also those that an engine makes later, so the variable stays until the group is left.
+    """
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"} if hasattr(socket, "if_nameindex") else set()
+    if world.num_nodes == 1 and names and _GLOO_INTERFACE not in os.environ:
+        os.environ[_GLOO_INTERFACE] = names.pop()
+        global _listens_here
+        _listens_here = True
+
+
+def _listen_anywhere() -> None:
+    global _listens_here
+    if _listens_here:
+        _listens_here = False
+        os.environ.pop(_GLOO_INTERFACE, None)
+
+
+#: This process set the interface of gloo.
+_listens_here = False
 
 
 def _check_adoptable(backend: str, size: int, wanted_backend: str, wanted_size: int) -> None:

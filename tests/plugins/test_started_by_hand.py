@@ -1,0 +1,104 @@
+"""Processes that the user started, with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, part
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _three_trainers(rank, world_size, port, closes):
+    """Rank 0 hosts the store. A fit, a test with a trainer of its own, another fit."""
+    os.environ |= {"MASTER_PORT": str(port), "STRATAGEM_STORE_HOSTED": "0"}
+    losses, model = [], Net()
+    for stage in ("fit", "test", "fit"):
+        trainer = sg.Trainer(max_epochs=1, strategy={"name": "ddp", "timeout": 60}, devices=world_size, **QUIET)
+        getattr(trainer, stage)(model, part(joined_batches(3, 8), rank, world_size))
+        losses.append(trainer.callback_metrics.get("test_loss"))
+        if closes:
+            trainer.close()
+    return [loss is not None for loss in losses]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_trainers_may_follow_one_another(port, closes):
+    assert run_in_processes(_three_trainers, 2, port, closes) == [[False, True, False]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, launcher):
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        import stratagem as sg
+
+        def rank(run):
+            return run.world.main_port
+
+        if __name__ == "__main__":
+            for _ in range(2):
+                run = sg.Run(strategy="ddp", launcher={launcher!r}, devices=2, accelerator="cpu")
+                print("PORT", run.launch(rank))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+    assert done.stdout.splitlines() == [f"PORT {port}"] * 2, done.stderr
+
+
+# --- An address that nobody knows --------------------------------------------------------------------------------
+
+NOWHERE = "no-such-host.invalid"
+
+
+@pytest.mark.parametrize(("launcher", "num_nodes"), [("fork", 1), ("subprocess", 1), ("fork", 2)])
+def test_an_address_that_cannot_be_resolved_is_refused_before_anything_starts(monkeypatch, launcher, num_nodes):
+    monkeypatch.setenv("MASTER_ADDR", NOWHERE)
+    if num_nodes == 2:
+        monkeypatch.setenv("MASTER_PORT", "1234")
+        monkeypatch.setenv("NODE_RANK", "0")
+    strategy = {"name": "ddp", "timeout": 2}
+    run = sg.Run(strategy=strategy, launcher=launcher, devices=2, num_nodes=num_nodes, accelerator="cpu")
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR is '{NOWHERE}', which this machine cannot resolve"):
+        run.launch(lambda run: None)
+
+    assert time.monotonic() - begun < 2 + 5
+
+
+def _meet_nowhere(rank, world_size):
+    os.environ |= {"MASTER_ADDR": NOWHERE, "STRATAGEM_STORE_HOSTED": "0"}
+    begun = time.monotonic()
+    try:
+        sg.Run(strategy={"name": "ddp", "timeout": 2}, devices=world_size, accelerator="cpu").connect()
+    except ConfigError as error:
+        return str(error), time.monotonic() - begun
+    return "nothing", 0
+
+
+def test_an_address_that_cannot_be_resolved_is_refused_in_processes_that_exist():
+    for said, took_s in run_in_processes(_meet_nowhere, 2):
+        assert said.startswith(f"MASTER_ADDR is '{NOWHERE}', which this machine cannot resolve (")
+        assert took_s < 2 + 5
