@@ -106,7 +106,7 @@ class ShardedSampler(Sampler[Any]):
 
     def __init__(self, sampler: Any, num_shards: int, shard: int) -> None:
         self.sampler, self.num_shards, self.shard = sampler, num_shards, shard
-        self.epoch = 0
+        self.epoch, self.seed = 0, sampler_seed()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -119,7 +119,7 @@ class ShardedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A sampler that draws from torch's generator must draw the same on every rank.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(sampler_seed() + self.epoch)
+            torch.manual_seed(self.seed + self.epoch)
             stream = list(self.sampler)
         if stream:
             stream += stream[: len(self) * self.num_shards - len(stream)]
@@ -144,9 +144,10 @@ def shard_dataloader(loader: Any, stage: str, mesh: Mesh) -> Any:
     # torchdata's loaders have samplers of their own under the same names.
     if not (issubclass(batches, BatchSampler) and batches.__name__ == BatchSampler.__name__):
         return _replace(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
-    sampler = _share(loader, loader.sampler, stage, mesh)
-    assert loader.batch_size is not None
-    return _replace(loader, sampler=sampler, batch_sampler=batches(sampler, loader.batch_size, loader.drop_last))
+    # A batch sampler that was given has the sampler; the loader's own is then only a default.
+    made: Any = loader.batch_sampler
+    sampler = _share(loader, made.sampler, stage, mesh)
+    return _replace(loader, sampler=sampler, batch_sampler=batches(sampler, made.batch_size, made.drop_last))
 
 
 def _place(mesh: Mesh) -> tuple[int, int]:
@@ -155,8 +156,7 @@ def _place(mesh: Mesh) -> tuple[int, int]:
 
 def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sampler[Any]:
     shards, shard = _place(mesh)
-    is_random = type(sampler).__name__ == RandomSampler.__name__ and hasattr(sampler, "data_source")
-    shuffles = is_random and not sampler.replacement and sampler._num_samples is None
+    shuffles = _shuffles(sampler)
     if not shuffles and type(sampler) is not SequentialSampler:
         return ShardedSampler(sampler, shards, shard)
     if stage == "predict" and not shuffles:
@@ -169,6 +169,12 @@ def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sam
             stacklevel=2,
         )
     return DistributedSampler(loader.dataset, shards, shard, shuffle=shuffles, seed=sampler_seed())
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether `sampler` is what ``shuffle=True`` makes."""
+    is_random = type(sampler).__name__ == RandomSampler.__name__ and hasattr(sampler, "data_source")
+    return bool(is_random and not sampler.replacement and sampler._num_samples is None)
 
 
 def _replace(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -213,10 +219,46 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators of its own that `loader` draws from, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    parts = (loader, *_samplers_of(loader))
     found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
     return list(found.values())
+
+
+def sampler_seeds(loader: Any) -> list[int]:
+    """Return the seeds that the samplers of `loader` shuffle with for several processes."""
+    return [sampler.seed for sampler in _seeded_samplers(loader)]
+
+
+def restore_sampler_seeds(loader: Any, seeds: list[int]) -> None:
+    """Let the samplers of `loader` shuffle with `seeds`, which `sampler_seeds` returned for a loader of that kind."""
+    for sampler, seed in zip(_seeded_samplers(loader), seeds, strict=False):
+        sampler.seed = seed
+
+
+def in_order_of_several(loader: Any, seed: int) -> Any:
+    """Return `loader`, which shuffles in one process, in the order in which several processes shared it."""
+    if not (isinstance(loader, DataLoader) and loader.batch_size is not None and _shuffles(loader.sampler)):
+        return loader
+    sampler: Any = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
+    batches = type(loader.batch_sampler)(sampler, loader.batch_size, loader.drop_last)  # type: ignore[call-arg,misc]
+    return _replace(loader, sampler=sampler, batch_sampler=batches)
+
+
+def _seeded_samplers(loader: Any) -> list[Any]:
+    found = [each for each in _samplers_of(loader) if isinstance(each, DistributedSampler | ShardedSampler)]
+    return list({id(each): each for each in found}.values())
+
+
+def _samplers_of(loader: Any) -> Iterator[Any]:
+    """Yield the samplers of `loader`, and those inside them."""
+    waiting = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    seen: set[int] = set()
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and id(sampler) not in seen:
+            seen.add(id(sampler))
+            yield sampler
+            waiting.append(getattr(sampler, "sampler", None))
 
 
 def seed_loader_workers(loader: Any, rank: int) -> None:

@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from stratagem.data import generators_of, set_epoch
+from stratagem.data import (
+    generators_of,
+    in_order_of_several,
+    restore_sampler_seeds,
+    sampler_seeds,
+    set_epoch,
+)
 from stratagem.errors import ConfigError
 from stratagem.seeding import random_state, restore_random_state
 
@@ -73,14 +79,21 @@ class Feed:
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
 
     def random_state(self) -> dict[str, Any]:
-        """Return the random states of this process, those of the loader's own generators included."""
-        return random_state() | {"loader": [g.get_state() for g in generators_of(self.loader)]}
+        """Return the random states of this process, with those of the loader's own generators and samplers."""
+        return random_state() | {
+            "loader": [g.get_state() for g in generators_of(self.loader)],
+            "sampler_seeds": sampler_seeds(self.loader),
+        }
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
         """Put back what `random_state` returned."""
         restore_random_state(state)
+        self._restore_order(state)
+
+    def _restore_order(self, state: dict[str, Any]) -> None:
         for generator, saved in zip(generators_of(self.loader), state.get("loader", []), strict=False):
             generator.set_state(saved)
+        restore_sampler_seeds(self.loader, state.get("sampler_seeds", []))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what this rank needs to go on after the batches that `position` says are done."""
@@ -98,6 +111,20 @@ class Feed:
     def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
         """Let the next epoch begin where `state` was taken, with the random state `now`."""
         self._resumed, self._now = state, now
+
+    def resume_at_another_size(self, saved: dict[str, Any], position: Position) -> bool:
+        """Go on in the order of a run with another number of processes, whose rank 0 had the random state `saved`.
+
+        Returns:
+            Whether the order is known: what the other run has used is not used again, and nothing is left out.
+        """
+        seeds = saved.get("sampler_seeds", [])
+        if seeds and self.run.world_size == 1:
+            self.loader = in_order_of_several(self.loader, seeds[0])
+        self._restore_order(saved)
+        if position.batches_done:
+            position.epoch_random_state = self.random_state()
+        return len(seeds) == len(sampler_seeds(self.loader))
 
     def go_on_from_here(self) -> None:
         """Take the present random state for that of the run that is resumed: what it had still to do has been done."""

@@ -129,16 +129,23 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     run.load_rank_states(ranks)
     trainer.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != trainer.world_size:
-        warnings.warn(
-            f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
-            "training continues with new ones",
-            stacklevel=2,
-        )
         window = ranks[0]["feed"].get("window")
         if window is not None:
             position.batches_done = window["start"]  # its gradients were other ranks'
         if not position.epoch_done:  # as many samples
             position.batches_done = position.batches_done * len(ranks) // trainer.world_size
+        first, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
+        if trainer.feed is not None:
+            known = trainer.feed.resume_at_another_size(first, position)
+        within = "" if known or not position.batches_done or position.epoch_done else (
+            ", and the rest of the epoch comes in another order: some samples come twice or not at all"
+        )  # fmt: skip
+        if run.is_global_zero:
+            warnings.warn(
+                f"the checkpoint holds the random states of {len(ranks)} processes and this run has "
+                f"{trainer.world_size}: training continues with new ones{within}",
+                stacklevel=2,
+            )
         return
     mine = ranks[trainer.global_rank]
     position.epoch_random_state = mine["epoch_start"]
