@@ -205,8 +205,8 @@ class MetricBook:
             )  # fmt: skip
         if options["on_step"] and self.without_steps:
             raise ConfigError(
-                f"log({name!r}, on_step=True) was called in {self.without_steps}", expected="on_epoch=True alone: there "
-                "is no step", do="drop on_step",
+                f"log({name!r}, on_step=True) was called in {self.without_steps}, where there is no step",
+                expected="on_epoch=True alone", do="drop on_step",
             )  # fmt: skip
         metric = Metric(**options, given=given, loader=self.loader)
         metric.take_names(name, self.loader if with_loader else "")
