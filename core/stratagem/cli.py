@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parsed = parser(arguments).parse_args(arguments)
-        return int(parsed.act(parsed))
+        code = int(parsed.act(parsed))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a reader that has left is noticed here, not while the interpreter ends
+        return code
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return _READER_LEFT
     except StratagemError as error:
         if REPORTS_VARIABLE in os.environ:  # a launcher started this process, and shows what ended it
             raise
@@ -29,6 +37,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+#: 128 + SIGPIPE: what a shell says of other programs whose reader left, as in `stratagem schema | head`.
+_READER_LEFT = 141
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads standard output any more; what is still to be written goes nowhere then."""
+    try:
+        number = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(number, select.POLLOUT)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            return False
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
