@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import inspect
+import types
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import nn
 
-from stratagem.errors import CheckpointError, ConfigError, nearest
+from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 from stratagem.plugin import CLIP_BY_NORM, CLIP_BY_VALUE
 
 if TYPE_CHECKING:
@@ -303,18 +309,32 @@ class Module(nn.Module):
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers if len(schedulers) > 1 else schedulers[0] if schedulers else None
 
-    def save_hyperparameters(self, *names: str, ignore: str | Sequence[str] = ()) -> None:
+    def save_hyperparameters(self, *names: Any, ignore: str | Sequence[str] | None = (), logger: bool = True) -> None:
         """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them.
 
+        What a derived class's ``__init__`` was given is remembered too; what a checkpoint cannot hold of that is left
+        out with a warning.
+
         Args:
-            names: those to remember, rather than all.
+            names: those to remember, rather than all; or one mapping, namespace or dataclass, whose items are
+                remembered instead. `load_from_checkpoint` hands them to the argument that it was.
             ignore: those to leave out.
+            logger: False: loggers do not get them.
 
         Raises:
             ConfigError: no such argument, or one that a checkpoint cannot hold.
         """
-        given = _constructor_arguments(self, inspect.currentframe())
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        given, derived = _constructor_arguments(self, inspect.currentframe())
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        objects = [each for each in names if not isinstance(each, str)]
+        if objects:
+            if len(names) > 1:
+                raise ConfigError(
+                    f"save_hyperparameters was given {len(names)} values", expected="names of arguments, or one object",
+                    do="merge them into one dictionary",
+                )  # fmt: skip
+            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is objects[0]), "")
+            given, derived, names = _items_of(objects[0]), set(), ()
         for name in [*names, *ignored]:
             if name not in given:
                 raise ConfigError(
@@ -322,9 +342,21 @@ class Module(nn.Module):
                     do=nearest(name, given),
                 )  # fmt: skip
         chosen = {name: given[name] for name in (names or given) if name not in ignored}
-        for name, value in chosen.items():
-            _check_storable(type(self).__name__, name, value)
+        for name, value in list(chosen.items()):
+            try:
+                _check_storable(type(self).__name__, name, value)
+            except ConfigError:
+                if name in names or name not in derived:
+                    raise
+                del chosen[name]
+                warnings.warn(
+                    f"{type(self).__name__}.__init__ was given {name}={shown(value)}, which a checkpoint cannot hold: "
+                    f"save_hyperparameters leaves it out; pass load_from_checkpoint(path, {name}=...)",
+                    stacklevel=2,
+                )
         self.hparams.update(chosen)
+        unlogged = self.__dict__.setdefault("_unlogged", set())
+        unlogged.difference_update(chosen) if logger else unlogged.update(chosen)
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -346,7 +378,13 @@ class Module(nn.Module):
         accepted = inspect.signature(cls.__init__).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
         kept = state.get("hyper_parameters", {})
-        saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
+        whole = str(state.get("hparams_name", ""))
+        if whole in accepted and whole not in kept and accepted[whole].kind is not inspect.Parameter.VAR_KEYWORD:
+            others = {name: arguments.pop(name) for name in [*arguments] if name in kept}
+            saved: dict[str, Any] = {whole: Hyperparameters(kept | others)}
+        else:
+            saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
+        _check_complete(cls, saved | arguments, path)
         module = cls(**(saved | arguments))
         build(module)
         load_weights(module, state["state_dict"], strict)
@@ -475,9 +513,52 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def _constructor_arguments(module: Module, frame: Any) -> dict[str, Any]:
-    """Return what the constructors of `module` that are running were given; the most derived class's stand."""
+def logged_hyperparameters(module: Any) -> dict[str, Any]:
+    """Return the hyper-parameters of `module`, a `Module` or a `DataModule`, that loggers get."""
+    unlogged = module.__dict__.get("_unlogged", ())
+    return {name: value for name, value in module.hparams.items() if name not in unlogged}
+
+
+def _items_of(value: Any) -> dict[str, Any]:
+    """Return what a mapping, a namespace or a dataclass holds, by name."""
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        items = dict(vars(value))
+    elif attrs.has(type(value)):
+        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
+    else:
+        raise ConfigError(
+            f"save_hyperparameters was given {shown(value)}",
+            expected="names of arguments, a mapping, a namespace or a dataclass",
+        )
+    if odd := next((name for name in items if not isinstance(name, str)), None):
+        raise ConfigError(f"save_hyperparameters was given a mapping with the key {shown(odd)}", expected="names")
+    return items
+
+
+def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> None:
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wanted = [each for each in parameters if each.kind in named][1:]
+    missing = [each.name for each in wanted if each.default is each.empty and each.name not in arguments]
+    if missing:
+        raise CheckpointError(
+            f"{cls.__name__} needs {missing[0]!r}, which is no hyper-parameter in {path}",
+            expected="what save_hyperparameters() remembered, or an argument",
+            do=f"pass {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)",
+        )
+
+
+def _constructor_arguments(module: Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return what the constructors of `module` that are running were given; the most derived class's stand.
+
+    The second result names what the constructor that asks does not take, but one of a derived class.
+    """
     found: dict[str, Any] = {}
+    mine: set[str] | None = None
     frame = frame.f_back
     while frame is not None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
@@ -489,8 +570,9 @@ def _constructor_arguments(module: Module, frame: Any) -> dict[str, Any]:
             keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
             own = {name: arguments.locals[name] for name in (*names[1:], *keyword_only) if name in arguments.locals}
             found |= own | {name: value for name, value in keywords.items() if not name.startswith("_")}
+            mine = set(found) if mine is None else mine
         frame = frame.f_back
-    return found
+    return found, set(found) - (mine or set())
 
 
 def _check_storable(cls: str, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from stratagem.data import DataModule, in_order, seed_loader_workers, several
 from stratagem.errors import ConfigError
 from stratagem.feed import Feed, agreed_size, length
 from stratagem.loops import TrainLoop, evaluate
-from stratagem.module import Module, build, overrides
+from stratagem.module import Module, build, logged_hyperparameters, overrides
 from stratagem.optimization import needs_closure, read
 from stratagem.plugin import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
 from stratagem.seeding import random_state, restore_random_state
@@ -152,7 +152,8 @@ class Session:
 
     def _hyperparameters(self) -> dict[str, Any]:
         """Return those of the module and of the data module."""
-        own, data = dict(self.module.hparams), dict(getattr(self.job.datamodule, "hparams", {}))
+        data = logged_hyperparameters(self.job.datamodule) if hasattr(self.job.datamodule, "hparams") else {}
+        own = logged_hyperparameters(self.module)
         for name in own.keys() & data.keys():
             if own[name] is not data[name] and own[name] != data[name]:
                 raise ConfigError(

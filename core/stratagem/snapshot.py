@@ -44,6 +44,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         "state_dict": ask(module=trainer.module),
         "format": format_tag(run.stack),
         "hyper_parameters": dict(trainer.module.hparams),
+        **_hparams_name(trainer.module),
     }
     if weights_only:
         return state
@@ -192,6 +193,12 @@ def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
 def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
     """Apply the states of the plugins that are here and were there."""
     trainer.run.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
+
+
+def _hparams_name(module: Any) -> dict[str, str]:
+    """Return which argument of the module was the object with all hyper-parameters, if one was."""
+    name = module.__dict__.get("_hparams_name")
+    return {"hparams_name": name} if name else {}
 
 
 # --- Finding a checkpoint ----------------------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""`save_hyperparameters` takes names, a mapping, a namespace or a dataclass, in a class, its parents and its children."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import warnings
+
+import attrs
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import CheckpointError, ConfigError
+from stratagem.module import logged_hyperparameters
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+
+
+class Model(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Whole(Model):
+    def __init__(self, hparams):
+        super().__init__()
+        self.save_hyperparameters(hparams)
+        self.rate = self.hparams.lr
+
+
+@dataclasses.dataclass
+class Plain:
+    lr: float
+    width: int = 3
+
+
+@attrs.define
+class Attrs:
+    lr: float
+    width: int = 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [argparse.Namespace(lr=0.5, width=3), types.SimpleNamespace(lr=0.5, width=3), {"lr": 0.5, "width": 3}, Plain(0.5),
+     Attrs(0.5)],
+    ids=["Namespace", "SimpleNamespace", "dict", "dataclass", "attrs"],
+)  # fmt: skip
+def test_one_object_with_everything_is_saved_and_comes_back(tmp_path, given):
+    model = Whole(given)
+    trainer = sg.Trainer(**QUIET, default_root_dir=tmp_path)
+    trainer.fit(model, [torch.ones(2, 1)])
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    assert model.hparams == {"lr": 0.5, "width": 3}
+    for again in (
+        Whole.load_from_checkpoint(tmp_path / "x.ckpt"),
+        Whole.load_from_checkpoint(tmp_path / "x.ckpt", lr=2),
+    ):
+        assert again.hparams["width"] == 3
+    assert again.rate == 2
+
+
+class Base(Model):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Child(Base):
+    def __init__(self, backbone, lr=0.2, depth=1):
+        super().__init__(lr)
+
+
+def test_a_childs_argument_does_not_break_the_parents_call(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"Child.__init__ was given backbone=Linear.* leaves it out; .*backbone=\.\.\.\)"
+    ):
+        model = Child(torch.nn.Linear(1, 1))
+    trainer = sg.Trainer(**QUIET, default_root_dir=tmp_path)
+    trainer.fit(model, [torch.ones(2, 1)])
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    assert model.hparams == {"lr": 0.2, "depth": 1}
+    with pytest.raises(
+        CheckpointError, match=r"Child needs 'backbone', .*pass Child.load_from_checkpoint\(path, backbone"
+    ):
+        Child.load_from_checkpoint(tmp_path / "x.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Child.load_from_checkpoint(tmp_path / "x.ckpt", backbone=torch.nn.Linear(1, 1)).hparams.depth == 1
+
+
+def test_loggers_do_not_get_what_they_are_not_to():
+    class Quiet(Model):
+        def __init__(self, lr, path):
+            super().__init__()
+            self.save_hyperparameters("lr")
+            self.save_hyperparameters("path", logger=False)
+
+    model = Quiet(0.1, "here")
+
+    assert model.hparams == {"lr": 0.1, "path": "here"}
+    assert logged_hyperparameters(model) == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ((3,), {}, "save_hyperparameters was given 3; expected names of arguments, a mapping"),
+        (({1: 2},), {}, "a mapping with the key 1; expected names"),
+        (({"a": 1}, "b"), {}, "was given 2 values; expected names of arguments, or one object; merge"),
+        (({"a": object()},), {}, "'?a'?.* is .*object"),
+        (({"a": 1},), {"ignore": "b"}, "names 'b'"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(names, options, message):
+    class Odd(Model):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters(*names, **options)
+
+    with pytest.raises(ConfigError, match=message):
+        Odd()
+
+
+def test_nothing_is_ignored():
+    class Ignoring(Model):
+        def __init__(self, lr=1):
+            super().__init__()
+            self.save_hyperparameters(ignore=None)
+
+    assert Ignoring().hparams == {"lr": 1}
