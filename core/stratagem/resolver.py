@@ -246,6 +246,8 @@ class _Chooser:
             return self._named(kind, chosen.pop("name"), chosen, alone)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
             return self._named(kind, str(value), {}, alone)
+        if moved := catalog.moved(str(value).lower()):  # a dtype, say
+            raise ConfigError(f"{path} is {shown(value)}", expected="a name", do=moved)
         if isinstance(value, type):
             raise ConfigError(f"{path} is the class {value.__name__}", expected="an instance", do="call the class")
         wanted = f"a name, a mapping or an instance of stratagem.{base.__name__}"
@@ -258,7 +260,7 @@ class _Chooser:
         changed = {
             name: "code"
             for name, option in _options(plugin).items()
-            if option.default is not attrs.NOTHING and getattr(plugin, option.name, None) != option.default
+            if not _is_default(option, getattr(plugin, option.name, None))
         }
         return Choice(kind=kind, name=name, plugin=plugin, reason="given as an instance", entry=entry, origins=changed)
 
@@ -376,6 +378,13 @@ def _options(plugin: Any) -> dict[str, attrs.Attribute[Any]]:
 def _argument_of(kind: str) -> str:
     """Return the argument that chooses plugins of `kind`."""
     return next((argument for argument, chosen in CHOICES.items() if chosen == kind), kind)
+
+
+def _is_default(option: attrs.Attribute[Any], value: Any) -> bool:
+    default: Any = option.default
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return not default.takes_self and bool(value == default.factory())
+    return default is not attrs.NOTHING and bool(value == default)
 
 
 def _unset(value: Any) -> bool:

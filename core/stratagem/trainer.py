@@ -21,7 +21,7 @@ from stratagem.feed import Feed
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
 from stratagem.metrics import MetricBook
-from stratagem.module import Module, OptimizerHandle, original, overrides
+from stratagem.module import Module, OptimizerHandle, original, overrides, takes
 from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import read_accumulation, read_duration
 from stratagem.places import place
@@ -243,6 +243,7 @@ class Trainer:
         """
         model = original(model)
         _require(model, "training_step", "fit")
+        _check_signature(model)
         if not self.run.stack.strategy.makes_optimizer():
             _require(model, "configure_optimizers", "fit")
         self._call("fit", model, train_dataloaders, datamodule, ckpt_path, val_dataloaders)
@@ -697,6 +698,18 @@ def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:
         return run.collectives.all_reduce(loss.detach(), "mean") if isinstance(loss, torch.Tensor) else loss
 
     return averaged
+
+
+def _check_signature(model: Any) -> None:
+    """Refuse a training_step that wants more than a batch and its number."""
+    step = getattr(model, "training_step", None)
+    if step is None or takes(step, 1) or takes(step, 2):
+        return
+    do = "give the others default values"
+    if "optimizer_idx" in inspect.signature(step).parameters:
+        do = "drop optimizer_idx, set automatic_optimization = False and step self.optimizers() in training_step"
+    found = f"{type(model).__name__}.training_step takes {inspect.signature(step)}"
+    raise ConfigError(found, expected="(batch, batch_idx) or (batch)", do=do)
 
 
 def _require(model: Any, method: str, stage: str) -> None:

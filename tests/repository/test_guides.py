@@ -1229,10 +1229,10 @@ def test_every_process_is_started_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "instead"),
     [
-        ({"gpus": 2}, 'say accelerator="gpu" and devices'),
-        ({"replace_sampler_ddp": False}, "say use_distributed_sampler instead"),
+        ({"gpus": 2}, 'use accelerator="gpu" and devices'),
+        ({"replace_sampler_ddp": False}, "use use_distributed_sampler instead"),
         ({"auto_select_gpus": True}, 'say devices="auto", or list the devices'),
-        ({"resume_from_checkpoint": "last.ckpt"}, r"say fit\(ckpt_path\)"),
+        ({"resume_from_checkpoint": "last.ckpt"}, r"use fit\(ckpt_path\)"),
     ],
     ids=["gpus", "sampler", "selection", "resuming"],
 )
