@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,7 +12,7 @@ import attrs
 from stratagem import hookspecs
 from stratagem.config import describe as describe_type
 from stratagem.config import option_types, options
-from stratagem.errors import ConfigError, StratagemError, nearest
+from stratagem.errors import ConfigError, StratagemError, nearest, shown
 from stratagem.layers import DOTTED, program
 from stratagem.plugin import KINDS, Capabilities, Plugin
 from stratagem.redaction import redact
@@ -77,7 +78,7 @@ def explain_stack(run: Run) -> dict[str, Any]:
             "devices": list(run.stack.devices),
         },
         "arguments": {
-            name: {"value": repr(redact(name, getattr(run.settings, name))), "origin": origin}
+            name: {"value": shown(redact(name, getattr(run.settings, name)), None), "origin": origin}
             for name, origin in sorted(run.settings.origins.items())
             if name not in CHOICES and hasattr(run.settings, name)
         },
@@ -119,7 +120,7 @@ def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
         "options": [
             {
                 "name": name,
-                "value": repr(redact(name, getattr(plugin, option.name, None))),
+                "value": shown(redact(name, getattr(plugin, option.name, None)), None),
                 "origin": choice.origins.get(name, "default"),
             }
             for name, option in options(type(plugin)).items()
@@ -132,6 +133,35 @@ def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
         "acts": sorted(set(hooks) - set(answers) - set(wraps)),
         "stands_down": run.stack.precision_absorbed and choice is run.stack.precision,
     }
+
+
+def unread_arguments(run: Run, words: Sequence[str]) -> list[str]:
+    """Return a sentence for each Trainer argument in `words` of the command line that has not reached `run`."""
+    sentences = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, text = word.removeprefix("--").partition("=")
+        text = text if equals else "" if following.startswith("--") else following
+        name, dot, option = name.replace("-", "_").partition(".")
+        if not word.startswith("--") or not text or name not in (DOTTED if dot else option_types(type(run.settings))):
+            continue
+        choices = [choice for choice in run.stack.choices() if choice.kind == CHOICES.get(name, name)]
+        if dot:
+            values = [
+                (getattr(choice.plugin, option, None), choice.origins.get(option, "default")) for choice in choices
+            ]
+        else:
+            origin = run.settings.origins.get(name, "default")
+            values = [(choice.name, origin) for choice in choices] or [(getattr(run.settings, name), origin)]
+        if any(origin == "command line" or str(value).lower() == text.lower() for value, origin in values):
+            continue
+        used = " and ".join(f"{shown(value)} ({origin})" for value, origin in values) or "nothing"
+        error = ConfigError(
+            f"the command line has {word if equals else f'{word} {text}'} and the run uses {used}",
+            expected="a script that reads it",
+            do="make the trainer with stratagem.Trainer.from_cli(), or pass the value to Trainer(...)",
+        )
+        sentences.append(str(error))
+    return sentences
 
 
 def cli_help(settings: TrainerSettings) -> str:
@@ -147,7 +177,7 @@ def cli_help(settings: TrainerSettings) -> str:
         if choice.kind in DOTTED and options(cls):
             lines += ["", f"options of {choice}:"]
             for name, option in options(cls).items():
-                value = repr(getattr(choice.plugin, option.name))
+                value = shown(redact(name, getattr(choice.plugin, option.name)), None)
                 doc = option_docs(cls).get(option.name, "")
                 lines += _help_lines(f"--{choice.kind}.{name}", describe_type(option_types(cls)[name]), value, doc)
     return "\n".join(lines)
@@ -224,7 +254,7 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any) -> dict[str, str]:
-    default = _default(field) if preset is None else repr(getattr(preset, field.name))
+    default = _default(field) if preset is None else shown(getattr(preset, field.name), None)
     return {
         "name": name,
         "type": describe_type(option_types(cls)[name]),
@@ -238,8 +268,8 @@ def _default(field: attrs.Attribute[Any]) -> str:
         return "(required)"
     default: Any = field.default
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        return "(computed)" if default.takes_self else repr(default.factory())
-    return repr(default)
+        return "(computed)" if default.takes_self else shown(default.factory(), None)
+    return shown(default, None)
 
 
 def _hooks(cls: type[Any], *, wrapper: bool) -> list[str]:

@@ -22,6 +22,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,8 +251,10 @@ class Run:
     def _explain_and_stop(self, form: str) -> None:
         import json
 
-        from stratagem.inspection import explain_stack
+        from stratagem.inspection import explain_stack, unread_arguments
 
+        for sentence in unread_arguments(self, sys.argv[1:]):
+            print(f"stratagem: {sentence}", file=sys.stderr)
         self.print(json.dumps(explain_stack(self), indent=2) if form == "json" else self.explain())
         raise SystemExit(0)
 

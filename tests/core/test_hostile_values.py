@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem import registry
@@ -204,3 +205,62 @@ def test_hostile_text_of_the_command_line_is_refused_with_a_sentence(capsys, tex
         sg.Trainer.from_cli(["--callbacks", text, "--accelerator", "cpu"])
 
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- The home folder ---------------------------------------------------------------------------------------------
+
+
+class Model(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path, monkeypatch):
+    from stratagem.callbacks import ModelCheckpoint, SimpleProfiler
+    from stratagem.loggers import CSVLogger
+
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    data = [torch.ones(2, 1)]
+    (home / "run.yaml").write_text("default_root_dir: ~/from_file\n")
+    base = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False}
+    callbacks = [ModelCheckpoint(dirpath="~/instance", save_last=True), {"name": "model_checkpoint", "dirpath": "~/mapping"},
+                 SimpleProfiler(dirpath="~/profile")]  # fmt: skip
+    trainer = sg.Trainer(**base, default_root_dir=Path("~/root"), callbacks=callbacks, log_every_n_steps=1,
+                         logger=[CSVLogger(save_dir="~/logs"), {"name": "csv", "save_dir": "~/more_logs"}])  # fmt: skip
+    trainer.fit(Model(), data)
+    trainer.save_checkpoint("~/saved.ckpt")
+    Model.load_from_checkpoint("~/saved.ckpt")
+    sg.Trainer(**base, default_root_dir="~/root2", logger=False).fit(Model(), data, ckpt_path="~/saved.ckpt")
+    found = sg.Trainer.from_config("~/run.yaml", **base, logger=False)
+    locked = sg.Trainer(**base, lock="~/root/run.lock")
+
+    assert {path.name for path in home.iterdir()} >= {
+        "root",
+        "root2",
+        "instance",
+        "mapping",
+        "profile",
+        "logs",
+        "more_logs",
+        "saved.ckpt",
+    }
+    assert found.default_root_dir == home / "from_file"
+    assert locked.settings.lock == home / "root" / "run.lock"
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("argument", ["default_root_dir", "lock"])
+def test_a_home_folder_of_nobody_is_refused(argument):
+    with pytest.raises(ConfigError, match=rf"{argument} .*no user of that name.*write '\./~nobody-here/x'"):
+        sg.Trainer(accelerator="cpu", **{argument: "~nobody-here/x"})

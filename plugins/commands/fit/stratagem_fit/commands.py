@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem import Command
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import stratagem as sg
@@ -128,7 +128,7 @@ def explain(job: Job) -> str:
     for plan in (job.model, job.data):
         if plan is not None:
             lines.append(f"{plan.path} {plan.class_path}  ({plan.origin})")
-            lines += [f"|   {name} = {value!r}  ({plan.origins[name]})" for name, value in _shown(plan)]
+            lines += [f"|   {name} = {shown(value, None)}  ({plan.origins[name]})" for name, value in _shown(plan)]
     return "\n".join([*lines, job.trainer().explain()])
 
 

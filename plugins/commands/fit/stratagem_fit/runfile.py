@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 from stratagem.config import convert
 from stratagem.errors import ConfigError, nearest
 from stratagem.layers import Layer, from_file
+from stratagem.places import place
 from stratagem.settings import TrainerSettings, moved, option_names
 
 #: The keys at the top of a run file.
@@ -63,7 +64,7 @@ def read(path: str | Path, words: Sequence[str]) -> RunFile:
     Raises:
         ConfigError: no such file, an unknown section or key, or a value of the wrong type.
     """
-    path = Path(path)
+    path = place(path)
     origin = f"file {path.name}"
     sections = _sections(path, origin)
     specs = {name: _section_spec(sections.get(name), origin, name) for name in ("model", "data")}
