@@ -285,14 +285,16 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
         return {converter.structure(k, key_type): converter.structure(v, item_type) for k, v in checked.items()}
 
     def union(value: Any, annotation: Any) -> Any:
-        members = get_args(annotation)
+        members, refusal = get_args(annotation), None
         # Exact types first: True must not become 1 in `int | bool`, nor "2" text in `int | str`.
         for member in sorted(members, key=lambda member: (member is str, type(value) is not member)):
             try:
                 return converter.structure(value, member)
+            except ConfigError as error:  # says more than that the type is another
+                refusal = error
             except Exception:  # noqa: BLE001, S112 - another member may fit
                 continue
-        raise TypeError(value)
+        raise refusal or TypeError(value)
 
     def literal(value: Any, annotation: Any) -> Any:
         for choice in get_args(annotation):
