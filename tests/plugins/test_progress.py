@@ -91,6 +91,45 @@ def test_a_bar_in_a_terminal(tmp_path):
     assert "test" in text
 
 
+def test_every_epoch_has_a_remaining_time_of_its_own():
+    from stratagem_callbacks.progress import _Bar
+
+    bar = _Bar(training=True)
+    (task,) = bar.progress.tasks
+    clock = iter(range(1000))
+    bar.progress.get_time = task._get_time = lambda: float(next(clock))
+    remaining = []
+    for epoch in range(3):
+        for done in range(5):
+            bar.show(f"epoch {epoch + 1}/3", done, 4, 1.0, "", done == 4)
+            remaining.append(task.time_remaining)
+    bar.close()
+
+    for epoch in range(3):
+        start, *within, end = remaining[5 * epoch : 5 * epoch + 5]
+        assert end == 0
+        assert not start
+        assert all(each is None or each > 0 for each in within)
+        assert within[-1] is not None
+
+
+def test_tqdm_times_every_epoch_on_its_own():
+    from tqdm import tqdm
+
+    from stratagem_callbacks.tqdm_progress import _TQDM
+
+    bar, clock = _TQDM(tqdm, training=True), iter(range(1000))
+    bar.training._time = lambda: float(next(clock))
+    starts = []
+    for _ in range(3):
+        for done in range(5):
+            bar.show("epoch", done, 4, 1.0, "", False)
+        starts.append(bar.training.start_t)
+    bar.close()
+
+    assert starts[2] > starts[1]
+
+
 def test_no_rich_before_a_bar_is_needed():
     code = "import sys, stratagem.callbacks as c; c.ProgressBar(); print('rich' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

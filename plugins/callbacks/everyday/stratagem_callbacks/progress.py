@@ -253,12 +253,16 @@ class _Bar:
         self.training = self.progress.add_task("", rate="", numbers="") if training else None
         self.evaluation: Any = None
         self.next_refresh = 0.0
+        self.done = 0
         self.progress.start()
 
     def say(self, text: str) -> None:
         self.progress.console.print(text)
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+        if done < self.done:
+            self.progress.reset(self.training)  # another epoch: rich would call the task finished for good
+        self.done = done
         self.progress.update(
             self.training, description=title, completed=done, total=_known(total), rate=f"{rate:.1f} it/s",
             numbers=numbers, refresh=True,

@@ -41,6 +41,8 @@ class _TQDM:
         bar = self.training
         if bar is None:
             return
+        if done < bar.n:
+            bar.reset()  # another epoch: its rate and its remaining time are its own
         bar.total, bar.n = None if math.isinf(total) else int(total), done
         bar.set_description(title, refresh=False)
         bar.set_postfix_str(numbers, refresh=False)
