@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from stratagem.errors import ConfigError
 from stratagem.options import at_least, more_than, not_empty
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
-#: Weight of the past in the smoothed loss.
+#: Weight of the past in the average that ends the trial early.
 _SMOOTHING = 0.95
 #: The first steps tell more of their batches than of their rates.
 _SKIPPED = 5
+#: The loss must fall by so many standard deviations of the smoothed curve: noise alone falls by two or three.
+_DEVIATIONS = 8.0
+#: And this share of its fall must lie behind the rate that is chosen, where the curve has left its flat beginning.
+_BEGUN = 0.1
 
 
 @define(eq=False, kw_only=True)
 class LearningRateFinder(Callback):
     """Before training, raises the rate from `min_lr` to `max_lr` over some steps, and takes the one where the loss fell
     fastest (Smith, 2015, "Cyclical Learning Rates for Training Neural Networks"). The steps leave no trace.
+
+    Where the loss falls no more than its noise, the rate stays as it is, with a warning.
 
     Groups of an optimizer keep their ratios. On a resumed run nothing happens.
     """
@@ -47,7 +54,7 @@ class LearningRateFinder(Callback):
 
     #: Rates tried and smoothed losses.
     results: dict[str, list[float]] = field(init=False, factory=dict)
-    #: What was found; None before, or if the loss never fell.
+    #: What was found; None before, or if the loss fell no more than its noise.
     suggestion: float | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -62,18 +69,26 @@ class LearningRateFinder(Callback):
             return
         check_can_rehearse(trainer, "learning_rate_finder")
         with rehearsal(trainer):
-            self.results = self._try(trainer)
-        self.suggestion = steepest(**self.results)
+            rates, losses = self._try(trainer)
+        self.results = {"lr": rates, "loss": smooth(losses).tolist()}
+        self.suggestion = steepest(rates, losses)
         if self.plot is not None and trainer.is_global_zero:
             draw(self.results, self.suggestion, self.plot)
         if self.suggestion is None:
-            trainer.print("learning_rate_finder: the loss never fell; the rate stays as it is")
+            if trainer.is_global_zero:
+                kept = trainer.optimizers[0].param_groups[0]["lr"]
+                warnings.warn(
+                    f"learning_rate_finder found no rate from {self.min_lr:g} to {self.max_lr:g} at which the loss "
+                    f"falls more than its noise: training begins with lr={float(kept):g}. "
+                    "Raise max_lr or num_training_steps, lower min_lr, or use larger batches",
+                    stacklevel=2,
+                )
             return
         trainer.print(f"learning_rate_finder: {self.suggestion:.3g}")
         if self.update:
             self._apply(trainer, module, self.suggestion)
 
-    def _try(self, trainer: Any) -> dict[str, list[float]]:
+    def _try(self, trainer: Any) -> tuple[list[float], list[float]]:
         (optimizer,) = trainer.optimizers
         ratios = _ratios(optimizer)
         rates: list[float] = []
@@ -90,11 +105,11 @@ class LearningRateFinder(Callback):
             smoothed = _SMOOTHING * smoothed + (1 - _SMOOTHING) * loss
             value = smoothed / (1 - _SMOOTHING ** (number + 1))
             rates.append(rate)
-            losses.append(value)
+            losses.append(loss)
             best = value if number < _SKIPPED else min(best, value)
             if self.early_stop_threshold is not None and number > 10 and value > self.early_stop_threshold * best > 0:
                 break
-        return {"lr": rates, "loss": losses}
+        return rates, losses
 
     def _apply(self, trainer: Any, module: Any, rate: float) -> None:
         (optimizer,) = trainer.optimizers
@@ -116,14 +131,33 @@ def _ratios(optimizer: Any) -> list[float]:
     return [float(group["lr"]) / first if first else 1.0 for group in optimizer.param_groups]
 
 
-def steepest(lr: list[float], loss: list[float], skip_begin: int = _SKIPPED, skip_end: int = 1) -> float | None:
-    """Return the rate where `loss` falls fastest over the steps; None if it never does."""
-    losses = torch.tensor(loss[skip_begin : len(loss) - skip_end], dtype=torch.float64)
-    if len(losses) < 3:
+def steepest(lr: list[float], loss: list[float]) -> float | None:
+    """Return the rate where `loss` falls fastest over the steps; None if it falls no more than its noise does."""
+    losses = torch.tensor(loss, dtype=torch.float64)
+    if len(losses) < 2 * _SKIPPED:
         return None
-    slopes = torch.gradient(losses)[0]
-    steep = int(slopes.argmin())
-    return lr[skip_begin + steep] if slopes[steep] < 0 else None
+    smoothed = smooth(loss)
+    lowest = int(smoothed[_SKIPPED:-1].argmin()) + _SKIPPED  # behind it the loss rises: that rate is too high
+    start, end = float(losses[: max(_SKIPPED, len(losses) // 10)].mean()), float(smoothed[lowest])
+    deviation = float((losses - smoothed)[: lowest + 1].std()) / math.sqrt(2 * math.sqrt(math.pi) * _width(len(losses)))
+    fall = start - end
+    if fall <= max(_DEVIATIONS * deviation, 1e-3 * abs(start)) or end >= loss[0]:
+        return None
+    slopes = torch.gradient(smoothed)[0]
+    begun = [i for i in range(_SKIPPED, lowest + 1) if smoothed[i] <= start - _BEGUN * fall]
+    steep = min(begun, key=lambda i: float(slopes[i]))
+    return lr[steep] if slopes[steep] < 0 else None
+
+
+def smooth(loss: list[float]) -> torch.Tensor:
+    """Return the mean of `loss` around each step, under a Gaussian: unlike an average of the past it is not late."""
+    steps = torch.arange(len(loss), dtype=torch.float64)
+    weights = torch.exp(-0.5 * ((steps[:, None] - steps) / _width(len(loss))) ** 2)
+    return (weights / weights.sum(1, keepdim=True)) @ torch.tensor(loss, dtype=torch.float64)
+
+
+def _width(steps: int) -> float:
+    return max(1.0, steps / 30)
 
 
 def draw(results: dict[str, list[float]], suggestion: float | None, path: Path) -> None:
