@@ -266,7 +266,12 @@ def on_train_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
 
 @hookspec
 def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
-    """After the epoch's last batch and its validation, metrics reduced."""
+    """After the epoch's last batch and its validation, metrics reduced.
+
+    Also where training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`): then
+    ``trainer.position.epoch_ended`` is False, and it is called again when resuming has trained the rest. What
+    `module.log` gets here is reduced at once.
+    """
 
 
 @hookspec

@@ -209,9 +209,14 @@ class TrainLoop:
                 break
             if trainer.on_leaving is not None:
                 trainer.on_leaving()
-            if not position.validated:
+            validates = not position.validated
+            if validates:
                 self._validate()
-            if self._stops_here():
+            if self._out_of_steps():
+                break
+            if self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()):
+                if not (validates or position.epoch_done):
+                    self._validate()  # what stops is judged by where it stopped
                 break
         if position.batches_done == start and start and not position.epoch_done:
             position.epoch_done = True
@@ -222,13 +227,8 @@ class TrainLoop:
             )  # fmt: skip
         if position.batches_done == 0 and not self.skips_rest:
             raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
-        if position.epoch_done:
-            trainer.end_epoch()
-
-    def _stops_here(self) -> bool:
-        if self._out_of_steps():
-            return True
-        return self._trained_enough() and (self._is_told_to_stop() or self._out_of_time())
+        if position.epoch_done or position.batches_done > start:
+            trainer.end_epoch(complete=position.epoch_done)
 
     def _is_told_to_stop(self) -> bool:
         """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""

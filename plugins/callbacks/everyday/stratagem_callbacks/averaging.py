@@ -229,7 +229,7 @@ class StochasticWeightAveraging(Callback):
 
     @hookimpl
     def on_train_epoch_end(self, trainer, module):
-        if not self._started or trainer.current_epoch < self._first_epoch(trainer):
+        if not self._started or trainer.current_epoch < self._first_epoch(trainer) or not trainer.position.epoch_ended:
             return
         self.count += 1
         with torch.no_grad():

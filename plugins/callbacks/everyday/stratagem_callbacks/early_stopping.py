@@ -56,8 +56,8 @@ class EarlyStopping(Callback):
 
     @hookimpl
     def on_train_epoch_end(self, trainer):
-        if self._after_training(trainer):
-            self._check(trainer)
+        if self._after_training(trainer) and trainer.position.epoch_ended:
+            self._check(trainer)  # an epoch that was cut short is judged once it is whole
 
     def _after_training(self, trainer: Any) -> bool:
         if self.check_on_train_epoch_end is None:

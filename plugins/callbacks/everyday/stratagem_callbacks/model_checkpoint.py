@@ -141,7 +141,8 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer):
-        if self._after_training(trainer):
+        cut_short = not trainer.position.epoch_ended  # `monitor` may be logged only by what was left out
+        if self._after_training(trainer) and not (cut_short and self.monitor not in (None, *trainer.callback_metrics)):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
