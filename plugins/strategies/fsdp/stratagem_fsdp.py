@@ -9,6 +9,7 @@ import itertools
 import json
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
@@ -300,7 +301,7 @@ class FSDPStrategy(Strategy):
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
             run.policy.compute_dtype if run.stack.precision_absorbed else None
         )
-        compared = self._order.compared((stage, sync, id(run.model)))
+        compared = self._order.compared((stage, sync, self._order.number(run.model)))
         if dtype is None:
             return compared
         return _both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual))
@@ -460,8 +461,8 @@ class _CountingReduceScatter(DefaultReduceScatter):
 
 # --- Ranks that differ -------------------------------------------------------------------------------------------
 
-#: How long a rank that leaves the order of the steps before waits for the others to leave it too.
-_LEAVING_S = 60.0
+#: How long a rank that leaves the order of the steps before waits for the others: as long as a collective, nearly.
+_SHARE_OF_TIMEOUT = 0.9
 #: How often a rank whose process stands still looks whether another one has left the order.
 _LOOK_S = 0.5
 #: So many orders are remembered for a kind of step.
@@ -491,9 +492,10 @@ class _Order:
 
     def __init__(self, run: Any) -> None:
         self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
-        self._limit_s = min(_LEAVING_S, run.stack.join_timeout().total_seconds() / 2)
+        self._limit_s = _SHARE_OF_TIMEOUT * run.stack.join_timeout().total_seconds()
         self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
-        self._numbers: dict[nn.Module, int] = {}
+        #: The same on all ranks, as they wrap the same models in the same order.
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._names: list[str] = []
         #: By unit: the names of the parameters that its gradients are numbered by.
         self._parameters: dict[int, list[str]] = {}
@@ -543,7 +545,8 @@ class _Order:
         self._open, self._seen, self._expected = True, [], known[-1] if known else None
         self._steps += 1
         if known and self._thread is None:
-            self._thread = threading.Thread(target=self._answer, name="stratagem-fsdp-order", daemon=True)
+            arguments = (weakref.ref(self), self._closing)
+            self._thread = threading.Thread(target=_answer, args=arguments, name="stratagem-fsdp-order", daemon=True)
             self._thread.start()
         try:
             yield
@@ -575,7 +578,7 @@ class _Order:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        self._thread = None
+        self._thread = self._board = None
 
     def _compare(self, event: _Event, *, together: bool) -> None:
         mine = (self._steps, len(self._seen) - 1, *event)
@@ -616,21 +619,22 @@ class _Order:
             pause_s = min(2 * pause_s, 0.1)
         return json.loads(text)
 
-    def _answer(self) -> None:
-        """Tell where this rank is, each time it is stuck and another one has left the order there or before."""
-        before = None
-        while not self._closing.wait(_LOOK_S):
-            step, place = where = self._steps, len(self._seen) - 1
-            if where != before or place < 0:
-                before = where
-                continue
-            with contextlib.suppress(Exception), self._telling:  # the store may be gone with the rank that hosts it
-                self._board = self._board or self._collectives.board()
-                left = self._board.get(f"{self._key}/{self._round}/left")
-                if left is not None and tuple(json.loads(left)) <= where:
-                    if json.loads(left)[0] == step:  # say what it did there, and not where it got since
-                        place = json.loads(left)[1]
-                    self._tell((step, place, *self._seen[place]))
+    def look(self, before: tuple[int, int]) -> tuple[int, int]:
+        """Tell where this rank is, if it was there `before` and another one has left the order at that place or sooner.
+
+        Return where it is.
+        """
+        step, place = where = self._steps, len(self._seen) - 1
+        if where != before or place < 0:
+            return where
+        with contextlib.suppress(Exception), self._telling:  # the store may be gone with the rank that hosts it
+            self._board = self._board or self._collectives.board()
+            left = self._board.get(f"{self._key}/{self._round}/left")
+            if left is not None and tuple(json.loads(left)) <= where:
+                if json.loads(left)[0] == step:  # say what it did there, and not where it got since
+                    place = json.loads(left)[1]
+                self._tell((step, place, *self._seen[place]))
+        return where
 
     def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
         reached = [set(self._reached(event)) for _, _, *event in found.values() if event[0] in ("gradients", "scalars")]
@@ -662,6 +666,17 @@ class _Order:
             return f"came to {name!r}" if name else "came to the parameters outside of all units"
         names = [repr(name) for name in self._reached(event) if name in apart]
         return f"has gradients for {_few(names)}" if names else f"has none for {_few(sorted(map(repr, apart)))}"
+
+
+def _answer(order: weakref.ref[_Order], closing: threading.Event) -> None:
+    """Answer for a rank whose process stands still, until it is closed or forgotten."""
+    where = (0, 0)
+    while not closing.wait(_LOOK_S):
+        held = order()
+        if held is None:
+            return
+        where = held.look(where)
+        del held
 
 
 def _with_gradients(parameters: list[Any]) -> int:
