@@ -670,7 +670,7 @@ def test_one_callback_of_a_module_may_come_without_a_list_and_must_be_one():
     trainer.fit(One(), joined_batches(2, 8))
 
     assert [len(callback.log) for callback in trainer.callbacks] == [2]
-    with pytest.raises(ConfigError, match="callback is 42; expected a name, a mapping or an instance"):
+    with pytest.raises(ConfigError, match="callbacks is 42; expected a name, a mapping or an instance"):
         trainer.fit(NoCallback(), joined_batches(1, 8))
 
 
