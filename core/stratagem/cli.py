@@ -12,12 +12,13 @@ from typing import Any
 
 from stratagem import __version__, registry
 from stratagem.errors import StratagemError, nearest
-from stratagem.launch import REPORTS_VARIABLE
+from stratagem.launch import REPORTS_VARIABLE, open_standard_streams
 from stratagem.plugin import KINDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code: 0 done, 1 error (one sentence on stderr)."""
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parsed = parser(arguments).parse_args(arguments)

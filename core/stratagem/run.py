@@ -46,7 +46,7 @@ from stratagem.checkpoint import (
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
 from stratagem.identity import matched, warn_of_differences
 from stratagem.initialization import Filler, has_no_values, without_values
-from stratagem.launch import check_address, join_supervision
+from stratagem.launch import check_address, join_supervision, open_standard_streams
 from stratagem.module import StepModule
 from stratagem.neighbours import Neighbours, explained
 from stratagem.places import place
@@ -99,6 +99,7 @@ class Run:
     """
 
     def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
+        open_standard_streams()
         self.settings = settings if settings is not None else gather(RunSettings, arguments)
         self.stack: Stack = resolve(self.settings)
         wanted = self.settings.activation_checkpointing
@@ -120,6 +121,7 @@ class Run:
     def _enter(self) -> None:
         """Begin this run's life in this process: nothing is connected yet."""
         self.world: World | None = None
+        self._place: World | None = None
         self.mesh: Mesh = Mesh(axes={})
         self.device = torch.device("cpu")
         #: All devices of this process; `device` is the first of them.
@@ -194,8 +196,20 @@ class Run:
         return checkpoint_format
 
     @property
+    def place(self) -> World:
+        """This process's place, also before the ranks connect: what the environment says."""
+        if self.world is not None:
+            return self.world
+        if self._place is None:
+            try:
+                self._place = self.ask("setup_environment")
+            except StratagemError:  # raised again by what needs it
+                self._place = World()
+        return self._place
+
+    @property
     def rank(self) -> int:
-        return self.world.rank if self.world else 0
+        return self.world.rank if self.world else self.place.rank
 
     @property
     def world_size(self) -> int:

@@ -18,6 +18,7 @@ from stratagem.data import DataModule
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.events import Events
 from stratagem.feed import Feed
+from stratagem.launch import open_standard_streams
 from stratagem.layers import Layer, from_arguments, from_environment, from_file, program
 from stratagem.loops import Position
 from stratagem.metrics import MetricBook
@@ -180,6 +181,7 @@ class Trainer:
         ``--config run.yaml`` reads a file first, ``--help`` shows all arguments and the chosen plugins' options. A
         mistake ends the program with one sentence and exit code 1.
         """
+        open_standard_streams()
         arguments = sys.argv[1:] if argv is None else argv
         try:
             line, config, wants_help = from_arguments(arguments)
@@ -303,7 +305,7 @@ class Trainer:
 
     @property
     def world(self) -> World:
-        return self.run.world or World()
+        return self.run.place
 
     @property
     def is_global_zero(self) -> bool:

@@ -696,3 +696,22 @@ def test_another_trainer_with_other_devices_in_a_launched_script_is_refused(monk
 
     with pytest.raises(ConfigError, match="LOCAL_RANK is 1 and the run has 1 processes"):
         alone.test(Net(), loader)
+
+
+def test_a_started_process_knows_its_rank_before_it_trains(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import stratagem as sg
+
+        trainer = sg.Trainer(strategy="ddp", devices=2, accelerator="cpu", barebones=True)
+        early = trainer.is_global_zero, trainer.global_rank, trainer.local_rank, trainer.run.is_global_zero
+        trainer.print("once")
+        ranks = trainer.run.launch(lambda run: run.collectives.all_gather_object(early))
+        if trainer.is_global_zero:
+            print(ranks)
+        """)
+    )
+    result = run([sys.executable, path])
+
+    assert result.stdout.splitlines() == ["once", "[(True, 0, 0, True), (False, 1, 1, False)]"], result.stderr
