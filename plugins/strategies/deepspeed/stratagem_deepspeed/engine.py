@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from stratagem.errors import ConfigError
 from stratagem.normalization import match_inputs
 from stratagem_deepspeed.state import masters, put_masters
+from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine
 
 _AS_IT_IS = contextlib.nullcontext()
 #: Where a module remembers what wrapped it last.
@@ -37,6 +38,8 @@ class EngineModule(nn.Module):
         #: What the next step will clip by, as measured for it.
         self.norms: list[torch.Tensor] | None = None
         self.arrivals: Arrivals | None = None
+        #: At stage 3 on several ranks: which layers all of them compute.
+        self.traced: TraceOfEngine | None = None
         self._frozen: set[int] = set()
         #: At stage 0, what is trained and in no group: its gradient counts for nothing.
         self._outside: list[nn.Parameter] = []
@@ -49,6 +52,8 @@ class EngineModule(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         engine = self.engine
         if engine is not None:
+            if self.traced is not None:
+                self.traced.trace.begin(arguments[0])
             with self._sparing():
                 return engine(*arguments, **options)
         self._check_whole()
@@ -94,6 +99,9 @@ class EngineModule(nn.Module):
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
             self._linear = zero3_linear_wrap
+        if run.world_size > 1 and zero["stage"] == 3:
+            self.traced = TraceOfEngine(SharedTrace(run), self.engine, self.user)
+            self.traced.trace.watch()
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
             self.arrivals = Arrivals(trained, run)
             if zero["stage"] == 2:
@@ -194,6 +202,9 @@ class EngineModule(nn.Module):
         if keep_masters and self._keeps_masters():
             self.user.__dict__[_MASTERS] = masters(self.engine.optimizer)
         engine, self.__dict__["engine"] = self.engine, None
+        if self.traced is not None:
+            self.traced.stop()
+            self.traced = None
         if engine is not None:
             if hasattr(engine.optimizer, "empty_partition_cache"):
                 engine.optimizer.empty_partition_cache()  # what it has begun to gather nobody else would finish

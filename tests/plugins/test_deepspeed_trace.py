@@ -1,0 +1,143 @@
+"""Stage 3 gathers layers in one order for all ranks: a rank that goes another way is named, and nobody waits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.strategies import DeepSpeedStrategy
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import joined_batches, loss_of, relative_difference
+from stratagem.testing.training import outcome, share, weights_of
+
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
+QUIET = {
+    "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
+    "num_sanity_val_steps": 0,
+}  # fmt: skip
+BATCHES = joined_batches(7, 24)
+#: Far above what a refusal may take, and far below what a test may: a rank that waits fails the test.
+TIMEOUT_S = 40
+
+
+class Pets(sg.Module):
+    """Each batch goes through one of two layers of the same shape; `kind` tells which, by rank and batch."""
+
+    def __init__(self, kind, stage="train"):
+        super().__init__()
+        self.kind, self.branching = kind, stage
+        torch.manual_seed(0)
+        self.body, self.cat, self.dog, self.head = (
+            nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        )  # fmt: skip
+
+    def forward(self, x, kind):
+        h = torch.tanh(self.body(x))
+        h = {"cat": self.cat, "dog": self.dog, "none": nn.Identity()}[kind](h)
+        return self.head(h)
+
+    def training_step(self, batch, batch_idx):
+        kind = self.kind(self.global_rank, batch_idx) if self.branching == "train" else "cat"
+        return loss_of(self(batch[0], kind), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0], self.kind(self.global_rank, batch_idx) if self.branching == "validate" else "cat")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def strategy(gathers):
+    """Stage 3; small parameters stay whole on each rank unless `gathers`."""
+    if not gathers:
+        return DeepSpeedStrategy(stage=3, timeout=TIMEOUT_S)
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    return DeepSpeedStrategy(config=config | {"zero_allow_untested_optimizer": True}, timeout=TIMEOUT_S)
+
+
+def train(world_size, make, plugin, **arguments):
+    trainer = sg.Trainer(strategy=plugin, devices=world_size, **QUIET | arguments)
+    mine, weights = share(trainer, BATCHES), None
+    began = time.monotonic()
+    try:
+        trainer.fit(make(), mine, val_dataloaders=mine[:2])
+        weights = weights_of(trainer)
+    finally:
+        took_s = time.monotonic() - began
+        trainer.close()
+    return weights, took_s
+
+
+#: Which layer a rank uses in a batch, and in which stage.
+WAYS = {
+    "from the first batch": (lambda rank, _: "dog" if rank else "cat", "train"),
+    "later": (lambda rank, batch: "dog" if rank and batch == 4 else "cat", "train"),
+    "left out later": (lambda rank, batch: "none" if rank == 0 and batch == 5 else "cat", "train"),
+    "in validation": (lambda rank, batch: "none" if rank and batch == 1 else "cat", "validate"),
+}
+
+
+def _attempts(rank, world_size, gathers):
+    said = {}
+    for name, (kind, stage) in WAYS.items():
+        began = time.monotonic()
+        told = outcome(lambda kind=kind, stage=stage: train(world_size, lambda: Pets(kind, stage), strategy(gathers)))
+        said[name] = told, time.monotonic() - began
+    return said
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_rank_that_goes_through_other_layers_is_named_on_all_ranks(gathers):
+    first, second = run_in_processes(_attempts, 2, gathers, limit_s=300)
+
+    for name in WAYS:
+        for said, took_s in (first[name], second[name]):
+            assert said.startswith("refused: "), f"{name}: {said}"
+            assert "ranks went through different layers" in said, f"{name}: {said}"
+            assert "rank 0" in said, f"{name}: {said}"
+            assert "rank 1" in said, f"{name}: {said}"
+            assert "'cat'" in said, f"{name}: {said}"
+            assert took_s < TIMEOUT_S, name
+
+
+def _together(rank, world_size, gathers):
+    kinds = ("cat", "cat", "dog", "cat", "dog", "none", "cat")
+
+    def make():
+        return Pets(lambda _, batch: kinds[batch])
+
+    expected, _ = train(world_size, make, "ddp_find_unused_parameters_true")
+    return relative_difference(train(world_size, make, strategy(gathers))[0], expected)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_ranks_that_change_their_way_together_train_on(gathers):
+    for distance in run_in_processes(_together, 2, gathers, limit_s=120):
+        assert distance < 1e-6
+
+
+class Samples(sg.Callback):
+    """Looks at a prediction between two epochs, on rank 0 alone."""
+
+    @sg.hookimpl
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.global_rank == 0:
+            module(BATCHES[0][0], "cat")
+
+
+def _sampled(rank, world_size):
+    return outcome(
+        lambda: train(world_size, lambda: Pets(lambda *_: "cat"), strategy(True), callbacks=[Samples()], max_epochs=2)
+    )
+
+
+def test_a_forward_on_one_rank_alone_is_named():
+    for said in run_in_processes(_sampled, 2, limit_s=120):
+        assert said.startswith("refused: "), said
+        assert "ranks went through different layers: rank 0 reached" in said
+        assert "the forward of 'Pets'" in said
