@@ -640,3 +640,71 @@ def test_a_configuration_clips_adam_as_it_says(stage):
     results = run_in_processes(train_with, 2, WithoutOptimizer, config)
 
     assert moved_differently(weights_on_all_ranks(results), before, reference) < 1e-5
+
+
+# --- Values inside sections --------------------------------------------------------------------------------------
+
+
+def within(path, value):
+    """A configuration with `value` at `path`."""
+    config = {
+        "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}},
+    }  # fmt: skip
+    *sections, key = path.split(".")
+    inner = config
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("optimizer.params.lr", "fast", "a number"),
+        ("optimizer.params.betas", 0.9, "two numbers"),
+        ("optimizer.params.betas", [0.9, "x"], "two numbers"),
+        ("optimizer.params.torch_adam", "yes", "true or false"),
+        ("optimizer.params", [1], "a mapping"),
+        ("scheduler.params.warmup_num_steps", "many", "a whole number"),
+        ("scheduler.params.warmup_max_lr", [1e-3], "a number"),
+        ("scheduler.params.warmup_type", "cosine", "'log' or 'linear'"),
+        ("flops_profiler.profile_step", "first", "a whole number"),
+        ("comms_logger.enabled", 1, "true or false"),
+        ("comms_logger.prof_ops", "all_reduce", "a list of text"),
+        ("torch_autocast.dtype", "int8", "'bf16'"),
+        ("zero_optimization.zenflow.topk_ratio", 2, "a number from 0 to 1"),
+        ("zero_optimization.zenflow.select_interval", "never", "a whole number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_within_a_section_is_named(path, value, expected):
+    said = refusal(DeepSpeedOptions, config=within(path, value))
+
+    assert path in said
+    assert f"expected {expected}" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("flops_profiler.profile_stepp", 1),
+        ("comms_logger.enable", True),
+        ("zero_optimization.zenflow.topk", 0.1),
+        ("torch_autocast.type", "bf16"),
+    ],
+)
+def test_an_unknown_word_within_a_section_is_named(path, value):
+    assert f"{path} of strategy.deepspeed.config is unknown" in refusal(DeepSpeedOptions, config=within(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.zero_quantized_gradients", True),
+        ("data_types.grad_accum_dtype", "fp32"),
+        ("data_types.keep_in_fp32_modules", ["norm"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(path, value):
+    assert f"{path} of strategy.deepspeed.config is set, and " in refusal(DeepSpeedOptions, config=within(path, value))

@@ -31,10 +31,20 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda value: type(value) is int and value >= 0, "a whole number, at least 0"),
     "some": (lambda value: type(value) is int and value >= 1, "a whole number, at least 1"),
     "number": (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number, at least 0"),
+    "whole": (lambda value: type(value) is int, "a whole number"),
+    "share": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
+    "pair": (lambda value: _is_pair(value), "two numbers, at least 0 and below 1"),
+    "interval": (lambda value: value == AUTO or (type(value) is int and value >= 1), 'a whole number, or "auto"'),
     "text": (lambda value: isinstance(value, str), "text"),
     "names": (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of text"),
     "section": (lambda value: isinstance(value, dict), "a mapping"),
 }
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(type(each) in (int, float) and 0 <= each < 1 for each in value)
 
 
 def _all(kind: str, names: str) -> dict[str, Any]:
@@ -50,6 +60,17 @@ _OFFLOAD_PARAM = {
     "device": ("none", "cpu", "nvme"), "nvme_path": "text", "pin_memory": "flag",
     **_all("count", "buffer_count buffer_size max_in_cpu"),
 }  # fmt: skip
+_ZENFLOW = {
+    "select_strategy": ("auto", "step", "epoch"),
+    **_all("share", "topk_ratio auto_ratio pt_reserved_cores_perc"),
+    **_all("interval", "select_interval update_interval"),
+    **_all("flag", "overlap_step offload"), **_all("count", "full_warm_up_rounds"),
+}  # fmt: skip
+_FLOPS_PROFILER = {
+    **_all("flag", "enabled detailed"), "recompute_fwd_factor": "number", "output_file": "text",
+    "profile_step": "some", "module_depth": "whole", "top_modules": "some",
+}  # fmt: skip
+_COMMS_LOGGER = {**_all("flag", "enabled prof_all verbose debug"), "prof_ops": "names"}
 _STAGE_3 = {
     **_all("count", "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
                     "max_reuse_distance module_granularity_threshold"),
@@ -58,12 +79,12 @@ _STAGE_3 = {
 _ZERO = {
     "stage": (0, 1, 2, 3),
     "offload_param": _OFFLOAD_PARAM, "offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zenflow": "section", "leaf_module": "section",
+    "zenflow": _ZENFLOW, "leaf_module": "section",
     **_all("count", "reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size"),
     **_all("flag", "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
                    "overlap_comm compute_grad_norm load_from_fp32_weights ignore_unused_parameters "
                    "parameter_alignment zero_quantized_weights "
-                   "zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
+                   "zero_quantized_nontrainable_weights memory_efficient_linear "
                    "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
                    "save_muon_momentum_buffer_in_memory"),
     **_STAGE_3, **{f"stage3_{name}": kind for name, kind in _STAGE_3.items()},
@@ -85,15 +106,19 @@ _TOP: dict[str, Any] = {
     "activation_checkpointing": _ACTIVATION_CHECKPOINTING,
     "aio": {**_all("count", "block_size queue_depth intra_op_parallelism"),
             **_all("flag", "single_submit overlap_events use_gds")},
-    "torch_autocast": {"enabled": "flag", "dtype": "text", "lower_precision_safe_modules": "names"},
+    "torch_autocast": {
+        "enabled": "flag", "lower_precision_safe_modules": "names",
+        "dtype": ("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"),
+    },
     "optimizer": {"type": "text", "params": "section"}, "scheduler": {"type": "text", "params": "section"},
     "checkpoint": {"tag_validation": "text", "load_universal": "flag", "use_node_local_storage": "flag",
                    "parallel_write": {"pipeline_stage": "flag"}, "checkpoint_serialization": "flag",
                    "writer": "section"},
-    "data_types": {**_all("text", "grad_accum_dtype param_dtype buffer_dtype"), "keep_in_fp32_modules": "names"},
+    "data_types": _all("text", "param_dtype buffer_dtype"),
     "gradient_allreduce_op": ("mean", "sum"), "communication_data_type": ("fp32", "fp16", "bf16"),
-    "comms_logger": "section", "timers": "section", "datastates_ckpt": "section", "log_level": "text",
-    **_all("section", "tensorboard wandb csv_monitor comet flops_profiler"),
+    "comms_logger": _COMMS_LOGGER, "flops_profiler": _FLOPS_PROFILER,
+    "timers": "section", "datastates_ckpt": "section", "log_level": "text",
+    **_all("section", "tensorboard wandb csv_monitor comet"),
     **_all("some", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print"),
     "vocabulary_size": "count",
     **_all("number", "gradient_clipping gradient_predivide_factor"),
@@ -121,6 +146,17 @@ _SCHEDULERS = {
     "WarmupDecayLR": ["total_num_steps", *_WARMUP],
     "WarmupCosineLR": ["total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
                        "last_batch_iteration"],
+}  # fmt: skip
+#: What parameters of optimizers and schedulers may be, where that is known.
+_PARAMETERS: dict[str, Any] = {
+    **_all("number", "lr eps weight_decay momentum warmup_min_lr warmup_max_lr lr_range_test_min_lr "
+                     "lr_range_test_step_rate cycle_min_lr cycle_max_lr decay_lr_rate decay_mom_rate cycle_min_mom "
+                     "cycle_max_mom warmup_min_ratio cos_min_ratio"),
+    **_all("flag", "amsgrad bias_correction adam_w_mode torch_adam fp32_optimizer_states set_grad_none nesterov "
+                   "lr_range_test_staircase cycle_momentum maximize"),
+    **_all("count", "warmup_num_steps cycle_first_stair_count cycle_second_stair_count decay_step_size"),
+    **_all("some", "total_num_steps lr_range_test_step_size cycle_first_step_size cycle_second_step_size"),
+    "betas": "pair", "warmup_type": ("log", "linear"), "last_batch_iteration": "whole",
 }  # fmt: skip
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 
@@ -155,6 +191,11 @@ _REFUSED = {
         "it has another name now", "write stage3_gather_16bit_weights_on_model_save"),
     "aio.thread_count": ("it has another name now", "write intra_op_parallelism"),
     "optimizer.params.max_grad_norm": ("DeepSpeed's optimizers do not clip", "write gradient_clipping"),
+    "zero_optimization.zero_quantized_gradients": (f"{_GONE} it for training, and would pass over it", ""),
+    "data_types.grad_accum_dtype": (
+        "gradients are kept as the precision says", "choose a precision of the trainer"),
+    "data_types.keep_in_fp32_modules": (
+        "the model is not made 16 bits wide by what reads it", "convert these modules yourself"),
     "optimizer.legacy_fusion": ("DeepSpeed no longer reads it", ""),
     "disable_allgather": ("DeepSpeed no longer reads it", ""),
     "dataloader_drop_last": (f"it concerns a loader {_NOT_USED}", "say drop_last to your DataLoader"),
@@ -356,6 +397,8 @@ def _type_of(section: Mapping[str, Any], path: str, origin: str) -> str:
     if "type" not in section:
         raise ConfigError(f"{path} of {origin} has no type", expected="its name")
     name: str = section["type"]
+    if not isinstance(section.get("params", {}), Mapping):
+        raise ConfigError(f"{path}.params of {origin} is {_short(section['params'])}", expected="a mapping")
     return name
 
 
@@ -365,6 +408,8 @@ def _check_parameters(section: Mapping[str, Any], path: str, known: list[str] | 
         _check_known(str(key), full, [key] if known is None else known, origin)
         if value == AUTO and full not in _RESOLVED:
             raise ConfigError(f'{full} of {origin} is "auto", and nothing here tells what that is', expected="a number")
+        if value not in (None, AUTO) and key in _PARAMETERS:
+            _value(value, _PARAMETERS[key], full, origin)
 
 
 def _short(value: Any) -> str:
