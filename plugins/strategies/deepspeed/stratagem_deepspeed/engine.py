@@ -15,8 +15,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.errors import ConfigError
 from stratagem.normalization import match_inputs
+from stratagem_deepspeed.gradients import GradientsElsewhere
 from stratagem_deepspeed.state import masters, put_masters
 from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine
+from stratagem_deepspeed.written import WrittenByHand
 
 _AS_IT_IS = contextlib.nullcontext()
 #: Where a module remembers what wrapped it last.
@@ -40,6 +42,12 @@ class EngineModule(nn.Module):
         self.arrivals: Arrivals | None = None
         #: At stage 3 on several ranks: which layers all of them compute.
         self.traced: TraceOfEngine | None = None
+        #: At stages 1 to 3: weights that a program has written.
+        self.written: WrittenByHand | None = None
+        #: At stages 2 and 3: refuses those who look for gradients at the parameters.
+        self.gradients: GradientsElsewhere | None = None
+        #: There was a backward since the last step.
+        self._differentiated = False
         self._frozen: set[int] = set()
         #: At stage 0, what is trained and in no group: its gradient counts for nothing.
         self._outside: list[nn.Parameter] = []
@@ -99,6 +107,10 @@ class EngineModule(nn.Module):
             from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
             self._linear = zero3_linear_wrap
+        if self.zero is not None:
+            self.written = WrittenByHand(self.zero, self.user)
+            if zero["stage"] > 1:
+                self.gradients = GradientsElsewhere(self.user, zero["stage"])
         if run.world_size > 1 and zero["stage"] == 3:
             self.traced = TraceOfEngine(SharedTrace(run), self.engine, self.user)
             self.traced.trace.watch()
@@ -121,6 +133,7 @@ class EngineModule(nn.Module):
         """Differentiate `loss`; what is computed again is computed as it was."""
         with self._sparing():
             self.engine.backward(loss)
+        self._differentiated = True
 
     def _check_each_backward(self) -> None:
         """Stage 2 sends what backward has left as soon as it is over: compare before."""
@@ -147,8 +160,9 @@ class EngineModule(nn.Module):
         """
         engine = self.engine
         if self.norms is None:  # it may have been asked before, to measure alone
-            self._finish_window()
-            self.norms = _norms(engine)
+            with _AS_IT_IS if self.gradients is None else self.gradients.lifted():
+                self._finish_window()
+                self.norms = _norms(engine)
         self._clip(max_norm)
         return _combined(self.norms) / getattr(engine.optimizer, "loss_scale", 1.0)
 
@@ -167,7 +181,17 @@ class EngineModule(nn.Module):
     def step_optimizer(self) -> bool:
         """Step; return whether parameters changed."""
         engine, norms = self.engine, self.norms
-        self.norms = None
+        if not self._differentiated:
+            raise ConfigError(
+                "an optimizer step was asked for and there was no backward since the last one",
+                expected="a backward before each step",
+                do="call backward of the run first, or skip the step",
+            )
+        self.norms, self._differentiated = None, False
+        if self.written is not None:
+            self.written.take_over()
+        if self.gradients is not None:
+            self.gradients.check_unset()
         if norms is None:
             self._compare_arrivals()
             engine.step()
@@ -176,6 +200,8 @@ class EngineModule(nn.Module):
                 engine.step()
             self._clip(engine.config["gradient_clipping"])
         _forget_gradients(engine.optimizer)
+        if self.written is not None:
+            self.written.remember(stepped=True)
         return bool(engine.was_step_applied())
 
     def _clip(self, max_norm: float) -> None:
@@ -199,6 +225,12 @@ class EngineModule(nn.Module):
         Args:
             keep_masters: leave the masters of 16-bit parameters for the next engine: it would begin with rounded ones.
         """
+        if self.written is not None:
+            self.written.stop()
+            self.written = None
+        if self.gradients is not None:
+            self.gradients.stop()
+            self.gradients = None
         if keep_masters and self._keeps_masters():
             self.user.__dict__[_MASTERS] = masters(self.engine.optimizer)
         engine, self.__dict__["engine"] = self.engine, None

@@ -249,6 +249,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 f"train_micro_batch_size_per_gpu of {self.origin} comes to {wanted}, and the training loader has "
                 f"batches of {size}",
                 expected="the same",
+        if run.model.written is not None:
+            run.model.written.remember_values()
                 do='drop it, or say "auto": batches are the loader\'s',
             )
         return shared
@@ -282,6 +284,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 stacklevel=2,
             )
         self._layers.check_used(speaks=run.is_global_zero)
+    @hookimpl(wrapper=True)
+    def on_before_optimizer_step(self, run):
+        gradients = run.model.gradients
+        if gradients is None or len(run.hook.on_before_optimizer_step.get_hookimpls()) == 1:
+            return (yield)
+        with gradients.guarding():
+            return (yield)
+
         return stepped
 
     # --- State ---------------------------------------------------------------------------------------------------
@@ -310,6 +320,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         return lambda name: name not in frozen
 
+        if self._model is not None and self._model.written is not None:
+            self._model.written.take_over()
     @hookimpl
     def load_model_state(self, state, module, strict, run):
         if isinstance(state, in_engine.InEngine):
@@ -324,14 +336,20 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl
     def optimizer_state(self, optimizer, module, run):
+            self._remember_weights()
         if native.takes_over(run):
             return in_engine.of_optimizer(self._engine)
         if self._zero is None:
             return logical_optimizer_state(optimizer, module)
         return logical.optimizer_state(self._zero, module, self._groups, run)
 
+        self._remember_weights()
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):
+    def _remember_weights(self) -> None:
+        if self._model is not None and self._model.written is not None:
+            self._model.written.remember()
+
         if isinstance(state, in_engine.InEngine):
             strict = getattr(module, "strict_loading", True)
             in_engine.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)

@@ -1,0 +1,89 @@
+"""Stages 2 and 3 keep gradients elsewhere than at the parameters: refuse code that reads or changes them there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from stratagem.errors import ConfigError
+
+#: What a module may define that looks at gradients.
+_EVENTS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class GradientsElsewhere:
+    """Has `parameter.grad` raise while code of the user's runs that expects gradients there."""
+
+    def __init__(self, user: nn.Module, stage: int) -> None:
+        self._user, self._stage = user, stage
+        self._named = [(name, each) for name, each in user.named_parameters() if each.requires_grad]
+        self._classes: dict[type, type] = {}
+        self._changes = [(each, type(each), self._without_gradient(type(each))) for _, each in self._named]
+        #: The module's own methods that are wrapped.
+        self._methods = [name for name in _EVENTS if callable(getattr(type(user), name, None))]
+        for name in self._methods:
+            user.__dict__[name] = self._guarded(getattr(user, name))
+
+    def _without_gradient(self, cls: type) -> type:
+        if cls not in self._classes:
+            accessor = property(self._refuse, self._refuse, self._refuse)
+            self._classes[cls] = type(cls.__name__, (cls,), {"grad": accessor, "__module__": cls.__module__})
+        return self._classes[cls]
+
+    def _refuse(self, parameter: Any, _: Any = None) -> Any:
+        raise self._error(parameter)
+
+    def _error(self, parameter: Any) -> ConfigError:
+        name = next((name for name, each in self._named if each is parameter), "a parameter")
+        return ConfigError(
+            f"something reads or changes .grad of {name!r}, and at stage {self._stage} ZeRO keeps gradients elsewhere, "
+            "in shares",
+            expected="gradients to be left to DeepSpeed",
+            do='use gradient_clip_val, change them in parameter.register_hook, or choose strategy="ddp"',
+        )
+
+    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            with self.guarding():
+                return method(*arguments, **options)
+
+        return guarded
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Raise within, wherever `.grad` of a parameter that is trained is read or changed."""
+        for parameter, _, without in self._changes:
+            parameter.__class__ = without
+        try:
+            yield
+        finally:
+            for parameter, before, _ in self._changes:
+                parameter.__class__ = before
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let DeepSpeed look within `guarding`."""
+        classes = [type(parameter) for parameter, _, _ in self._changes]
+        for parameter, before, _ in self._changes:
+            parameter.__class__ = before
+        try:
+            yield
+        finally:
+            for (parameter, _, _), cls in zip(self._changes, classes, strict=True):
+                parameter.__class__ = cls
+
+    def check_unset(self) -> None:
+        """Refuse a gradient that somebody has put where no step looks."""
+        for _, parameter in self._named:
+            if parameter.grad is not None:
+                raise self._error(parameter)
+
+    def stop(self) -> None:
+        """Leave the module as it was."""
+        for name in self._methods:
+            self._user.__dict__.pop(name, None)

@@ -1,0 +1,135 @@
+"""Weights that a program writes by hand during a fit: taken over into the masters that ZeRO steps.
+
+[Note: written by hand]
+ZeRO steps copies of the weights (masters) and then overwrites the module's parameters. What a program writes into a
+parameter (`clamp_`, `copy_`, `load_state_dict`) counts its version up, which is looked at before each step and before
+state is read; at stage 3 it has to be gathered, and `GatheredParameters` tells. What is written through `.data` counts
+nothing up: a checksum finds it, after steps 1, 2, 4, 8, ... and between epochs, and it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError
+from stratagem_deepspeed.state import flats
+
+_GATHER = "write inside deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WrittenByHand:
+    """What has been written into the parameters that `zero` steps; see [Note: written by hand]."""
+
+    def __init__(self, zero: Any, user: nn.Module) -> None:
+        self._zero = zero
+        self._named = [(name, each) for name, each in user.named_parameters() if each.requires_grad]
+        self._parameters = [parameter for _, parameter in self._named]
+        self._versions: list[int] = []
+        self._scattered: set[int] = set()
+        self._steps, self._sums = 0, list[tuple[int, int]]()
+        self._wrapped = [parameter for parameter in user.parameters() if hasattr(parameter, "ds_id")]
+        for parameter in self._wrapped:
+            self._notice(parameter)
+        self.remember()
+
+    def _notice(self, parameter: Any) -> None:
+        """Notice what `GatheredParameters` scatters, on all ranks."""
+        partition = parameter.partition
+
+        def noticed(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **options: Any) -> Any:
+            if has_been_updated:
+                self._scattered |= {id(each) for each in param_list or [parameter]}
+            return partition(param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, **options)
+
+        parameter.__dict__["partition"] = noticed
+        noticed.__dict__["inner"] = partition
+
+    def stop(self) -> None:
+        """Leave the parameters as they were."""
+        for parameter in self._wrapped:
+            parameter.partition = parameter.partition.inner
+
+    def remember(self, *, stepped: bool = False) -> None:
+        """Take what the parameters are now for what ZeRO has made of them."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._scattered.clear()
+        self._steps += stepped
+        self._sums = self._checksums() if self._steps & (self._steps - 1) == 0 else []
+
+    def remember_values(self) -> None:
+        """Have the next `take_over` see everything that is written from here on."""
+        self._sums = self._sums or self._checksums()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Put what was written since `remember` into the masters.
+
+        Raises:
+            ConfigError: it was written where it has no effect, or where it cannot always be noticed.
+        """
+        versions = [parameter._version for parameter in self._parameters]
+        if versions == self._versions and not self._scattered and not self._sums:
+            return
+        written = {id(p) for p, new, old in zip(self._parameters, versions, self._versions, strict=True) if new != old}
+        self._check(written)
+        written |= self._scattered
+        if written:
+            for flat in flats(self._zero, write=True):
+                for piece in flat.pieces:
+                    if id(piece.parameter) in written:
+                        _put(_values(piece), piece.of(flat.tensor))
+        self._versions, self._sums = versions, []
+        self._scattered.clear()
+
+    def _check(self, written: set[int]) -> None:
+        for name, parameter in self._named:
+            lies_elsewhere = parameter.numel() == 0 and getattr(parameter, "ds_numel", 0) > 0
+            if id(parameter) in written - self._scattered and lies_elsewhere:
+                raise ConfigError(
+                    f"something wrote into {name!r} between steps, of which each rank has a share elsewhere",
+                    expected="a parameter that is gathered while it is written to", do=_GATHER,
+                )  # fmt: skip
+        sums = self._checksums() if self._sums else []
+        for (name, parameter), before, now in zip(self._named, self._sums, sums, strict=False):
+            if before[0] == now[0] and before != now and id(parameter) not in written | self._scattered:
+                raise ConfigError(
+                    f"something wrote into the data of {name!r} between steps, which leaves no trace that DeepSpeed or "
+                    "this strategy could always see, and the next step overwrites it",
+                    expected="writes into the parameter itself", do="write under torch.no_grad(), without .data",
+                )  # fmt: skip
+
+    def _checksums(self) -> list[tuple[int, int]]:
+        """Return of each parameter how much of it is gathered, and a checksum of what lies here."""
+        sums = []
+        for parameter in self._parameters:
+            here = _lying_here(parameter)
+            sums.append((parameter.numel(), int(here.view(_BITS[here.dtype.itemsize]).sum())))
+        return sums
+
+
+def _lying_here(parameter: Any) -> torch.Tensor:
+    """Return what this rank has of `parameter`: all, or at stage 3 a share of what is not gathered."""
+    if parameter.numel() == 0 and parameter.__dict__.get("ds_tensor") is not None:
+        parameter = parameter.ds_tensor
+    whole: torch.Tensor = parameter.detach().reshape(-1)
+    return whole
+
+
+def _values(piece: Any) -> torch.Tensor:
+    """Return this rank's piece of a parameter as the module has it."""
+    parameter = piece.parameter
+    if parameter.numel() == 0 and hasattr(parameter, "ds_tensor"):
+        shared: torch.Tensor = parameter.ds_tensor.detach().reshape(-1).narrow(0, 0, piece.length)
+        return shared
+    whole: torch.Tensor = piece.of_whole(parameter.detach())
+    return whole
+
+
+def _put(values: torch.Tensor, master: torch.Tensor) -> None:
+    """Put `values` into `master`, where they are not the same already when rounded."""
+    values = values.to(master.device)
+    master.copy_(torch.where(values == master.to(values.dtype), master, values.to(master.dtype)))

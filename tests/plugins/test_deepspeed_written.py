@@ -1,0 +1,207 @@
+"""What a program writes into weights and gradients of a model that DeepSpeed trains: taken over, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.strategies import DeepSpeedStrategy
+from stratagem.testing import run_in_processes
+from stratagem.testing.reference import Net, joined_batches, loss_of, relative_difference
+from stratagem.testing.training import outcome, share, weights_of
+
+pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
+
+QUIET = {
+    "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
+}  # fmt: skip
+BATCHES = joined_batches(6, 24)
+LIMIT = 0.12
+STAGES = (1, 2, 3)
+
+
+def gathering():
+    """Stage 3, at which even small parameters are gathered."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return DeepSpeedStrategy(config={"zero_optimization": zero, "zero_allow_untested_optimizer": True})
+
+
+def of_stage(stage):
+    return DeepSpeedStrategy(stage=stage)
+
+
+def train(world_size, make_strategy, callback, make=Net, **arguments):
+    trainer = sg.Trainer(strategy=make_strategy(), devices=world_size, callbacks=[callback], **QUIET | arguments)
+    try:
+        trainer.fit(make(), share(trainer, BATCHES))
+        return weights_of(trainer)
+    finally:
+        trainer.close()
+
+
+class Writes(sg.Callback):
+    """Calls a function with the module after each batch."""
+
+    def __init__(self, write):
+        self.write = write
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer, module):
+        if trainer.global_step > 0:
+            self.write(module, trainer.global_rank)
+
+
+@torch.no_grad()
+def clamp(module, rank=0):
+    for parameter in module.parameters():
+        parameter.clamp_(-LIMIT, LIMIT)
+
+
+@torch.no_grad()
+def load(module, rank=0):
+    module.load_state_dict({name: value.clamp(-LIMIT, LIMIT) for name, value in module.state_dict().items()})
+
+
+@torch.no_grad()
+def clamp_gathered(module, rank):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        if rank == 0:
+            for parameter in module.parameters():
+                parameter.data.clamp_(-LIMIT, LIMIT)
+
+
+def plainly():
+    module = Net()
+    optimizer = module.configure_optimizers()
+    norms = []
+    for x, y in BATCHES:
+        loss_of(module(x), y).backward()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+        optimizer.step()
+        optimizer.zero_grad()
+        clamp(module)
+    assert max(norms) > 1
+    return module.state_dict()
+
+
+def _written(rank, world_size, write, make_strategy):
+    return train(world_size, make_strategy, Writes(write))
+
+
+@pytest.mark.parametrize(
+    ("write", "make_strategy"),
+    [
+        (clamp, lambda: of_stage(1)), (load, lambda: of_stage(2)), (clamp, lambda: of_stage(3)),
+        (clamp_gathered, gathering), (clamp, lambda: DeepSpeedStrategy(stage=2, offload_optimizer=True)),
+    ],
+)  # fmt: skip
+def test_weights_written_by_hand_are_stepped_from(write, make_strategy):
+    for weights in run_in_processes(_written, 2, write, make_strategy):
+        assert relative_difference(weights, plainly()) < 1e-6
+
+
+def _in_16_bits(rank, world_size, write):
+    """Weights that are written are rounded; those that are not keep their masters."""
+    return [train(world_size, lambda: of_stage(2), Writes(each), precision="bf16-mixed") for each in (write, _nothing)]
+
+
+def _nothing(module, rank):
+    pass
+
+
+@torch.no_grad()
+def touch(module, rank):
+    for parameter in module.parameters():
+        parameter.mul_(1.0)
+
+
+def test_writing_the_same_values_changes_no_master():
+    for written, left in run_in_processes(_in_16_bits, 2, touch):
+        assert relative_difference(written, left) == 0
+
+
+def _refused(rank, world_size, write, make_strategy, make=Net):
+    return outcome(lambda: train(world_size, make_strategy, Writes(write), make))
+
+
+def write_data(module, rank):
+    for parameter in module.parameters():
+        parameter.data.clamp_(-LIMIT, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("write", "make_strategy", "sentence"),
+    [
+        (write_data, lambda: of_stage(2), "something wrote into the data of 'net.0.weight' between steps"),
+        (write_data, lambda: of_stage(3), "something wrote into the data of 'net.0.weight' between steps"),
+        (clamp, gathering, "write inside deepspeed.zero.GatheredParameters"),
+    ],
+)
+def test_what_is_written_where_it_would_be_lost_is_refused(write, make_strategy, sentence):
+    for said in run_in_processes(_refused, 2, write, make_strategy):
+        assert said.startswith("refused: "), said
+        assert sentence in said
+
+
+class Clips(sg.Callback):
+    """Changes gradients where it finds them, as many programs do."""
+
+    @sg.hookimpl
+    def on_before_optimizer_step(self, module):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+
+
+class ClipsItself(Net):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class Measures(sg.Callback):
+    """Asks for the norm as callbacks are meant to, and counts parameters."""
+
+    @sg.hookimpl
+    def on_before_optimizer_step(self, module, optimizer, run):
+        self.seen = float(run.clip_gradients(optimizer, max_norm=1e9)), sum(1 for _ in module.parameters())
+
+
+def _clipped(rank, world_size, stage, callback, make=Net):
+    return outcome(lambda: train(world_size, lambda: of_stage(stage), callback(), make))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("callback", "make"), [(Clips, Net), (lambda: Writes(_nothing), ClipsItself)])
+def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
+    for said in run_in_processes(_clipped, 2, stage, callback, make):
+        assert said.startswith("refused: "), said
+        assert "something reads or changes .grad of 'net." in said
+        assert f"at stage {stage}" in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_norm_may_be_asked_for(stage):
+    for said in run_in_processes(_clipped, 2, stage, Measures):
+        assert said == "nothing"
+
+
+def _own_loop(rank, world_size, stage):
+    run = sg.Run(strategy=of_stage(stage), devices=world_size, accelerator="cpu")
+    module = Net()
+    model, optimizer = run.setup(module, module.configure_optimizers())
+    x, y = BATCHES[0]
+    run.backward(loss_of(model(x), y))
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    said = outcome(lambda: run.optimizer_step(optimizer))
+    run.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_set_in_a_loop_of_ones_own_are_refused(stage):
+    for said in run_in_processes(_own_loop, 2, stage):
+        assert said.startswith("refused: something reads or changes .grad of 'net.0.weight'"), said
