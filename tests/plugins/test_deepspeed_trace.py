@@ -82,27 +82,23 @@ WAYS = {
 }
 
 
-def _attempts(rank, world_size, gathers):
-    said = {}
-    for name, (kind, stage) in WAYS.items():
-        began = time.monotonic()
-        told = outcome(lambda kind=kind, stage=stage: train(world_size, lambda: Pets(kind, stage), strategy(gathers)))
-        said[name] = told, time.monotonic() - began
-    return said
+def _goes_another_way(rank, world_size, way, gathers):
+    kind, stage = WAYS[way]
+    began = time.monotonic()
+    said = outcome(lambda: train(world_size, lambda: Pets(kind, stage), strategy(gathers)))
+    return said, time.monotonic() - began
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-def test_a_rank_that_goes_through_other_layers_is_named_on_all_ranks(gathers):
-    first, second = run_in_processes(_attempts, 2, gathers, limit_s=300)
-
-    for name in WAYS:
-        for said, took_s in (first[name], second[name]):
-            assert said.startswith("refused: "), f"{name}: {said}"
-            assert "ranks went through different layers" in said, f"{name}: {said}"
-            assert "rank 0" in said, f"{name}: {said}"
-            assert "rank 1" in said, f"{name}: {said}"
-            assert "'cat'" in said, f"{name}: {said}"
-            assert took_s < TIMEOUT_S, name
+@pytest.mark.parametrize(
+    ("way", "gathers"), [*((way, True) for way in WAYS), ("later", False), ("in validation", False)]
+)
+def test_a_rank_that_goes_through_other_layers_is_named_on_all_ranks(way, gathers):
+    for said, took_s in run_in_processes(_goes_another_way, 2, way, gathers):
+        assert said.startswith("refused: "), said
+        assert "ranks went through different layers: rank 0 reached the forward of " in said
+        assert ", rank 1 reached the forward of " in said
+        assert "'cat'" in said
+        assert took_s < TIMEOUT_S
 
 
 def _together(rank, world_size, gathers):
@@ -141,3 +137,24 @@ def test_a_forward_on_one_rank_alone_is_named():
         assert said.startswith("refused: "), said
         assert "ranks went through different layers: rank 0 reached" in said
         assert "the forward of 'Pets'" in said
+
+
+class Compiled(Pets):
+    """One layer is compiled, in one of two ways."""
+
+    def __init__(self, how):
+        super().__init__(lambda *_: "cat")
+        if how == "method":
+            self.cat.compile(backend="aot_eager")
+        else:
+            self.cat = torch.compile(self.cat, backend="aot_eager")
+
+
+def _compiled(rank, world_size, how):
+    return outcome(lambda: train(world_size, lambda: Compiled(how), strategy(False)))
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_a_compiled_part_is_refused_at_the_start(how):
+    for said in run_in_processes(_compiled, 2, how):
+        assert said.startswith("refused: 'cat' is compiled, and stage 3 gathers"), said

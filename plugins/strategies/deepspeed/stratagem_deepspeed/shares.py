@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from stratagem.errors import ConfigError
 from stratagem.selection import children_first
@@ -41,6 +42,23 @@ class Shares:
         for parameter in self.module.parameters():
             if hasattr(parameter, "ds_id"):
                 parameter.ds_process_group = group
+
+
+def check_not_compiled(module: nn.Module) -> None:
+    """Refuse a part that was compiled: what torch traces are shares, and layers that gather nothing.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, part in module.named_modules():
+        called = getattr(part, "_compiled_call_impl", None) is not None
+        if (called or isinstance(part, OptimizedModule)) and next(part.parameters(), None) is not None:
+            raise ConfigError(
+                f"{name or type(part).__name__!r} is compiled, and stage 3 gathers the parameters of each layer in "
+                "hooks, which a compiled part does not run as it should",
+                expected="layers that are not compiled",
+                do='leave out torch.compile at stage 3, or choose strategy="deepspeed_stage_2"',
+            )
 
 
 def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | None, run: Any) -> Shares:

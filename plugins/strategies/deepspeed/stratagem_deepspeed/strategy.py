@@ -41,7 +41,7 @@ from stratagem_deepspeed.engine import (
     the_only,
 )
 from stratagem_deepspeed.options import DeepSpeedOptions
-from stratagem_deepspeed.shares import Shares, share_out
+from stratagem_deepspeed.shares import Shares, check_not_compiled, share_out
 
 
 @define(eq=False, kw_only=True)
@@ -139,6 +139,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         self._layers.configure(config.get("activation_checkpointing", {}), self.zero_stage, module)
         if self.zero_stage == 3:
             check_not_lost(user)
+            check_not_compiled(user)
             self._shares.append(share_out(user, lambda: self._maker(user, config, run), dtype, run))
         else:
             run.collectives.replicate(user.to(run.device).parameters())
