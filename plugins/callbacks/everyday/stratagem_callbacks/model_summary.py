@@ -34,7 +34,7 @@ def layers(module: nn.Module, max_depth: int) -> list[tuple[str, str, int, str]]
         parameters = list(part.parameters())
         learning = [parameter.requires_grad for parameter in parameters]
         mode = "" if not learning else "train" if all(learning) else "partly" if any(learning) else "frozen"
-        rows.append((name, type(part).__name__, sum(p.numel() for p in parameters), mode))
+        rows.append((name, type(part).__name__, sum(map(_size, parameters)), mode))
     return rows
 
 
@@ -42,10 +42,16 @@ def totals(module: nn.Module) -> dict[str, float]:
     """Return the numbers of parameters, those that learn, and megabytes."""
     parameters = list(module.parameters())
     return {
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-        "megabytes": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
+        "parameters": sum(map(_size, parameters)),
+        "trainable": sum(_size(p) for p in parameters if p.requires_grad),
+        "megabytes": sum(_size(p) * p.element_size() for p in parameters) / 1e6,
     }
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Return the number of elements of the whole parameter: ZeRO's stage 3 leaves an empty tensor in the module."""
+    size: int = getattr(parameter, "ds_numel", parameter.numel())
+    return size
 
 
 def print_summary(module: nn.Module, max_depth: int, shards: int) -> None:
