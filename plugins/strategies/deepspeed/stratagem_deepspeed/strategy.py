@@ -30,10 +30,12 @@ from stratagem.world import TorchCollectives
 from stratagem_deepspeed import in_engine, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
+from stratagem_deepspeed.checks import check_dtypes, check_integers, check_same_optimizers, check_sizes
 from stratagem_deepspeed.config import device_of, engine_config, micro_batch_size
 from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
 from stratagem_deepspeed.engine import (
     EngineModule,
+    EngineOptimizer,
     check_elementwise,
     check_groups,
     check_tested,
@@ -140,6 +142,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         if self.zero_stage == 3:
             check_not_lost(user)
             check_not_compiled(user)
+            check_sizes(user)
             self._shares.append(share_out(user, lambda: self._maker(user, config, run), dtype, run))
         else:
             run.collectives.replicate(user.to(run.device).parameters())
@@ -191,15 +194,20 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl
     def wrap_optimizers(self, optimizers, module, run):
+        check_same_optimizers(optimizers, run.module, run)
         optimizer = the_only(optimizers, self.configured_optimizer)
         self._check_schedulers(run)
         self._start(optimizer, run)
-        return [] if module.engine is None or module.engine.optimizer is None else [module.engine.optimizer]
+        if module.engine is None or module.engine.optimizer is None:
+            return []
+        stepped = module.engine.optimizer
+        return [stepped if isinstance(stepped, torch.optim.Optimizer) else EngineOptimizer(stepped)]
 
     def _start(self, optimizer, run) -> None:
         """Make the engine, unless there is nothing for it to do."""
         assert self._model is not None, "wrapped before"
-        _check_dtypes(run.module)
+        if run.stage == "train" or self.zero_stage == 3:
+            check_dtypes(run.module, self._dtype(run))
         if self.zero_stage:
             _check_dense(run.module)
         config = self._config(run)
@@ -214,6 +222,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         names = parameter_names(run.module)
         trained = [names[id(p)] for p in run.module.parameters() if p.requires_grad]
         if optimizer is not None and self.zero_stage:
+            check_integers(optimizer, run.module)
             check_groups(optimizer)
         self._groups = [trained] if optimizer is None else [
             [names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
@@ -240,6 +249,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def on_train_epoch_end(self, run):
         if run.model.engine is not None:
             run.model.check_thawed()
+        if run.model.written is not None:
+            run.model.written.remember_values()
 
     @hookimpl(wrapper=True)
     def wrap_dataloader(self, loader, stage, run):
@@ -250,8 +261,6 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 f"train_micro_batch_size_per_gpu of {self.origin} comes to {wanted}, and the training loader has "
                 f"batches of {size}",
                 expected="the same",
-        if run.model.written is not None:
-            run.model.written.remember_values()
                 do='drop it, or say "auto": batches are the loader\'s',
             )
         return shared
@@ -275,6 +284,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def clip_gradients(self, max_norm, run):
         return run.model.clip(max_norm)
 
+    @hookimpl(wrapper=True)
+    def on_before_optimizer_step(self, run):
+        gradients = run.model.gradients
+        if gradients is None or len(run.hook.on_before_optimizer_step.get_hookimpls()) == 1:
+            return (yield)
+        with gradients.guarding():
+            return (yield)
+
     @hookimpl
     def optimizer_step(self, run):
         stepped = run.model.step_optimizer()
@@ -285,14 +302,6 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 stacklevel=2,
             )
         self._layers.check_used(speaks=run.is_global_zero)
-    @hookimpl(wrapper=True)
-    def on_before_optimizer_step(self, run):
-        gradients = run.model.gradients
-        if gradients is None or len(run.hook.on_before_optimizer_step.get_hookimpls()) == 1:
-            return (yield)
-        with gradients.guarding():
-            return (yield)
-
         return stepped
 
     # --- State ---------------------------------------------------------------------------------------------------
@@ -311,6 +320,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl
     def model_state(self, module, run):
+        if self._model is not None and self._model.written is not None:
+            self._model.written.take_over()
         if native.takes_over(run):
             return in_engine.of_model(self, self._engine, self._zero, self._groups, module, run)
         return logical.model_state(module, self._zero, self._keeps(module), run)
@@ -321,36 +332,34 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         return lambda name: name not in frozen
 
-        if self._model is not None and self._model.written is not None:
-            self._model.written.take_over()
     @hookimpl
     def load_model_state(self, state, module, strict, run):
         if isinstance(state, in_engine.InEngine):
             in_engine.load_model(state, self._engine, self._zero, module, strict, run)
+            self._remember_weights()
             return True
         if self.zero_stage == 3 and self._engine is not None:
             self._engine.optimizer.empty_partition_cache()  # what a forward has gathered would stay as it is
         keeps = self._keeps(module)
         optional = {name for name in module.state_dict() if not keeps(name)}
         logical.load_model_state(state, module, self._zero, strict, optional)
+        self._remember_weights()
         return True
+
+    def _remember_weights(self) -> None:
+        if self._model is not None and self._model.written is not None:
+            self._model.written.remember()
 
     @hookimpl
     def optimizer_state(self, optimizer, module, run):
-            self._remember_weights()
         if native.takes_over(run):
             return in_engine.of_optimizer(self._engine)
         if self._zero is None:
             return logical_optimizer_state(optimizer, module)
         return logical.optimizer_state(self._zero, module, self._groups, run)
 
-        self._remember_weights()
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):
-    def _remember_weights(self) -> None:
-        if self._model is not None and self._model.written is not None:
-            self._model.written.remember()
-
         if isinstance(state, in_engine.InEngine):
             strict = getattr(module, "strict_loading", True)
             in_engine.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
@@ -384,10 +393,6 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-#: What fits into fp32.
-_MASTERED = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def _check_dense(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
@@ -395,13 +400,3 @@ def _check_dense(module: nn.Module) -> None:
                 f"{name or type(part).__name__} has sparse gradients, and ZeRO lays gradients end to end",
                 expected="dense ones", do=f'make {name or "it"} with sparse=False, or choose strategy="ddp"',
             )  # fmt: skip
-
-
-def _check_dtypes(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.dtype not in _MASTERED and (parameter.is_floating_point() or parameter.is_complex()):
-            raise ConfigError(
-                f"parameter {name!r} is {parameter.dtype}, and DeepSpeed steps fp32 copies",
-                expected="parameters in 32 bits or fewer, and real ones",
-                do="convert it, or choose another strategy",
-            )

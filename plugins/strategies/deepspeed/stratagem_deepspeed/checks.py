@@ -1,0 +1,110 @@
+"""What is refused before an engine is made: models and optimizers on which DeepSpeed would fail, or go on wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError
+from stratagem.state import parameter_names
+from stratagem_deepspeed.state import shape_of
+
+#: What fits into fp32.
+_MASTERED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dtypes(module: nn.Module, engine_dtype: torch.dtype | None) -> None:
+    """Refuse parameters of dtypes that the engine does not step.
+
+    Args:
+        engine_dtype: the 16-bit dtype that the engine makes all parameters; None for 32 bits.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in _MASTERED and (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}, and DeepSpeed steps fp32 copies",
+                expected="parameters in 32 bits or fewer, and real ones",
+                do="convert it, or choose another strategy",
+            )
+        if engine_dtype is None and parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}, and DeepSpeed takes one dtype for all parameters",
+                expected="torch.float32 without a precision of 16 bits",
+                do='convert it with .float(), or set precision="bf16-mixed"',
+            )
+
+
+def check_sizes(module: nn.Module) -> None:
+    """Refuse parameters without elements, which stage 3 cannot share out.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, parameter in module.named_parameters():
+        if shape_of(parameter).numel() == 0:
+            raise ConfigError(
+                f"parameter {name!r} has no elements (shape {tuple(shape_of(parameter))}), and stage 3 gives each rank "
+                "a share of every parameter",
+                expected="at least one element",
+                do='leave the parameter out, or choose strategy="deepspeed_stage_2"',
+            )
+
+
+def check_integers(optimizer: Any, module: nn.Module) -> None:
+    """Refuse an optimizer with parameters that are not floating-point numbers.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    names = parameter_names(module)
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise ConfigError(
+                f"{type(optimizer).__name__} has the parameter {names.get(id(parameter), '?')!r} of {parameter.dtype}",
+                expected="floating-point parameters, of which ZeRO steps fp32 copies",
+                do="pass only parameters with requires_grad to the optimizer",
+            )
+
+
+def check_same_optimizers(optimizers: list[Any], module: nn.Module, run: Any) -> None:
+    """Refuse ranks that made different optimizers. Collective.
+
+    Raises:
+        ConfigError: two ranks differ; on all ranks.
+    """
+    names = parameter_names(module)
+    mine = [_described(optimizer, names) for optimizer in optimizers]
+    every = run.collectives.all_gather_object(mine)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            one, other = _first_difference(every[0], theirs)
+            raise ConfigError(
+                f"configure_optimizers returned {other} on rank {rank} and {one} on rank 0",
+                expected="the same on all ranks, each of which steps a share",
+                do="make the optimizer without looking at the rank",
+            )
+
+
+def _described(optimizer: Any, names: dict[int, str]) -> list[str]:
+    """Return the class, the parameters of each group, and the options of each group."""
+    described = [type(optimizer).__name__]
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = ", ".join(names.get(id(parameter), "?") for parameter in group["params"])
+        described.append(f"group {number} with {parameters}")
+        described += [f"{key}={value!r} in group {number}" for key, value in group.items() if key != "params"]
+    return described
+
+
+def _first_difference(one: list[list[str]], other: list[list[str]]) -> tuple[str, str]:
+    if len(one) != len(other):
+        return f"{len(one)} optimizers", f"{len(other)} optimizers"
+    for mine, theirs in zip(one, other, strict=True):
+        for here, there in zip(mine, theirs, strict=False):
+            if here != there:
+                return here, there
+    return "fewer parameter groups", "more parameter groups"
