@@ -244,7 +244,7 @@ class ScaledPrecision(_Autocast):
         flag = torch.zeros((), device=run.device)
         for local in found.values():
             flag = torch.maximum(flag, local.to(run.device))
-        flag = run.collectives.all_reduce(flag, "max")
+        flag = run.collectives.unchecked.all_reduce(flag, "max")
         if not found:
             self.scaler.scale(flag)  # makes the scale, should this rank have had no loss yet: it is to change here too
         for device in list(found) or [run.device]:

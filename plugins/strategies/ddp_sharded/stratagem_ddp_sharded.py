@@ -180,7 +180,7 @@ class ShardedDDPStrategy(Strategy):
         squares = torch.zeros((), device=run.device, dtype=torch.float64)
         for gradient in gradients:
             squares += torch.linalg.vector_norm(gradient).double() ** 2
-        total = run.peers.all_reduce(squares, "sum").sqrt()
+        total = run.peers.unchecked.all_reduce(squares, "sum").sqrt()
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -263,7 +263,7 @@ def _outline(state: dict[str, Any]) -> dict[str, Any]:
 def _reached(parameters, run) -> list[bool]:
     """Return for each parameter whether any rank has a gradient for it: all ranks must send the same ones."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=run.device)
-    return run.peers.all_reduce(flags, "max").bool().tolist() if parameters else []
+    return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if parameters else []
 
 
 def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
