@@ -17,7 +17,7 @@ from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.run import Run
 from stratagem.world import Collectives
-from stratagem_migrate import definitions, examine, names, own, today, trainers
+from stratagem_migrate import examine, names, own, today, trainers
 from stratagem_migrate.source import Source
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-lightning.md"
@@ -102,16 +102,17 @@ def test_counterparts_can_be_imported():
 
 def test_what_is_recommended_exists():
     """Whatever the tables send a reader to is there, looked up in the classes themselves."""
-    tables = [own._SELF, own._DATA, trainers._TRAINER, definitions._METHODS, definitions._DATA_METHODS]
-    advice = [text for table in tables for row in table.values() for text in row]
-    advice += [*trainers._STRATEGY.values(), *definitions._CALLBACK_METHODS.values()]
+    tables = [own._SELF, own._DATA, trainers._TRAINER, today.uncalled_methods(), today.uncalled_by_data_modules()]
+    advice = [text for table in [*tables, today.uncalled_by_callbacks()] for row in table.values() for text in row]
+    advice += trainers._STRATEGY.values()
     text = "\n".join(advice)
 
     assert set(re.findall(r"trainer\.(\w+)", text)) <= today.trainer_attributes()
     assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Run)) | today._assigned(Run)
     assert set(re.findall(r"collectives\.(\w+)", text)) <= set(dir(Collectives))
-    assert set(re.findall(r"def (\w+)\(self", text)) <= today.module_attributes()
-    assert set(re.findall(r"^(on_\w+)\(self", text, re.MULTILINE)) <= set(today.hooks())
+    known = today.module_attributes() | today.data_attributes() | set(today.hooks())
+    assert set(re.findall(r"def (\w+)\(self", text)) <= known
+    assert set(re.findall(r"@hookimpl def (on_\w+)\(self", text)) <= set(today.hooks())
 
 
 def test_named_plugins_are_known_or_said_to_be_missing():
@@ -263,7 +264,7 @@ def test_a_callback_of_ones_own_is_rewritten():
 
     assert [new for line, _, new in found(script) if line > 2] == [
         "@hookimpl def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)",
-        "@hookimpl def on_validation_start(self, trainer, module)",
+        "@hookimpl def on_validation_epoch_start(self, trainer, module)",
     ]
 
 
@@ -276,9 +277,9 @@ def test_a_callback_of_ones_own_is_rewritten():
         ("def validation_epoch_end(self, outputs): pass", "def on_validation_epoch_end(self)"),
         ("def training_epoch_end(self, outs): pass", "def on_train_epoch_end(self)"),
         ("def training_step(self, batch, batch_idx, optimizer_idx): pass", "automatic_optimization = False"),
-        ("def on_train_batch_end(self, o, b, i): pass", "def on_train_batch_end(self, outputs, batch, batch_idx)"),
-        ("def configure_sharded_model(self): pass", "def configure_model(self)"),
-        ("def on_before_backward(self, loss): pass", "the end of training_step"),
+        ("def on_train_batch_end(self, o, b, i, d): pass", "def on_train_batch_end(self, outputs, batch, batch_idx)"),
+        ("def training_end(self, output): pass", "def training_step_end(self, output)"),
+        ("def get_progress_bar_dict(self): pass", "self.log(name, value, prog_bar=True)"),
     ],
 )
 def test_methods_that_nobody_would_call(old, new):
@@ -291,6 +292,11 @@ def test_methods_that_are_called_stay():
             "def training_step(self, batch, batch_idx): self.log('a', 1, prog_bar=True, sync_dist=True)",
             "def validation_step(self, batch, batch_idx, dataloader_idx=0): return self.hparams.width",
             "def training_step_end(self, output): return output",
+            "def configure_sharded_model(self): pass",
+            "def on_before_backward(self, loss): pass",
+            "def on_train_batch_start(self, a, b): return -1",
+            "def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None): optimizer.step(optimizer_closure)",
+            "def configure_callbacks(self): return self.clip_gradients(None)",
             "def on_train_epoch_end(self): print(self.current_epoch, self.global_step, self.trainer.callback_metrics)",
             "def on_train_batch_end(self, outputs, batch, batch_idx): self.toggle_optimizer(self.optimizers())",
             "def train_dataloader(self): return self.trainer.world_size",

@@ -26,13 +26,12 @@ _SELF: Final[dict[str, tuple[str, str]]] = {
     "to_onnx": ("torch.onnx.export(self, ...)", ""),
     "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
     "to_tensorrt": ("torch_tensorrt.compile", ""),
-    "clip_gradients": ("self.trainer.run.clip_gradients(optimizer, max_norm=...)", ""),
     "toggled_optimizer": ("self.toggle_optimizer and self.untoggle_optimizer", ""),
     "hparams_initial": ("self.hparams", ""),
     "fabric": ("self.trainer.run", ""),
     "use_ddp": ("self.trainer.world_size > 1", ""),
     "use_amp": ("self.trainer.precision", ""),
-    "datamodule": ("the data module that the script holds", ""),
+    "datamodule": ("self.trainer.datamodule", ""),
     "write_prediction": ('callbacks=["prediction_writer"]', ""),
     "write_prediction_dict": ('callbacks=["prediction_writer"]', ""),
     "summarize": ('callbacks=["model_summary"]', ""),
@@ -43,9 +42,6 @@ _SELF: Final[dict[str, tuple[str, str]]] = {
 }
 #: What a LightningDataModule has and a DataModule may not.
 _DATA: Final[dict[str, tuple[str, str]]] = {
-    "trainer": ("an argument of __init__", "a DataModule does not know the trainer"),
-    "save_hyperparameters": ("plain attributes", "a module's save_hyperparameters keeps what a checkpoint should"),
-    "hparams": ("plain attributes", ""),
     "from_datasets": ("loaders, given to fit", ""),
     "load_from_checkpoint": ("its __init__", ""),
 }

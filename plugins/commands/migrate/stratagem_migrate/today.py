@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from functools import cache
@@ -72,6 +73,64 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 
     found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")}
     return {name: tuple(inspect.signature(value).parameters) for name, value in found.items()}
+
+
+@cache
+def events() -> frozenset[str]:
+    """Return the events that a module may have a method for."""
+    from stratagem.module import EVENTS
+
+    return frozenset(EVENTS)
+
+
+@cache
+def uncalled_methods() -> Mapping[str, tuple[str, str]]:
+    """Return the methods of a LightningModule that stratagem refuses: what to write instead, and a note."""
+    from stratagem import lightning_names
+
+    return _as_findings(lightning_names.MODULE)
+
+
+@cache
+def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
+    """Return the methods of a LightningDataModule that stratagem refuses, likewise."""
+    from stratagem import lightning_names
+
+    return _as_findings(lightning_names.MODULE | lightning_names.DATA_MODULE)
+
+
+@cache
+def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
+    """Return the methods of a Callback that stratagem refuses, likewise."""
+    from stratagem import lightning_names
+
+    return _as_findings(lightning_names.CALLBACK, "@hookimpl ")
+
+
+@cache
+def other_moments() -> Mapping[str, str]:
+    """Return hooks that are called at another time than the method of this name of Lightning's callbacks."""
+    from stratagem import lightning_names
+
+    return lightning_names.HOOKS
+
+
+@cache
+def needs() -> Mapping[str, str]:
+    """Return what a strategy must provide for a module to define these methods."""
+    from stratagem import lightning_names
+
+    return lightning_names.NEEDS
+
+
+def _as_findings(table: Mapping[str, Any], mark: str = "") -> dict[str, tuple[str, str]]:
+    def new(expected: str) -> str:
+        method = re.match(r"(\w+)\(self", expected)
+        if method is None:
+            return expected
+        return f"{mark if method[1] in hooks() else ''}def {expected}"
+
+    return {name: (new(instead.expected), instead.do) for name, instead in table.items()}
 
 
 @cache
