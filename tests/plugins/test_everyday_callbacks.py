@@ -168,6 +168,15 @@ def test_what_only_logs_needs_a_logger(tmp_path, name):
         trainer(tmp_path, name, logger=False).fit(Net(), BATCHES)
 
 
+def test_device_stats_are_refused_before_anything_is_built(tmp_path):
+    class Slow(Net):
+        def setup(self, stage):
+            raise AssertionError("set up for a run that is refused")
+
+    with pytest.raises(ConfigError, match="device_stats has no logger to log to"):
+        trainer(tmp_path, "device_stats", logger=False).fit(Slow(), BATCHES)
+
+
 def _norms(rank, world_size, strategy, precision, folder):
     made = sg.Trainer(
         strategy=strategy, devices=world_size, callbacks=["gradient_norms"], max_epochs=1, log_every_n_steps=1,
@@ -439,6 +448,21 @@ def test_the_simple_profiler_adds_up_actions(tmp_path, capsys):
     assert all(torch.equal(value, plain[name]) for name, value in weights_of(made).items())
 
 
+def test_the_simple_profiler_times_every_kind_of_evaluation(tmp_path, capsys):
+    made, module = trainer(tmp_path, logger=False, profiler="simple"), Net()
+    made.fit(module, BATCHES, BATCHES[:2])
+    made.test(module, BATCHES[:3])
+    made.predict(module, BATCHES[:4])
+    calls = next(callback for callback in made.callbacks if hasattr(callback, "summary")).calls
+
+    assert (calls["sanity check"], calls["validation"], calls["test"], calls["predict"]) == (1, 1, 1, 1)
+    assert [calls[f"{stage} batch"] for stage in ("validation", "test", "predict")] == [4, 3, 4]  # 2 to try
+    assert [calls[f"next {stage} batch"] for stage in ("validation", "test", "predict")] == [4, 3, 4]
+    said = capsys.readouterr().out
+    for stage in ("test", "predict"):
+        assert (tmp_path / f"profile-simple-{stage}-rank0.txt").read_text().strip() in said
+
+
 def test_the_advanced_profiler_knows_the_users_function(tmp_path):
     trainer(tmp_path, logger=False, profiler={"name": "advanced", "top": 5}).fit(Sleepy(), BATCHES)
     stats = pstats.Stats(str(tmp_path / "profile-advanced-rank0.prof"))
@@ -451,6 +475,9 @@ def test_the_pytorch_profiler_leaves_a_trace(tmp_path, capsys):
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     assert len({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}) == 3
     assert any(event.get("name") == "aten::addmm" for event in events)
+    named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    for phase in ("forward", "backward", "optimizer step", "zero gradients"):
+        assert named.count(phase) == 3
     assert "aten::" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="waits for 5 batches, and training has 2"):
         trainer(tmp_path, logger=False, profiler="pytorch").fit(Net(), BATCHES[:2])

@@ -45,6 +45,8 @@ class SimpleProfiler(Callback):
     seconds: dict[str, float] = field(init=False, factory=lambda: defaultdict(float))
     calls: dict[str, int] = field(init=False, factory=lambda: defaultdict(int))
     _open: dict[str, float] = field(init=False, factory=dict)
+    #: Seconds and calls before the test or prediction that is under way.
+    _before: dict[str, tuple[float, int]] = field(init=False, factory=dict)
 
     def _begin(self, action: str) -> None:
         self._open[action] = time.perf_counter()
@@ -153,7 +155,7 @@ class SimpleProfiler(Callback):
 
     @hookimpl(tryfirst=True)
     def on_test_start(self):
-        self._begin("test")
+        self._start("test")
 
     @hookimpl(trylast=True)
     def on_test_epoch_start(self):
@@ -177,7 +179,7 @@ class SimpleProfiler(Callback):
 
     @hookimpl(tryfirst=True)
     def on_predict_start(self):
-        self._begin("predict")
+        self._start("predict")
 
     @hookimpl(trylast=True)
     def on_predict_epoch_start(self):
@@ -208,8 +210,13 @@ class SimpleProfiler(Callback):
         self._end("training")
         self._report(trainer, "training")
 
+    def _start(self, stage: str) -> None:
+        self._before = {action: (seconds, self.calls[action]) for action, seconds in self.seconds.items()}
+        self._begin(stage)
+
     def _report(self, trainer: Any, stage: str) -> None:
         text = self.summary(stage)
+        self._before = {}
         trainer.print(text)
         if self.write:
             name = "profile-simple" if stage == "training" else f"profile-simple-{stage}"
@@ -218,11 +225,15 @@ class SimpleProfiler(Callback):
 
     def summary(self, stage: str = "training") -> str:
         """Return a table of the actions, the longest first, as shares of `stage`; some contain others."""
-        total = self.seconds.get(stage) or 1.0
-        width = max(map(len, self.seconds), default=6)
+        spent = {}
+        for action, seconds in self.seconds.items():
+            before = self._before.get(action, (0.0, 0))
+            if self.calls[action] > before[1]:
+                spent[action] = seconds - before[0], self.calls[action] - before[1]
+        total = spent.get(stage, (1.0, 0))[0]
+        width = max(map(len, spent), default=6)
         lines = [f"{'action':<{width}}  {'total s':>10}  {'share':>6}  {'calls':>8}  {'mean ms':>9}"]
-        for action, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
-            calls = self.calls[action]
+        for action, (seconds, calls) in sorted(spent.items(), key=lambda item: -item[1][0]):
             numbers = f"{seconds:>10.3f}  {seconds / total:>6.1%}  {calls:>8}  {1e3 * seconds / calls:>9.3f}"
             lines.append(f"{action:<{width}}  {numbers}")
         return "\n".join(lines)
