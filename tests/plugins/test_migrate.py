@@ -530,7 +530,7 @@ def test_the_table_of_the_page_says_what_the_command_says():
 def test_what_the_page_calls_the_same_exists():
     same = PAGE.read_text().partition("The same:")[2].partition("\n\n")[0]
     known = {
-        *dir(sg.Module), *dir(sg.Trainer), *defaults_of_trainer(), "training_step_end",
+        *today.module_attributes(), *today.data_attributes(), *dir(sg.Trainer), *defaults_of_trainer(),
         "callback_metrics", "seed_everything", "self",
     }  # fmt: skip
     strategies = {"ddp", "ddp_spawn", "ddp_notebook", "fsdp"}
