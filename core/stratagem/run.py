@@ -503,7 +503,7 @@ class Run:
         Raises:
             ConfigError: it is neither a loss nor None, or the other ranks wait for its gradients.
         """
-        check_loss(output)
+        check_loss(output, self.rank)
         if self.world_size > 1:
             raise ConfigError(
                 f"training_step returned None on rank {self.rank} of {self.world_size}", expected="a loss",
@@ -840,8 +840,8 @@ class _ProcessBody:
                 run.close()
 
 
-def check_loss(output: Any) -> None:
-    """Return if `output` of a ``training_step`` is a loss, or None (also under ``"loss"``) for a batch to skip.
+def check_loss(output: Any, rank: int) -> None:
+    """Return if `output` of ``training_step`` on `rank` is a loss, or None (also under ``"loss"``) for a batch to skip.
 
     Raises:
         ConfigError: anything else.
@@ -867,8 +867,8 @@ def check_loss(output: Any) -> None:
         raise ConfigError("training_step returned a complex loss", expected="a real number", do="take its abs()")
     if not loss.requires_grad:
         raise ConfigError(
-            "training_step returned a loss that needs no gradient", expected="one that depends on trained parameters",
-            do="compute it without detach(), item() and no_grad, or set automatic_optimization = False",
+            f"the loss of rank {rank} reaches no trainable parameter", expected="a loss that was computed from them",
+            do="compute it without detach() and no_grad; to skip a batch return the usual loss multiplied by zero",
         )  # fmt: skip
 
 

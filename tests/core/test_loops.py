@@ -41,22 +41,22 @@ OPTIONS = [{}, {"accumulate_grad_batches": 2}, MIXED, {"gradient_clip_val": 1.0}
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda loss, _: {"Loss": loss, "n": 1}, r"returned a dict with 'Loss', 'n'; expected one with 'loss'; did you mean 'Loss'"),
-    (lambda loss, _: {}, r"returned an empty dict; expected one with 'loss'"),
-    (lambda loss, _: loss.item(), r"returned a float; expected a loss"),
-    (lambda loss, _: {"loss": loss.item()}, r"returned a float under 'loss'; expected a loss"),
-    (lambda loss, _: (loss, 1), r"returned a tuple; expected a loss"),
-    (lambda loss, _: "loss", r"returned a str; expected a loss"),
-    (lambda loss, _: loss.detach(), r"returned a loss that needs no gradient"),
-    (lambda loss, _: torch.stack([loss, loss]), r"returned a loss of shape \(2,\); expected one number"),
-    (lambda loss, _: loss * 1j, r"returned a complex loss"),
-    (lambda loss, _: None, r"returned None for all 4 batches of epoch 0"),
-    (lambda loss, _: {"loss": None}, r"returned None for all 4 batches of epoch 0"),
+    (lambda loss, _: {"Loss": loss, "n": 1}, r"training_step returned a dict with 'Loss', 'n'; expected one with 'loss'; did you mean 'Loss'"),
+    (lambda loss, _: {}, r"training_step returned an empty dict; expected one with 'loss'"),
+    (lambda loss, _: loss.item(), r"training_step returned a float; expected a loss"),
+    (lambda loss, _: {"loss": loss.item()}, r"training_step returned a float under 'loss'; expected a loss"),
+    (lambda loss, _: (loss, 1), r"training_step returned a tuple; expected a loss"),
+    (lambda loss, _: "loss", r"training_step returned a str; expected a loss"),
+    (lambda loss, _: loss.detach(), r"the loss of rank 0 reaches no trainable parameter"),
+    (lambda loss, _: torch.stack([loss, loss]), r"training_step returned a loss of shape \(2,\); expected one number"),
+    (lambda loss, _: loss * 1j, r"training_step returned a complex loss"),
+    (lambda loss, _: None, r"training_step returned None for all 4 batches of epoch 0"),
+    (lambda loss, _: {"loss": None}, r"training_step returned None for all 4 batches of epoch 0"),
 ])  # fmt: skip
 def test_a_step_without_a_loss_is_refused(change, message, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(sg.StratagemError, match=rf"training_step {message}"):
+        with pytest.raises(sg.StratagemError, match=message):
             sg.Trainer(max_epochs=3, **QUIET | options).fit(Returns(change), loader())
 
 
