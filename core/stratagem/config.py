@@ -110,7 +110,7 @@ def _unknown(cls: type[Any], key: object, path: str) -> ConfigError:
     known = options(cls)
     return ConfigError(
         f"option {_join(path, key)} is unknown",
-        expected=f"one of {', '.join(sorted(known)) or 'no options at all'}",
+        expected=f"one of {', '.join(sorted(known))}" if known else "no options: it has none",
         do=nearest(str(key), known),
     )
 

@@ -60,7 +60,7 @@ def shown(value: Any, limit: int | None = 80) -> str:
     try:
         text = _in_words(value)
     except Exception:  # noqa: BLE001 - a class whose objects cannot be shown, an integer of too many digits
-        text = f"an object of {type(value).__name__}"
+        text = f"an object of the class {type(value).__name__}"
     return text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -84,7 +84,7 @@ def _in_words(value: Any) -> str:
         comma = "," if type(value) is tuple and len(value) == 1 else ""
         return first + ", ".join(map(_in_words, value)) + comma + last
     text = " ".join(repr(value).split())
-    return f"an object of {type(value).__name__}" if " at 0x" in text else text
+    return f"an object of the class {type(value).__name__}" if " at 0x" in text else text
 
 
 def _rebuild(cls: type[StratagemError], found: str, expected: str, do: str) -> StratagemError:

@@ -6,6 +6,7 @@ import enum
 import functools
 import importlib
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -228,11 +229,16 @@ def _advice(value: Any, annotation: Any, text: bool) -> str:
     if text or not numbers or not isinstance(value, str):
         return ""
     try:
-        number = float(value)
+        number: float = float(value)
     except ValueError:
+        return ""
+    if not math.isfinite(number) or (float not in numbers and not number.is_integer()):
         return ""
     import yaml
 
+    if isinstance(loaded := yaml.safe_load(value), int | float):  # it was quoted
+        return f"write {value.strip() if float in numbers or isinstance(loaded, int) else int(number)} without quotes"
+    number = number if float in numbers else int(number)
     return f"write {yaml.safe_dump(number).split()[0]}, as YAML takes {value} for text"
 
 
