@@ -48,9 +48,9 @@ def read_duration(value: Any, option: str) -> timedelta | None:
     """Return a duration that is given in seconds, as a timedelta, or as text "DD:HH:MM:SS"; None stays None.
 
     Raises:
-        ConfigError: something else, or a duration that is not longer than nothing.
+        ConfigError: something else, or less than nothing.
     """
-    expected = 'seconds, a timedelta or "DD:HH:MM:SS", more than 0'
+    expected = 'seconds, a timedelta or "DD:HH:MM:SS", at least 0'
     if isinstance(value, str):
         if not re.fullmatch(r"\d{1,6}(:\d{1,6}){3}", value, re.ASCII):
             raise ConfigError(f"{option} is {shown(value)}", expected=expected)
@@ -61,7 +61,7 @@ def read_duration(value: Any, option: str) -> timedelta | None:
             value = timedelta(seconds=value)
         except (ValueError, OverflowError):
             raise ConfigError(f"{option} is {shown(value)}", expected=expected) from None
-    if value is not None and not (isinstance(value, timedelta) and value > timedelta()):
+    if value is not None and not (isinstance(value, timedelta) and value >= timedelta()):
         raise ConfigError(f"{option} is {shown(value)}", expected=expected)
     return value
 

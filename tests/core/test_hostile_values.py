@@ -133,10 +133,10 @@ def test_an_option_of_a_plugin_refuses_what_it_cannot_mean(kind, name, option, t
     assert accepted - {"True" if is_switch else ""} == may
 
 
-@pytest.mark.parametrize("value", [-1, 0, float("inf"), float("nan"), "", "0:0:0:0", "1:2", "-1:0:0:0", 10**30])
+@pytest.mark.parametrize("value", [-1, float("inf"), float("nan"), "", "1:2", "-1:0:0:0", 10**30])
 @pytest.mark.parametrize("build", [lambda v: sg.Trainer(accelerator="cpu", max_time=v),
                                    lambda v: make(registry.find("callback", "timer"), {"duration": v})])  # fmt: skip
-def test_a_duration_is_longer_than_nothing(build, value):
+def test_a_duration_is_not_less_than_nothing(build, value):
     with pytest.raises(ConfigError, match="max_time|duration"):
         build(value)
 

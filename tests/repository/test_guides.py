@@ -1231,7 +1231,7 @@ def test_every_process_is_started_by_hand():
     [
         ({"gpus": 2}, 'use accelerator="gpu" and devices'),
         ({"replace_sampler_ddp": False}, "use use_distributed_sampler instead"),
-        ({"auto_select_gpus": True}, 'say devices="auto", or list the devices'),
+        ({"auto_select_gpus": True}, 'use devices="auto", or list the devices'),
         ({"resume_from_checkpoint": "last.ckpt"}, r"use fit\(ckpt_path\)"),
     ],
     ids=["gpus", "sampler", "selection", "resuming"],
