@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 from stratagem.errors import CheckpointError, PluginError
 from stratagem.places import Claim, claim, create_beside, is_remote, place, publish_object, refusals
 from stratagem.staging import sync_folder
+from stratagem.verification import check_structure
 
 if TYPE_CHECKING:
     from stratagem.plugin import CheckpointFormat
@@ -264,12 +265,13 @@ def _call(plugin: Any, hook: str, **given: Any) -> Any:
 
 
 def check_version(state: Mapping[str, Any], path: Path) -> None:
-    """Refuse a state that only a newer stratagem understands."""
-    tag = state.get("format")
-    version = tag.get("version", 1) if isinstance(tag, Mapping) else 1
-    if not isinstance(version, int) or version > STATE_VERSION:
+    """Refuse a state that is no checkpoint's, or that only a newer stratagem understands."""
+    check_structure(state, path)
+    tag = state.get("format", {})
+    version, writer = tag.get("version", 1), tag.get("stratagem", "of an unknown version")
+    if isinstance(version, bool) or not isinstance(version, int) or version > STATE_VERSION:
         raise CheckpointError(
-            f"{path} has version {version} and was written by stratagem {tag['stratagem'] if tag else ''}",
+            f"{path} has version {version!r} and was written by stratagem {writer}",
             expected=f"at most version {STATE_VERSION}", do="read it with a newer stratagem",
         )  # fmt: skip
 

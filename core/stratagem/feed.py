@@ -221,7 +221,8 @@ class Feed:
         iterator: Iterator[Any] = iter(self.loader)
         began = time.monotonic()
         for _ in range(first):
-            next(iterator, None)
+            if next(iterator, _END) is _END:
+                break
         seconds = time.monotonic() - began
         if seconds > _WORTH_TELLING_S and self.run.is_global_zero:
             warnings.warn(

@@ -100,7 +100,7 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     found = matched(here, saved)
     left = [key for key in saved if key not in found.values() and not _is_empty(saved[key])]
     choices = {id(choice.plugin): choice for choice in stack.choices()}
-    lacking = [choices[id(plugin)] for key, plugin in here.items() if key not in found and _has_state(plugin)]
+    lacking = {id(plugin): choices[id(plugin)] for key, plugin in here.items() if key not in found}.values()
     missing = [str(choice) for choice in lacking if choice.reason.startswith(("asked for", "given as"))]
     parts = [f"has no state of {' and of '.join(missing)}, which begins without it"] if missing else []
     parts += (
@@ -148,11 +148,6 @@ def _saved(state: Mapping[str, Any]) -> dict[str, Any]:
     ranks = state.get("ranks") or [{}]
     by_rank = {key: value for rank in ranks for key, value in rank.get("plugins", {}).items() if not _is_empty(value)}
     return by_rank | dict(state.get("callbacks", {})) | dict(state.get("plugins", {}))
-
-
-def _has_state(plugin: Any) -> bool:
-    """Whether `plugin` would save something now; what differs from rank to rank is taken for something."""
-    return not callable(getattr(plugin, "state_dict", None)) or not _is_empty(plugin.state_dict())
 
 
 def _is_empty(value: Any) -> bool:

@@ -26,6 +26,8 @@ def place(path: Any) -> Path:
         ConfigError: no path at all (empty, with NUL), no home folder for ``~user``, or a URL whose reader is not
             installed.
     """
+    if "\0" in str(path):
+        raise ConfigError(f"path {str(path)!r} has a NUL character in it", expected="a path", do="remove it")
     if isinstance(path, Path):
         return _local(path)
     if isinstance(path, str) and "://" not in path:

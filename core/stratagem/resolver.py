@@ -33,6 +33,7 @@ from stratagem.plugin import (
     Strategy,
 )
 from stratagem.settings import CHOICES, PluginOption
+from stratagem.verification import applying, check_similar
 from stratagem.world import DEFAULT_TIMEOUT
 
 #: What each kind must answer to be of any use.
@@ -131,7 +132,10 @@ class Stack:
         """Give the states in `saved` back to the plugins that are here and were there."""
         plugins = dict(self.stateful())
         for key, saved_as in matched(plugins, saved).items():
-            plugins[key].load_state_dict(saved[saved_as])
+            where = f"the checkpoint's state of {key}"
+            with applying(where):
+                check_similar(plugins[key].state_dict(), saved[saved_as], where)
+                plugins[key].load_state_dict(saved[saved_as])
 
     def active(self) -> list[Choice]:
         """The plugins whose hooks are registered."""

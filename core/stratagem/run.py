@@ -55,6 +55,7 @@ from stratagem.resolver import Choice, Stack, hook_implementations, resolve
 from stratagem.saving import Saver
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
+from stratagem.verification import applying, check_optimizer, check_weights_fit
 from stratagem.wire import Level, Wire
 from stratagem.world import Collectives, Mesh, World
 
@@ -632,8 +633,8 @@ class Run:
         module = model.module if isinstance(model, ModelHandle) else model
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         state = self.read_checkpoint(place(path))
-        self.ask("load_model_state", state=state["state_dict"], module=module, strict=strict)
-        self.load_optimizers(state.get("optimizers", []), optimizers, module)
+        self.load_model(state["state_dict"], module, strict, path)
+        self.load_optimizers(state.get("optimizers", []), optimizers, module, state["state_dict"], path)
         self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
         if self.is_global_zero:
             warn_of_differences(self.stack, state)
@@ -678,15 +679,36 @@ class Run:
         check_version(state, path)
         return state
 
-    def load_optimizers(self, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module) -> None:
-        """Put logical `states` into `optimizers`, one each."""
+    def load_model(
+        self, state: Mapping[str, Any], module: nn.Module, strict: bool, path: Any = "the checkpoint"
+    ) -> None:
+        """Put the weights `state`, of the checkpoint `path`, into `module`. Collective.
+
+        Raises:
+            CheckpointError: they are another model's, or would have to be converted.
+        """
+        check_weights_fit(state, module, path)
+        with applying(f"{path}: state_dict"):
+            self.ask("load_model_state", state=state, module=module, strict=strict)
+
+    def load_optimizers(
+        self, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,
+        weights: Mapping[str, Any] | None = None, path: Any = "the checkpoint",
+    ) -> None:  # fmt: skip
+        """Put logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
         if optimizers and len(states) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
                 do="resume with the optimizers that wrote it, or load the weights alone",
             )  # fmt: skip
-        for state, optimizer in zip(states, optimizers, strict=False):
-            self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
+        pairs = list(zip(states, optimizers, strict=False))
+        for number, (state, optimizer) in enumerate(pairs):
+            if isinstance(state, dict):  # an engine's own format stands for what the engine reads
+                where = f"{path}: optimizers[{number}]"
+                check_optimizer(state, weights or {}, getattr(optimizer, "param_groups", ()), where)
+        for number, (state, optimizer) in enumerate(pairs):
+            with applying(f"{path}: optimizers[{number}]"):
+                self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 

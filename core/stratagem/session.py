@@ -57,6 +57,8 @@ class Session:
         self.trainer, self.run, self.settings, self.job = trainer, trainer.run, trainer.settings, job
         self.module: Module = trainer.module
         self.val_loaders: list[Any] = []
+        #: The checkpoint that the job begins with.
+        self.read_from: Path | None = None
 
     def work(self) -> Any:
         """Do the job; return what the user's call returns."""
@@ -129,7 +131,7 @@ class Session:
             feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
         trainer.feed, trainer.use_loader = feed, self.use_loader
         if resumed is not None:
-            snapshot.restore(trainer, resumed)
+            snapshot.restore(trainer, resumed, self.read_from)
         elif job.carried is not None:
             snapshot.restore_carried(trainer, job.carried)
         trainer.should_stop, run.skipped_batches = False, 0
@@ -252,8 +254,7 @@ class Session:
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
         if checkpoint is not None:
-            strict = self.module.strict_loading
-            run.ask("load_model_state", state=checkpoint["state_dict"], module=self.module, strict=strict)
+            run.load_model(checkpoint["state_dict"], self.module, self.module.strict_loading, self.read_from)
         loaders = [self._share(loader, stage) for loader in self._loaders()]
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")
@@ -335,6 +336,7 @@ class Session:
         found = snapshot.find(self.trainer, self.job.ckpt_path)
         if found is None:
             return None
+        self.read_from = found
         state = self.run.read_checkpoint(found)
         self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
         if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):

@@ -18,8 +18,9 @@ from stratagem.initialization import allocate
 from stratagem.module import build, overrides
 from stratagem.places import is_remote, place
 from stratagem.run import format_tag
-from stratagem.seeding import random_state
+from stratagem.seeding import random_state, restore_random_state
 from stratagem.state import load_weights
+from stratagem.verification import applying, check_feed, check_like, check_numbers, check_scheduler, together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,77 +96,124 @@ def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Apply `state`. Weights alone make a fresh start."""
+def restore(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
+    """Apply `state`, which `path` holds. Weights alone make a fresh start. Collective.
+
+    Raises:
+        CheckpointError: something in it is not what a run like this one saves; on all ranks.
+    """
     run, position = trainer.run, trainer.position
     if "format" not in state and run.is_global_zero:
         warnings.warn(
             "the checkpoint was not written by stratagem: its weights are taken, and training begins at step 0",
             stacklevel=2,
         )
-    run.ask("load_model_state", state=state["state_dict"], module=trainer.module, strict=trainer.module.strict_loading)
-    if "loop" not in state:
-        return
-    if "optimizers" not in state:
-        if run.is_global_zero:
-            warnings.warn(
-                "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0",
-                stacklevel=2,
-            )
-        return
-    if "ranks" not in state:
-        raise CheckpointError(
-            "the checkpoint is by an earlier stratagem, which kept other things for resuming",
-            expected="one by this version",
-            do="load its weights with load_from_checkpoint, and fit without ckpt_path",
+    if "loop" not in state and "lr_schedulers" in state:
+        raise CheckpointError(f"{path} has no 'loop'", expected="all that a trainer saves", do="use another checkpoint")
+    resumes = "loop" in state and "optimizers" in state
+    if resumes:
+        together(run.collectives, lambda: _check(trainer, state, path))
+    run.load_model(state["state_dict"], trainer.module, trainer.module.strict_loading, path)
+    if "loop" in state and not resumes and run.is_global_zero:
+        warnings.warn(
+            "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2
         )
-    restore_optimizers(trainer, state)
+    if not resumes:
+        return
+    restore_optimizers(trainer, state, path)
     position.load_state_dict(state["loop"])
-    restore_plugins(trainer, state)
+    together(run.collectives, lambda: restore_plugins(trainer, state))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     ranks = state["ranks"]
     if len(ranks) == trainer.world_size:
         _restore_buffers(trainer.module, ranks[trainer.global_rank]["buffers"])
-    run.load_rank_states(ranks)
+    with applying(f"{path}: ranks"):
+        run.load_rank_states(ranks)
     trainer.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != trainer.world_size:
-        window = ranks[0]["feed"].get("window")
-        if window is not None:
-            position.batches_done = window["start"]  # its gradients were other ranks'
-        if not position.epoch_done:  # as many samples
-            position.batches_done = position.batches_done * len(ranks) // trainer.world_size
-        first, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
-        if trainer.feed is not None:
-            known = trainer.feed.resume_at_another_size(first, position)
-        within = "" if known or not position.batches_done or position.epoch_done else (
-            ", and the rest of the epoch comes in another order: some samples come twice or not at all"
-        )  # fmt: skip
-        if run.is_global_zero:
-            warnings.warn(
-                f"the checkpoint holds the random states of {len(ranks)} processes and this run has "
-                f"{trainer.world_size}: training continues with new ones{within}",
-                stacklevel=2,
-            )
+        _continue_at_another_size(trainer, ranks)
         return
     mine = ranks[trainer.global_rank]
     position.epoch_random_state = mine["epoch_start"]
-    trainer.training_book.load_state_dict(mine["metrics"])
     trainer.callback_metrics.update(mine["callback_metrics"])
+
+    def load_metrics() -> None:
+        with applying(f"{path}: ranks[{trainer.global_rank}].metrics"):
+            trainer.training_book.load_state_dict(mine["metrics"])
+
+    together(run.collectives, load_metrics)
     if trainer.feed is not None:
         trainer.feed.resume(mine["feed"], mine["random"])
+
+
+def _continue_at_another_size(trainer: Trainer, ranks: list[dict[str, Any]]) -> None:
+    """Go on where as many samples are used as `ranks`, of another number, have used."""
+    position = trainer.position
+    window = ranks[0]["feed"].get("window")
+    if window is not None:
+        position.batches_done = window["start"]  # its gradients were other ranks'
+    if not position.epoch_done:
+        position.batches_done = position.batches_done * len(ranks) // trainer.world_size
+    saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
+    if trainer.feed is not None:
+        known = trainer.feed.resume_at_another_size(saved, position)
+    lost = not known and position.batches_done and not position.epoch_done
+    if trainer.run.is_global_zero:
+        warnings.warn(
+            f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
+            "training continues with new ones"
+            + (
+                ", and the rest of the epoch comes in another order: some samples come twice or not at all" * bool(lost)
+            ),
+            stacklevel=2,
+        )
+
+
+def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
+    """Check what this rank is about to apply, before anything is changed."""
+    if "ranks" not in state:
+        raise CheckpointError(
+            f"{path} has no 'ranks'", expected="what this version of stratagem saves",
+            do="load its weights with load_from_checkpoint, and fit without ckpt_path",
+        )  # fmt: skip
+    for key in ("lr_schedulers", "callbacks", "plugins"):
+        if key not in state:
+            raise CheckpointError(f"{path} has no {key!r}", expected="all that a trainer saves", do="use another one")
+    check_like(state["loop"], trainer.position.state_dict(), f"{path}: loop")
+    if not state["ranks"]:
+        raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
+    now = random_state() if trainer.feed is None else trainer.feed.random_state()
+    for number, rank in enumerate(state["ranks"]):
+        where = f"{path}: ranks[{number}]"
+        for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
+            if key not in rank:
+                raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
+        check_numbers(rank["callback_metrics"], f"{where}.callback_metrics")
+        check_feed(rank["feed"], f"{where}.feed")
+    mine = state["ranks"][trainer.global_rank % len(state["ranks"])]
+    where = f"{path}: ranks[{trainer.global_rank % len(state['ranks'])}]"
+    put_back = restore_random_state if trainer.feed is None else trainer.feed.restore_random_state
+    try:
+        for key in ("random", "epoch_start"):
+            if mine[key] is not None:
+                with applying(f"{where}.{key}"):
+                    put_back(mine[key])
+    finally:
+        put_back(now)
 
 
 def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
     own = dict(module.named_buffers())
     for name, buffer in saved.items():
-        if name in own and own[name].shape == buffer.shape:
+        if name in own and own[name].shape == getattr(buffer, "shape", None) and own[name].dtype == buffer.dtype:
             own[name].copy_(buffer)
 
 
-def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:
+def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
     """Apply the states of optimizers and schedulers."""
-    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module)
+    weights = state.get("state_dict")
+    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module, weights, path)
     schedulers, configs = state["lr_schedulers"], trainer.lr_scheduler_configs
     if len(schedulers) != len(configs):
         raise CheckpointError(
@@ -173,8 +221,10 @@ def restore_optimizers(trainer: Trainer, state: dict[str, Any]) -> None:
             expected=f"{len(configs)} as in this run",
             do="resume with the schedulers that wrote it",
         )
-    for config, scheduler in zip(configs, schedulers, strict=True):
-        config.scheduler.load_state_dict(scheduler)
+    for number, (config, scheduler) in enumerate(zip(configs, schedulers, strict=True)):
+        check_scheduler(scheduler, config.scheduler, f"{path}: lr_schedulers[{number}]")
+        with applying(f"{path}: lr_schedulers[{number}]"):
+            config.scheduler.load_state_dict(scheduler)
 
 
 def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:

@@ -235,8 +235,13 @@ def _read_rest(path: Path) -> dict[str, Any] | None:
         raise _unreadable(path, error.strerror or str(error)) from error
     if xxhash.xxh3_128_hexdigest(text).encode() != digest.strip():
         raise _unreadable(path, f"the checksum of {_REST} differs")
-    rest: dict[str, Any] = json.loads(text)
-    if rest.get("format") != _TAG or rest.get("version", 0) > _VERSION:
+    try:
+        rest: dict[str, Any] = json.loads(text)
+        known = rest.get("format") == _TAG and rest.get("version", 0) <= _VERSION
+        _ = [rest[key] for key in ("names", "state")], [entry["bytes"] for entry in rest["files"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(path, f"{_REST}: {type(error).__name__}: {error}") from error
+    if not known:
         raise CheckpointError(
             f"{path} has version {rest.get('version')}", expected=f"at most {_VERSION}",
             do="read it with a newer stratagem-checkpoint-dcp",

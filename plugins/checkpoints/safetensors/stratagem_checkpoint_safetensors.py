@@ -25,6 +25,10 @@ from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, refusals
 
 _REST, _TENSOR = "stratagem", "stratagem."
+#: What reading a file raises that is damaged, or was not written here.
+_UNREADABLE = (
+    SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
 #: What the format allows.
 _LARGEST_HEADER = 100_000_000
 
@@ -140,7 +144,16 @@ def _read(path: Path) -> dict[str, Any]:
             return {"state_dict": tensors}
         rest = json.loads(metadata[_REST])
         state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
-    except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})",
             expected="a file of tensors", do="nothing in it was executed; use another file",

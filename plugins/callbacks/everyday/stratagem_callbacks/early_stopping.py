@@ -104,5 +104,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on waiting where an earlier run did."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        if not isinstance(state.get("best_score"), int | float | None):
+            raise TypeError(f"best_score is a {type(state['best_score']).__name__}, and no number")
+        for name in self.state_dict():
+            setattr(self, name, state[name])

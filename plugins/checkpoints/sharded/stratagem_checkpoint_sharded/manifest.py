@@ -85,7 +85,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             )  # fmt: skip
         for name in files_of(manifest):
             _check_file(path, name, manifest)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a sharded checkpoint ({getattr(error, 'strerror', None) or error})",
             expected="what was written", do="nothing in it was executed; use another one",

@@ -37,7 +37,7 @@ def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         tensors.append(tensor.clone() if count <= SMALL else tensor)
     try:
         state: dict[str, Any] = decode(manifest["state"], tensors)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.parent} has a manifest that makes no sense ({error!r})") from error
     return state
 
