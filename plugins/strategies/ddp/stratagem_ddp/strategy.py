@@ -172,8 +172,8 @@ class DDPStrategy(Strategy):
     @hookimpl
     def step_context(self, stage, sync, run):
         # An evaluating model is not wrapped; while training, None adds nothing to the list of contexts.
-        silent = stage == "train" and not sync and isinstance(run.model, _Replica) and not run.model.learns_its_graph
-        return run.model.no_sync() if silent else None
+        silent = stage == "train" and not sync and isinstance(run.model, DistributedDataParallel)
+        return run.model.no_sync() if silent and not _learns_its_graph(run.model) else None
 
     @hookimpl
     def backward(self, loss, module, run):
@@ -190,9 +190,9 @@ class DDPStrategy(Strategy):
         except RuntimeError as error:
             explain(error, module, run.rank, loss)
             raise
-        if self._num_bytes and (run.sync_gradients or module.learns_its_graph):
+        if self._num_bytes and (run.sync_gradients or _learns_its_graph(module)):
             run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
-        if module.learns_its_graph:
+        if _learns_its_graph(module):
             vars(module)[REACHED] = reached(loss)
         return True
 
@@ -227,13 +227,6 @@ class _Replica(DistributedDataParallel):
         self.names = names_of(self)
         self.traffic = None
 
-    @property
-    def learns_its_graph(self) -> bool:
-        """Whether no backward has taught it a static graph yet. The first must send, also within an accumulated window:
-        what it averages is the same on all ranks, and averaging that again with the rest of the window changes nothing.
-        """
-        return self.static_graph and REACHED not in vars(self)
-
     def check_frozen(self):
         """Refuse a parameter that was frozen when DDP counted them and is trained now: nobody averages its gradient."""
         thawed = set(names_of(self)) - set(self.names)
@@ -257,6 +250,15 @@ class _Replica(DistributedDataParallel):
         except RuntimeError as error:
             explain(error, self, torch.distributed.get_rank())
             raise
+
+
+def _learns_its_graph(replica: DistributedDataParallel) -> bool:
+    """Whether no backward has taught `replica` its static graph yet.
+
+    The first one must send, also within an accumulated window: what it averages is the same on all ranks, and averaging
+    that again with the rest of the window changes nothing.
+    """
+    return replica.static_graph and REACHED not in vars(replica)
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: Any) -> None:
