@@ -548,3 +548,18 @@ def test_what_the_page_calls_missing_is():
     assert not today.has_plugin("precision", "transformer-engine")
     with pytest.raises(ConfigError):
         sg.Trainer(check_val_every_n_epoch=None)
+
+
+def test_a_training_loader_that_does_not_shuffle_is_reported():
+    head = "import pytorch_lightning as pl\nfrom torch.utils.data import DataLoader\nclass D(pl.LightningDataModule):\n"
+    body = "    def {name}(self):\n        return DataLoader(self.data, batch_size=4{more})\n"
+
+    def told(name, more=""):
+        return "DataLoader(..., shuffle=True)" in news(head + body.format(name=name, more=more), "check")
+
+    assert told("train_dataloader")
+    assert told("train_dataloader", ", shuffle=False")
+    assert not told("train_dataloader", ", shuffle=True")
+    assert not told("train_dataloader", ", sampler=self.sampler")
+    assert not told("train_dataloader", ", **self.options")
+    assert not told("val_dataloader")

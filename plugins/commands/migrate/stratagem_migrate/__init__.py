@@ -20,7 +20,7 @@ from stratagem_migrate.source import Source, read
 RULES = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
-    own.on_self, trainers.on_trainer, trainers.loading, trainers.seeds,
+    own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, surroundings.devices, surroundings.variables,
 )  # fmt: skip
 

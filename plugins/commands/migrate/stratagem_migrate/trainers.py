@@ -130,6 +130,25 @@ def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Findi
         )  # fmt: skip
 
 
+def unshuffled(source: Source) -> Iterator[Finding]:
+    """Find training loaders that do not shuffle: Lightning shuffled them under several processes."""
+    if not source.is_about_lightning:
+        return
+    for node in source.nodes:
+        if not (isinstance(node, ast.FunctionDef) and node.name == "train_dataloader"):
+            continue
+        for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
+            if short(call.func).rpartition(".")[2] != "DataLoader" or any(each.arg is None for each in call.keywords):
+                continue
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            off = "shuffle" in given and source.literal(given["shuffle"]) is False
+            if off or (given.keys().isdisjoint({"shuffle", "sampler", "batch_sampler"}) and len(call.args) < 3):
+                yield source.finding(
+                    call, CHECK, "a training loader without shuffle=True", "DataLoader(..., shuffle=True)",
+                    "Lightning shuffles it under several processes; stratagem keeps the loader's order everywhere",
+                )  # fmt: skip
+
+
 def _names(node: ast.Call) -> set[str]:
     return {keyword.arg for keyword in node.keywords if keyword.arg is not None}
 
