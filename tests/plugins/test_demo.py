@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 
 def demo(folder):
@@ -26,3 +29,29 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert second.returncode == 0, second.stderr
     assert "going on from the checkpoints" in second.stdout
     assert re.search(r"validation loss [\d.]+ nats per character after 8 steps", second.stdout)
+
+
+def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
+    command = [sys.executable, "-u", "-m", "stratagem", "demo", "--steps", "100000", "--batch-size", "2"]
+    process = subprocess.Popen(
+        [*command, "--precision", "32-true", "--devices", "2"], cwd=tmp_path, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("demo_run/stratagem_logs/*/")) and time.monotonic() < deadline:  # after 10 steps
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        said, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    assert "saving every 250 steps, at the end and on Ctrl-C" in said
+    assert process.returncode != 0
+    saved = re.search(r"on_exception_checkpoint: saved (\S+) after step (\d+)", said)
+    if saved is None:  # the ranks were at different steps
+        assert "on_exception_checkpoint could not save" in said, said
+    else:
+        assert (tmp_path / saved[1]).exists()

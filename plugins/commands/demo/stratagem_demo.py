@@ -18,6 +18,7 @@ import stratagem as sg
 from stratagem.seeding import seed_everything
 
 CONTEXT = 96  # characters
+SAVE_EVERY = 250  # steps
 
 
 # --- The model ---------------------------------------------------------------------------------------------------
@@ -161,12 +162,16 @@ class Demo(sg.Command):
             gradient_clip_val=1.0,
             val_check_interval=min(250, len(train) // 2),
             num_sanity_val_steps=0,
-            callbacks=[{"name": "model_checkpoint", "every_n_train_steps": 250, "save_last": True}],
+            callbacks=[
+                {"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True},
+                "on_exception_checkpoint",  # Ctrl-C before the first save must not lose what was trained
+            ],
             log_every_n_steps=10,
         )
         started = sorted(arguments.dir.glob("checkpoints/*.ckpt"))
         if started:
             trainer.print(f"going on from the checkpoints in {arguments.dir}; delete that folder to start afresh")
+        trainer.print(f"saving every {SAVE_EVERY} steps, at the end and on Ctrl-C in {arguments.dir / 'checkpoints'}")
         trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
         final = trainer.validate(model, held_out)[0]["val_loss"]
         trainer.save_checkpoint(arguments.dir / "checkpoints" / "last.ckpt")
