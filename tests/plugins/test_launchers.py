@@ -715,3 +715,25 @@ def test_a_started_process_knows_its_rank_before_it_trains(tmp_path):
     result = run([sys.executable, path])
 
     assert result.stdout.splitlines() == ["once", "[(True, 0, 0, True), (False, 1, 1, False)]"], result.stderr
+
+
+def test_spawn_names_what_a_spawned_process_cannot_import(tmp_path):
+    """As in a notebook, whose main program has no file either."""
+    code = """
+import stratagem as sg
+from stratagem.testing.reference import Net, joined_batches
+
+class Mine(Net):
+    pass
+
+trainer = sg.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", barebones=True, max_epochs=1)
+trainer.fit({model}, joined_batches(1, 8))
+print("trained")
+"""
+    refused = run([sys.executable, "-c", code.format(model="Mine()")])
+    imported = run([sys.executable, "-c", code.format(model="Net()")])
+
+    assert refused.returncode == 1
+    assert "ConfigError: Mine is defined in a notebook, at a prompt or in `python -c`" in refused.stderr
+    assert 'use a strategy that forks (such as "ddp_notebook")' in refused.stderr
+    assert imported.stdout == "trained\n", imported.stderr

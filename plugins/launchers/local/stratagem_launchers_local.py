@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -145,14 +147,37 @@ class SpawnLauncher(_FunctionLauncher):
 
     def _pack(self, main: Any) -> bytes:
         # Plain pickle, not torch.multiprocessing's: that one would share the parameters' memory between the ranks.
+        packed = io.BytesIO()
+        pickler = _Pickler(packed)
         try:
-            return pickle.dumps(main)
+            pickler.dump(main)
         except Exception as error:
             raise ConfigError(
                 f"the module, a callback or a loader cannot be sent to a spawned process ({error})",
                 expected="everything to pickle",
                 do='define it at the top of a module, or use a strategy that forks or runs the script again ("ddp")',
             ) from error
+        if pickler.of_main and getattr(sys.modules["__main__"], "__file__", None) is None:
+            raise ConfigError(
+                f"{', '.join(sorted(pickler.of_main))} is defined in a notebook, at a prompt or in `python -c`, where "
+                "a spawned process cannot import it",
+                expected="all classes and functions of the run in modules",
+                do='move it to a .py file and import it, or use a strategy that forks (such as "ddp_notebook")',
+            )
+        return packed.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Remembers which classes and functions of the main program it met: they travel as names."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.of_main: set[str] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | types.FunctionType) and value.__module__ == "__main__":
+            self.of_main.add(value.__qualname__)
+        return NotImplemented
 
 
 @define(eq=False, kw_only=True)
