@@ -206,7 +206,7 @@ def applying(where: str) -> Iterator[None]:
     except (StratagemError, torch.OutOfMemoryError):
         raise
     except _CONFUSED as error:
-        if is_echo(type(error).__name__, str(error)):
+        if is_echo(error):
             raise
         text = str(error).strip().splitlines()
         raise CheckpointError(
