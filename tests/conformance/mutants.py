@@ -27,6 +27,8 @@ from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
@@ -143,6 +145,33 @@ def mutant(first: str, **tolerances: float) -> Callable[[type[Any]], type[Any]]:
         return cls
 
     return enter
+
+
+# --- Strategies: methods of the module ---------------------------------------------------------------------------
+
+
+@mutant("test_custom_step")
+class DifferentiatesPastTheModule(Replicated):
+    capabilities = Capabilities(provides=Replicated.capabilities.provides | {CUSTOM_STEP})
+
+
+@mutant("test_custom_clipping")
+class AveragesOnlyWhenItSteps(Replicated):
+    capabilities = Capabilities(
+        provides=Replicated.capabilities.provides - {CLIP_BY_NORM, CLIP_BY_VALUE} | {CUSTOM_CLIPPING}
+    )
+
+    def reduce(self, bucket, run):
+        return super().reduce(bucket, run) * run.world_size
+
+    @hookimpl
+    def optimizer_step(self, optimizer, run):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= run.world_size
+        optimizer.step()
+        return True
 
 
 # --- Strategies: gradients ---------------------------------------------------------------------------------------

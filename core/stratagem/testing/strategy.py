@@ -21,6 +21,8 @@ from stratagem.plugin import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
     FULL_STATE,
     GRADIENT_BUCKETS,
     MANUAL_OPTIMIZATION,
@@ -38,6 +40,8 @@ from stratagem.testing.reference import (
     BranchingLater,
     Buffered,
     ByHand,
+    CustomClipping,
+    CustomStep,
     Double,
     Dropped,
     Frozen,
@@ -274,6 +278,22 @@ class StrategyConformance(Conformance):
         self._needs(CLOSURE_OPTIMIZERS, world_size, Lbfgs)
 
         self._compare(self._train(world_size, Lbfgs, batches), train_lbfgs_plainly(batches))
+
+    def test_custom_step(self, world_size: int) -> None:
+        """A module's own `backward` and `optimizer_step` are called, once each."""
+        batches = joined_batches(6, _BATCH)
+        self._needs(CUSTOM_STEP, world_size, CustomStep)
+
+        reference, _ = train_module_plainly(Net(lr=Net().lr / 2), batches)
+        self._compare(self._train(world_size, CustomStep, batches), reference)
+
+    def test_custom_clipping(self, world_size: int) -> None:
+        """A module that clips gradients itself finds them complete and averaged."""
+        batches = joined_batches(6, _BATCH)
+        self._needs(CUSTOM_CLIPPING, world_size, CustomClipping)
+
+        reference, _ = train_module_plainly(Net(), batches, max_norm=0.5)
+        self._compare(self._train(world_size, CustomClipping, batches), reference)
 
     # --- With the other plugins ----------------------------------------------------------------------------------
 
