@@ -485,3 +485,30 @@ def test_double_precision_closures_stay_exact():
         optimizer.step()
 
     assert relative_difference(module.state_dict(), reference.state_dict()) < 1e-14
+
+
+class Super(Net):
+    """Defines the methods of the step as `Module` does."""
+
+    def optimizer_step(self, *arguments):
+        super().optimizer_step(*arguments)
+
+    def optimizer_zero_grad(self, *arguments):
+        super().optimizer_zero_grad(*arguments)
+
+    def backward(self, loss):
+        super().backward(loss)
+
+
+@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}])
+def test_an_outer_strategy_trains_the_same_with_methods_that_only_call_super(arguments):
+    def train(rank, world_size, make):
+        trainer = fit(
+            make(), joined_batches(7, 16), strategy={"name": "local_sgd", "period": 2}, devices=2, **arguments
+        )
+        return weights_of(trainer), trainer.global_step
+
+    plain, custom = run_in_processes(train, 2, Net), run_in_processes(train, 2, Super)
+
+    assert [relative_difference(a[0], b[0]) for a, b in zip(plain, custom, strict=True)] == [0, 0]
+    assert [result[1] for result in plain] == [result[1] for result in custom]
