@@ -670,6 +670,8 @@ def _hosted_store(world: World) -> Any:
     from stratagem.launch import RendezvousStore
 
     place = _store_place(world)
+    if not _hosted:
+        atexit.register(_hosted.clear)  # registered before the group is: it ends after the group was left
     if place not in _hosted:
         _hosted[place] = RendezvousStore(*place, for_others=world.num_nodes > 1).serve()
     return _hosted[place].clone()
