@@ -499,7 +499,7 @@ class Run:
         return output
 
     def _check_may_skip(self, output: Any, batch_idx: int) -> None:
-        """Refuse an `output` of ``training_step`` that is no loss; None may skip a batch where one process trains.
+        """Refuse an `output` of ``training_step`` that is not a loss; None may skip a batch where one process trains.
 
         Raises:
             ConfigError: it is neither a loss nor None, or the other ranks wait for its gradients.

@@ -175,7 +175,7 @@ def test_stage_0_averages_what_each_rank_used():
         assert distance < 1e-6
 
 
-# --- A loop of one's own -------------------------------------------------------------------------------------------
+# --- Loops without a Trainer ------------------------------------------------------------------------------------
 
 
 def _scheduled(rank, world_size, stage):
