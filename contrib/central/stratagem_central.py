@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from attrs import define
 
 from stratagem import Capabilities, Strategy, hookimpl
@@ -25,8 +26,11 @@ class CentralStrategy(Strategy):
     def backward(self, loss, module, run):
         loss.backward()
         if run.sync_gradients:  # false while gradients are only accumulated
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            for future in [run.collectives.average_async(gradient) for gradient in gradients]:
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            for parameter in parameters:
+                if parameter.grad is None:  # this rank's loss did not reach it; another rank's may have
+                    parameter.grad = torch.zeros_like(parameter)
+            for future in [run.collectives.average_async(parameter.grad) for parameter in parameters]:
                 future.wait()
         return True
 

@@ -107,8 +107,9 @@ class EnvironmentConformance(_AskedEarly):
         size = environment.local_processes() or 1
         world = self.world or World()
         run = SimpleNamespace(
-            num_processes=size, devices_given=False, settings=SimpleNamespace(num_nodes=world.num_nodes)
-        )
+            num_processes=size, devices_given=False,
+            settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
+        )  # fmt: skip
         answer = environment.setup_environment(run=run)
         assert isinstance(answer, World)
         return answer
