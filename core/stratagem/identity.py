@@ -53,7 +53,7 @@ def options_key(plugin: Any) -> str:
         value = getattr(plugin, option.name, None)
         if isinstance(value, Path):
             value = str(value)
-        if value != option.default and (value is None or isinstance(value, bool | int | float | str)):
+        if (value is None or isinstance(value, bool | int | float | str)) and value != option.default:
             changed[name] = redact(name, value)
     return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
 
@@ -108,6 +108,18 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     )
     if parts:
         warnings.warn(f"the checkpoint {', and '.join(parts)}", stacklevel=2)
+    for key in (key for key, plugin in here.items() if key.endswith(" #1") and not _has_options(plugin)):
+        name = key.removesuffix(" #1")
+        warnings.warn(
+            f"the checkpoint tells plugins ({name}) apart by their order alone: give the class a property state_key that "
+            "returns a text for each",
+            stacklevel=2,
+        )
+
+
+def _has_options(plugin: Any) -> bool:
+    """Whether the class of `plugin` is an attrs class itself: what its instances were given is known."""
+    return "__attrs_attrs__" in vars(type(plugin))
 
 
 def _defines_state(cls: type[Any]) -> bool:

@@ -387,8 +387,16 @@ def _argument_of(kind: str) -> str:
 def _is_default(option: attrs.Attribute[Any], value: Any) -> bool:
     default: Any = option.default
     if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        return not default.takes_self and bool(value == default.factory())
-    return default is not attrs.NOTHING and bool(value == default)
+        return not default.takes_self and _equal(value, default.factory())
+    return default is not attrs.NOTHING and _equal(value, default)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; arrays and tensors of several elements are equal to nothing."""
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):
+        return False
 
 
 def _unset(value: Any) -> bool:

@@ -696,19 +696,23 @@ class Run:
         weights: Mapping[str, Any] | None = None, path: Any = "the checkpoint",
     ) -> None:  # fmt: skip
         """Put logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
+        self.check_optimizers(states, optimizers, weights, path)
+        for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+            with applying(f"{path}: optimizers[{number}]"):
+                self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
+
+    def check_optimizers(
+        self, states: list[dict[str, Any]], optimizers: list[Optimizer], weights: Mapping[str, Any] | None, path: Any
+    ) -> None:
+        """Refuse `states` that are not for `optimizers`; see `load_optimizers`."""
         if optimizers and len(states) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
                 do="resume with the optimizers that wrote it, or load the weights alone",
             )  # fmt: skip
-        pairs = list(zip(states, optimizers, strict=False))
-        for number, (state, optimizer) in enumerate(pairs):
+        for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
             if isinstance(state, dict):  # an engine's own format stands for what the engine reads
-                where = f"{path}: optimizers[{number}]"
-                check_optimizer(state, weights or {}, getattr(optimizer, "param_groups", ()), where)
-        for number, (state, optimizer) in enumerate(pairs):
-            with applying(f"{path}: optimizers[{number}]"):
-                self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
+                check_optimizer(state, weights or {}, optimizer, f"{path}: optimizers[{number}]")
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 

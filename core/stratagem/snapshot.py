@@ -20,7 +20,15 @@ from stratagem.places import is_remote, place
 from stratagem.run import format_tag
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.state import load_weights
-from stratagem.verification import applying, check_feed, check_like, check_numbers, check_scheduler, together
+from stratagem.verification import (
+    applying,
+    check_feed,
+    check_like,
+    check_numbers,
+    check_scheduler,
+    check_weights_fit,
+    together,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,6 +189,8 @@ def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
         if key not in state:
             raise CheckpointError(f"{path} has no {key!r}", expected="all that a trainer saves", do="use another one")
     check_like(state["loop"], trainer.position.state_dict(), f"{path}: loop")
+    check_weights_fit(state["state_dict"], trainer.module, path)
+    _check_optimizers(trainer, state, path)
     if not state["ranks"]:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
     now = random_state() if trainer.feed is None else trainer.feed.random_state()
@@ -210,10 +220,8 @@ def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
             own[name].copy_(buffer)
 
 
-def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
-    """Apply the states of optimizers and schedulers."""
-    weights = state.get("state_dict")
-    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module, weights, path)
+def _check_optimizers(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
+    trainer.run.check_optimizers(state["optimizers"], trainer.run.optimizers, state.get("state_dict"), path)
     schedulers, configs = state["lr_schedulers"], trainer.lr_scheduler_configs
     if len(schedulers) != len(configs):
         raise CheckpointError(
@@ -223,6 +231,16 @@ def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the
         )
     for number, (config, scheduler) in enumerate(zip(configs, schedulers, strict=True)):
         check_scheduler(scheduler, config.scheduler, f"{path}: lr_schedulers[{number}]")
+
+
+def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
+    """Apply the states of optimizers and schedulers."""
+    _check_optimizers(trainer, state, path)
+    weights = state.get("state_dict")
+    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module, weights, path)
+    for number, (config, scheduler) in enumerate(
+        zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True)
+    ):
         with applying(f"{path}: lr_schedulers[{number}]"):
             config.scheduler.load_state_dict(scheduler)
 

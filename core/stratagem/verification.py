@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from stratagem.errors import CheckpointError, StratagemError
+from stratagem.state import check_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +61,7 @@ def check_structure(state: Any, path: Any) -> None:
 
 
 def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any = "the checkpoint") -> None:
-    """Check that each tensor of `weights` is of the kind of the one in `module` that it is for.
+    """Check that each tensor of `weights` has the kind and the shape of the one in `module` that it is for.
 
     Raises:
         CheckpointError: names the tensor.
@@ -79,27 +81,33 @@ def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any =
                 f"{path}: state_dict[{name!r}] has dtype {value.dtype}",
                 expected=f"one that {mine}, which the model has, can hold", do="load it into the model that wrote it",
             )  # fmt: skip
+        if not is_lazy(own[name]) and own[name].numel():  # an engine may hold it elsewhere
+            check_weights({name: own[name].shape}, {name: value}, strict=False)
 
 
-def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], groups: Any, where: str) -> None:
-    """Check the logical `state` of an optimizer: its form, its tensors, and options like those of `groups`.
+def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Any, where: str) -> None:
+    """Check the logical `state` of an optimizer: its form, options like those of `optimizer`, its tensors.
+
+    What tensors an optimizer keeps is known of torch's own alone: others keep them in other shapes, in integers, or for
+    some parameters only.
 
     Args:
         weights: the model's, of the same checkpoint.
-        groups: the parameter groups of the optimizer that it is for.
+        optimizer: the one that it is for.
         where: names the state in messages.
 
     Raises:
         CheckpointError: names the entry.
     """
     entries, saved = state.get("state"), state.get("param_groups")
+    groups, is_torchs = getattr(optimizer, "param_groups", ()), type(optimizer).__module__.startswith("torch.optim")
     _check(where, "state", entries, Mapping, "a mapping by the names of parameters")
     _check(where, "param_groups", saved, list | tuple, "a list of mappings")
     assert isinstance(entries, Mapping)
     assert isinstance(saved, Sequence)
     for name, entry in entries.items():
         _check(where, f"state[{name!r}]", entry, Mapping, "a mapping")
-        for key in _LIKE_PARAMETERS & entry.keys():
+        for key in _LIKE_PARAMETERS & entry.keys() if is_torchs else ():
             _check_like(weights.get(name), entry[key], f"{where}.state[{name!r}].{key}")
         if "step" in entry and not _is_number(entry["step"]):
             raise _wrong(where, f"state[{name!r}].step", entry["step"], "a number")
@@ -115,7 +123,8 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], groups
                 _check_similar(own[key], group[key], f"{where}.{place}.{key}")
             elif isinstance(own[key], int | float | tuple) and not isinstance(own[key], bool):
                 raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
-        _check_alike({name: entries[name] for name in group["params"] if name in entries}, where)
+        if is_torchs:
+            _check_alike({name: entries[name] for name in group["params"] if name in entries}, where)
 
 
 def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:

@@ -20,6 +20,7 @@ import re
 import socket
 import sys
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -328,9 +329,10 @@ class TorchCollectives(Collectives):
 
         global _comparing
         if self.device.type == "cpu" and "gloo" in dist.get_backend():
-            if _comparing is None:
-                _comparing = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._comparing = _comparing
+            default = dist.group.WORLD
+            if _comparing is None or _comparing[0]() is not default:
+                _comparing = weakref.ref(default), dist.new_group(backend="gloo", timeout=self.timeout)
+            self._comparing = _comparing[1]
         return self
 
     def _same_call(self, call: str, *facts: Any) -> None:
@@ -608,8 +610,8 @@ def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 #: How often this process has met others. All ranks meet equally often.
 _meetings = 0
-#: The group over which the runs of this process compare calls, while there is a default group.
-_comparing: Any = None
+#: The default group, and the group over which the runs of this process compare calls while that one is there.
+_comparing: tuple[weakref.ref[Any], Any] | None = None
 
 
 def _default_store() -> Any:

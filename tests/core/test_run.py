@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
@@ -145,3 +148,23 @@ def test_processes_that_a_strategy_would_train_alone_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="has 2 processes and strategy 'single_device' trains in one"):
         run.connect()
     assert sg.Run(accelerator="cpu").stack.strategies[0].name == "ddp"
+
+
+def _joins_groups_of_the_user(rank, world_size):
+    sums = []
+    for number in range(2):
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"mine/{number}", _store()), rank=rank, world_size=2)
+        run = sg.Run(strategy="ddp", devices=2, accelerator="cpu")
+        run.connect()
+        sums.append(float(run.collectives.all_reduce(torch.tensor(1.0 + rank), "sum")))
+        run.close()
+        dist.destroy_process_group()
+    return sums
+
+
+def _store():
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def test_a_second_group_of_the_user_is_joined_as_the_first():
+    assert run_in_processes(_joins_groups_of_the_user, 2, limit_s=30) == [[3.0, 3.0], [3.0, 3.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import attrs
 import pytest
 import torch
 
@@ -296,3 +297,47 @@ def test_a_key_that_is_a_method_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="a method state_key; expected a property"):
         fit_with(tmp_path, [Keyed()])
+
+
+def test_plain_callbacks_of_one_class_are_told_apart_by_a_key_or_there_is_a_warning(tmp_path):
+    class Plain(sg.Callback):
+        def __init__(self, name):
+            self.name = self.found = name
+
+        def state_dict(self):
+            return {"name": self.name}
+
+        def load_state_dict(self, state):
+            self.found = state["name"]
+
+    class Keyed(Plain):
+        @property
+        def state_key(self):
+            return f"plain.{self.name}"
+
+    fit_with(tmp_path, [Plain("x"), Plain("y")])
+    [message] = fit_with(tmp_path, [Plain("y"), Plain("x")], tmp_path / "saved.ckpt")
+    assert "by their order alone" in message
+
+    fit_with(tmp_path, [Keyed("x"), Keyed("y")])
+    swapped = [Keyed("y"), Keyed("x")]
+    assert fit_with(tmp_path, swapped, tmp_path / "saved.ckpt") == []
+    assert [callback.found for callback in swapped] == ["y", "x"]
+
+
+def test_an_option_that_is_an_array_is_left_out_of_the_key(tmp_path):
+    numpy = pytest.importorskip("numpy")
+
+    @attrs.define(eq=False, kw_only=True)
+    class Weighted(sg.Callback):
+        weights: object = None
+
+        def state_dict(self):
+            return {"count": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    fit_with(tmp_path, [Weighted(weights=numpy.array([1.0, 2.0]))])
+
+    assert any("Weighted" in key for key in read_any(tmp_path / "saved.ckpt")["callbacks"])

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stratagem as sg
 from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data
+from stratagem.testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -310,3 +310,41 @@ def test_last_takes_no_other_archive_for_a_checkpoint(tmp_path):
     trainer.fit(Noisy(), loader(), ckpt_path="last")
 
     assert trainer.global_step == 12
+
+
+class RowsAndColumns(torch.optim.Optimizer):
+    """Keeps state as Adafactor does outside torch: other tensors for matrices than for vectors, some in integers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if parameter.ndim == 2:
+                state.setdefault("exp_avg", torch.zeros(parameter.shape, dtype=torch.uint8))
+                state.setdefault("exp_avg_sq_row", torch.zeros(parameter.shape[0])).add_(parameter.grad.square().sum(1))
+            else:
+                state.setdefault("exp_avg_sq", torch.zeros(1)).add_(parameter.grad.square().sum())
+            parameter.sub_(parameter.grad, alpha=1e-3)
+
+
+class WithRowsAndColumns(Net):
+    def configure_optimizers(self):
+        return RowsAndColumns(self.parameters())
+
+
+def test_an_optimizer_may_keep_what_it_likes(tmp_path):
+    quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+    batches = joined_batches(2, 8)
+    sg.Trainer(max_epochs=1, **quiet).fit(WithRowsAndColumns(), batches)
+
+    again = sg.Trainer(max_epochs=2, **quiet)
+    again.fit(WithRowsAndColumns(), batches, ckpt_path="last")
+
+    whole = sg.Trainer(max_epochs=2, enable_checkpointing=False, **quiet)
+    whole.fit(WithRowsAndColumns(), batches)
+    for mine, theirs in zip(again.optimizers[0].state.values(), whole.optimizers[0].state.values(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -423,6 +423,25 @@ def test_the_backbone_joins_at_its_epoch_also_after_a_resume(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_the_backbone_keeps_the_modes_that_the_user_set(tmp_path, train_bn):
+    class Normalized(Pretrained):
+        def __init__(self):
+            super().__init__()
+            self.backbone.append(torch.nn.BatchNorm1d(32).eval())
+            self.modes = []
+
+        def on_train_batch_end(self):
+            self.modes.append((self.backbone.training, self.backbone[-1].training))
+
+    module = Normalized()
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=train_bn)
+    trainer(tmp_path, finetuning, logger=False, max_epochs=2).fit(module, BATCHES)
+
+    assert module.modes[0] == (train_bn, False)
+    assert module.modes[-1] == (True, False)
+
+
 def test_finetuning_says_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="attr_name is 'bakcbone'; expected a part of Pretrained.*'backbone'"):
         trainer(tmp_path, BackboneFinetuning(attr_name="bakcbone"), logger=False).fit(Pretrained(), BATCHES)

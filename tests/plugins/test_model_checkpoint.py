@@ -330,3 +330,42 @@ def test_last_of_another_run_in_the_folder_is_not_overwritten(tmp_path):
     again.fit(Net(), batches, ckpt_path="last")  # the newest: it goes on with its own
     assert Path(again.checkpoint_callback.last_model_path).name == "last-v1.ckpt"
     assert torch.load(again.checkpoint_callback.last_model_path, weights_only=True)["loop"]["epoch"] == 2
+
+
+@pytest.mark.parametrize("kept", [{"save_top_k": -1}, {"monitor": "score", "save_top_k": 3}])
+def test_a_resumed_run_that_would_keep_fewer_leaves_the_others_alone(tmp_path, kept):
+    batches = joined_batches(2, 8)
+    checkpointing(tmp_path, 3, **kept).fit(Scored([3.0, 2.0, 1.0]), batches, batches)
+    before = names_in(tmp_path)
+
+    checkpointing(tmp_path, 4).fit(Scored([3.0, 2.0, 1.0, 4.0]), batches, batches, ckpt_path="last")
+
+    assert len(before) == 3
+    assert set(names_in(tmp_path)) == {*before, "epoch=3-step=8.ckpt"}
+
+
+def test_no_checkpoint_makes_a_run_delete_a_file_elsewhere(tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    batches = joined_batches(2, 8)
+    checkpointing(tmp_path, 1).fit(Net(), batches)
+    [path] = (tmp_path / "checkpoints").glob("*.ckpt")
+    state = torch.load(path, weights_only=True)
+    [callback] = [each for each in state["callbacks"].values() if "best_k_models" in each]
+    callback["best_k_models"] = {str(precious): 1.0, str(tmp_path / "checkpoints" / "notes.txt"): 2.0}
+    (tmp_path / "checkpoints" / "notes.txt").write_text("mine")
+    torch.save(state, tmp_path / "edited.ckpt")
+
+    checkpointing(tmp_path, 2).fit(Net(), batches, ckpt_path=tmp_path / "edited.ckpt")
+
+    assert precious.read_text() == (tmp_path / "checkpoints" / "notes.txt").read_text() == "mine"
+
+
+def test_last_is_saved_where_training_ends_before_there_is_a_value_to_compare(tmp_path):
+    batches = joined_batches(4, 8)
+    callback = ModelCheckpoint(monitor="score", save_last=True)
+    trainer = sg.Trainer(max_steps=2, callbacks=callback, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Scored([1.0]), batches, batches)
+
+    assert names_in(tmp_path) == ["last.ckpt"]
+    assert Path(callback.last_model_path).name == "last.ckpt"

@@ -33,6 +33,8 @@ class BackboneFinetuning(Callback):
     train_bn: bool = True
 
     _unfrozen: bool = field(init=False, default=False)
+    #: Each part of the backbone, and whether the user had it in training mode.
+    _modes: list[tuple[nn.Module, bool]] = field(init=False, factory=list)
 
     @hookimpl
     def prepare_module(self, module, run):
@@ -43,7 +45,10 @@ class BackboneFinetuning(Callback):
                 f"backbone_finetuning was chosen for {run.world_size} processes", expected="one",
                 do="give the backbone a group of parameters with a small learning rate instead",
             )  # fmt: skip
-        for parameter in self._backbone(module).parameters():
+        backbone = self._backbone(module)
+        if not self._modes or self._modes[0][0] is not backbone:
+            self._modes = [(part, part.training) for part in backbone.modules()]
+        for parameter in backbone.parameters():
             parameter.requires_grad = False
 
     def _backbone(self, module: nn.Module) -> nn.Module:
@@ -93,7 +98,8 @@ class BackboneFinetuning(Callback):
         self._unfrozen = True
         for parameter in self._backbone(module).parameters():
             parameter.requires_grad = True
-        self._backbone(module).train()
+        for part, training in self._modes:
+            part.training = training
         self._add_group(trainer, module, trainer.optimizers)
 
     def _add_group(self, trainer: Any, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -107,8 +107,9 @@ class ModelCheckpoint(Callback):
             self.best_k_models, self.last_model_path = {}, ""
         else:
             # The same file under the name that this run uses for the folder.
-            self.best_k_models = {_within(folder, path): score for path, score in self.best_k_models.items()}
-            self.last_model_path = _within(folder, self.last_model_path) if self.last_model_path else ""
+            kept = {_within(folder, path): score for path, score in self.best_k_models.items()}
+            self.best_k_models = {path: score for path, score in kept.items() if path}
+            self.last_model_path = _within(folder, self.last_model_path)
         self._folder = here
 
     @hookimpl
@@ -150,8 +151,13 @@ class ModelCheckpoint(Callback):
         """Where training ends within an epoch there is nothing newer to keep than what it ended with."""
         newest = self.monitor is None and self.every_n_train_steps is None and (self.save_top_k != 0 or self.save_last)
         within = trainer.position.batches_done and not trainer.position.epoch_ended
-        if newest and within and trainer.global_step != self._last_step:
-            self._save(trainer)
+        if within and trainer.global_step != self._last_step:
+            if newest:
+                self._save(trainer)
+            elif self.save_last and not trainer.fast_dev_run:
+                path = self._path_of_last(trainer) if trainer.is_global_zero else None
+                self.last_model_path = trainer.run.collectives.broadcast_object(path)
+                trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
 
     def _after_training(self, trainer: Any) -> bool:
         if self.save_on_train_epoch_end is None:
@@ -275,25 +281,33 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept, and what was best."""
         names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step", "_folder")
-        return {name.lstrip("_"): getattr(self, name) for name in names} | {"best_k_models": dict(self.best_k_models)}
+        rule = {"monitor": self.monitor, "mode": self.mode, "save_top_k": self.save_top_k}
+        kept = {"best_k_models": dict(self.best_k_models)}
+        return {name.lstrip("_"): getattr(self, name) for name in names} | kept | rule
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what an earlier run kept, as far as it is still there."""
-        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if place(path).exists()}
+        """Continue with what an earlier run kept, as far as it is still there and this run would have kept it."""
+        same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
+        keeps_fewer = self.save_top_k != -1 and not 0 <= state["save_top_k"] <= self.save_top_k
+        kept = {} if keeps_fewer or not same else state["best_k_models"]
+        self.best_k_models = {path: score for path, score in kept.items() if place(path).exists()}
         self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
         self._folder = state["folder"]
 
 
 def _within(folder: Path, path: str) -> str:
-    """Return `path`, which lies under `folder`, spelled as a path under `folder`."""
-    if is_remote(folder):
-        return path
-    return str(folder / os.path.relpath(os.path.realpath(path), os.path.realpath(folder)))
+    """Return `path` spelled as a path under `folder`; "" if it lies elsewhere."""
+    if not path or is_remote(folder):
+        return path if path.startswith(f"{folder}/") else ""
+    below = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+    return "" if below.startswith(os.pardir) else str(folder / below)
 
 
 def _remove(checkpoint_format: Any, path: Path) -> None:
     try:
-        format_of(path, checkpoint_format).remove(path)
+        written_in = format_of(path, checkpoint_format)
+        if written_in.recognises(path):
+            written_in.remove(path)
     except (OSError, CheckpointError) as error:
         warnings.warn(f"{path} could not be deleted ({error})", stacklevel=2)
