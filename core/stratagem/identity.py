@@ -111,8 +111,8 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     for key in (key for key, plugin in here.items() if key.endswith(" #1") and not _has_options(plugin)):
         name = key.removesuffix(" #1")
         warnings.warn(
-            f"the checkpoint tells plugins ({name}) apart by their order alone: give the class a property state_key that "
-            "returns a text for each",
+            f"the checkpoint tells plugins ({name}) apart by their order alone: give the class a property state_key "
+            "that returns a text for each",
             stacklevel=2,
         )
 
