@@ -711,7 +711,8 @@ class Run:
                 do="resume with the optimizers that wrote it, or load the weights alone",
             )  # fmt: skip
         for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
-            if isinstance(state, dict):  # an engine's own format stands for what the engine reads
+            # An engine's own form stands for what the engine reads.
+            if isinstance(state, dict) and state.keys() & {"state", "param_groups"}:
                 check_optimizer(state, weights or {}, optimizer, f"{path}: optimizers[{number}]")
 
     # --- Hooks ---------------------------------------------------------------------------------------------------

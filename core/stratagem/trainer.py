@@ -707,11 +707,13 @@ def _check_signature(model: Any) -> None:
     step = getattr(model, "training_step", None)
     if step is None or takes(step, 1) or takes(step, 2):
         return
-    do = "give the others default values"
-    if "optimizer_idx" in inspect.signature(step).parameters:
-        do = "drop optimizer_idx, set automatic_optimization = False and step self.optimizers() in training_step"
-    found = f"{type(model).__name__}.training_step takes {inspect.signature(step)}"
-    raise ConfigError(found, expected="(batch, batch_idx) or (batch)", do=do)
+    signature = inspect.signature(step)
+    if lightning_names.ARGUMENTS.keys() & signature.parameters.keys():
+        return  # which are refused by name
+    raise ConfigError(
+        f"{type(model).__name__}.training_step takes {signature}", expected="(batch, batch_idx) or (batch)",
+        do="give the others default values",
+    )  # fmt: skip
 
 
 def _require(model: Any, method: str, stage: str) -> None:

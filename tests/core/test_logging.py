@@ -146,10 +146,11 @@ def test_steps_of_validation_are_in_the_csv_file(tmp_path):
 CLOSED = {
     "on_fit_start", "on_fit_end", "on_train_end", "on_validation_end", "on_test_end", "on_load_checkpoint",
     "on_predict_start", "on_predict_end", "on_predict_batch_start", "on_predict_batch_end", "on_predict_epoch_start",
-    "on_predict_epoch_end", "setup", "teardown", "configure_optimizers", "configure_model", "prepare_data", "predict_step",
+    "on_predict_epoch_end", "on_sanity_check_start", "on_sanity_check_end", "setup", "teardown", "configure_optimizers", "configure_model", "prepare_data", "predict_step",
 }  # fmt: skip
 STEPS = {"training_step", "validation_step", "test_step"}
-OF_MODULES = [*EVENTS, *sorted(STEPS), "predict_step", "setup", "teardown", "configure_optimizers", "configure_model"]
+EVENTS_OF_A_RUN = [name for name in EVENTS if name != "on_exception"]
+OF_MODULES = [*EVENTS_OF_A_RUN, *sorted(STEPS), "predict_step", "setup", "teardown", "configure_optimizers", "configure_model"]
 OF_CALLBACKS = [name for name in hook_specifications() if name.startswith("on_") and name != "on_exception"]
 
 
