@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import define, frozen
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from attrs import define, field, frozen
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 import stratagem as sg
 from stratagem import Capabilities, Strategy, hookimpl
@@ -39,8 +39,15 @@ from stratagem.plugin import (
     PrecisionPolicy,
 )
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
+from stratagem.seeding import sampler_seed
 from stratagem.state import logical_optimizer_state
-from stratagem.testing import CommHookConformance, Conformance, PrecisionConformance, StrategyConformance
+from stratagem.testing import (
+    CallbackConformance,
+    CommHookConformance,
+    Conformance,
+    PrecisionConformance,
+    StrategyConformance,
+)
 from stratagem.world import Collectives, TorchCollectives
 
 
@@ -139,6 +146,7 @@ def mutant(first: str, **tolerances: float) -> Callable[[type[Any]], type[Any]]:
     def enter(cls: type[Any]) -> type[Any]:
         kits = {
             Strategy: StrategyConformance, sg.Precision: PrecisionConformance, sg.CommHook: CommHookConformance,
+            sg.Callback: CallbackConformance,
         }  # fmt: skip
         kit = next(kit for base, kit in kits.items() if issubclass(cls, base))
         MUTANTS.append(Mutant(cls.__name__, kit, cls(), first, tolerances))
@@ -562,6 +570,58 @@ class WeightsNotRestored(Replicated):
         return True
 
 
+class _Counts(Replicated):
+    """Has a number of its own on each rank."""
+
+    count = 0
+
+    def rank_state(self, run):
+        return {"count": self.count}
+
+    def load_rank_states(self, states, run):
+        self.count = states[run.rank % len(states)]["count"]
+
+
+@mutant("test_its_state_comes_back_under_every_spelling[2]")
+class StateUnderTheRank(_Counts):
+    """What a checkpoint has of rank 0 has another name than what it has of rank 1."""
+
+    @property
+    def state_key(self):
+        return f"count of rank {os.environ.get('RANK', 0)}"
+
+
+@mutant("test_its_state_comes_back_under_every_spelling")
+class StateUnderTheObject(_Counts):
+    @property
+    def state_key(self):
+        return f"count {id(self)}"
+
+
+@mutant("test_resuming_within_an_epoch_under_another_seed")
+class ShufflesByTheSeedOfNow(Replicated):
+    """With a sampler of its own, whose seed no checkpoint has."""
+
+    @hookimpl
+    def wrap_dataloader(self, loader, stage, run):
+        if not isinstance(loader.sampler, RandomSampler):
+            return None
+        sampler = _Shuffled(len(loader.dataset), run.rank, run.world_size, sampler_seed())
+        return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+
+
+class _Shuffled(Sampler):
+    def __init__(self, size, rank, world_size, seed):
+        self.size, self.rank, self.world_size, self.seed = size, rank, world_size, seed
+
+    def __len__(self):
+        return len(range(self.rank, self.size, self.world_size))
+
+    def __iter__(self):
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed))
+        return iter(order.tolist()[self.rank :: self.world_size])
+
+
 # --- Strategies: processes ---------------------------------------------------------------------------------------
 
 
@@ -794,6 +854,58 @@ class StaleCopiesOfParameters(MixedPrecision):
     @hookimpl
     def step_context(self, run):
         return torch.autocast(run.device.type, torch.bfloat16, cache_enabled=True)
+
+
+@mutant("test_its_state_comes_back_under_every_spelling")
+class ScaleUnderTheNameOfTheClass(ScaledPrecision):
+    """A subclass that adds nothing begins with another loss scale."""
+
+    @property
+    def state_key(self):
+        return type(self).__qualname__
+
+
+# --- Callbacks ---------------------------------------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class Counting(sg.Callback):
+    """Counts batches. Correct; the mutants below are not."""
+
+    #: Count one of so many batches: fewer numbers.
+    every: int = 1
+    count: int = field(default=0, init=False)
+
+    @hookimpl
+    def on_train_batch_end(self, batch_idx):
+        self.count += batch_idx % self.every == 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@mutant("test_its_state_comes_back_where_an_option_changed")
+class StateUnderAnOption(Counting):
+    @property
+    def state_key(self):
+        return f"count of every {self.every}"
+
+
+@mutant("test_states_of_two_are_not_exchanged")
+class StateInTheOrderOfTheList(Counting):
+    """One key for all of its class: a number follows, which says which of them was listed first."""
+
+    state_key = "count"
+
+
+@mutant("test_its_state_comes_back_under_every_spelling")
+class StateUnderTheObjectOfACallback(Counting):
+    @property
+    def state_key(self):
+        return f"count {id(self)}"
 
 
 # --- Communication hooks -----------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from mutants import MUTANTS, Replicated
+from mutants import MUTANTS, Counting, Replicated
 
-from stratagem.testing import StrategyConformance
+from stratagem.testing import CallbackConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
 SURVIVORS: dict[str, str] = {}
@@ -15,6 +15,10 @@ class TestReplicated(StrategyConformance):
     """The plugin that the mutants are made of, correct and given as an instance."""
 
     plugin = Replicated()
+
+
+class TestCounting(CallbackConformance):
+    plugin = Counting()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

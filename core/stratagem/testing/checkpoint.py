@@ -17,7 +17,7 @@ import stratagem as sg
 from stratagem import catalog
 from stratagem.errors import CheckpointError
 from stratagem.plugin import CheckpointFormat
-from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.conformance import Conformance
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of
 
@@ -154,9 +154,6 @@ class CheckpointConformance(Conformance):
 
     def _name(self) -> str:
         return f"model{self.format.suffix}"
-
-    def _arguments(self, world_size: int) -> dict[str, Any]:
-        return QUIET | self.choose(devices=world_size)
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:

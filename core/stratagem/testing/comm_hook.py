@@ -11,7 +11,7 @@ from torch import Tensor
 import stratagem as sg
 from stratagem import catalog
 from stratagem.plugin import GRADIENT_BUCKETS, Bucket
-from stratagem.testing.conformance import QUIET, Conformance, refusal
+from stratagem.testing.conformance import Conformance, refusal
 from stratagem.testing.reference import Net, joined_batches, train_module_plainly
 from stratagem.testing.training import train, weights_on_all_ranks
 from stratagem.world import Collectives
@@ -123,9 +123,6 @@ class CommHookConformance(Conformance):
         assert refusal(lambda: sg.Run(**self.choose(strategy=single))) is not None
 
     # --- Helpers -------------------------------------------------------------------------------------------------
-
-    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
-        return QUIET | self.choose(devices=world_size, **arguments)
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         return super().choose(**({"strategy": catalog.default("strategy_distributed")} | arguments))

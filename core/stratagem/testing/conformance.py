@@ -6,11 +6,15 @@ A check is a ``test_`` method. It takes parameters by name from `Conformance.par
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,13 +23,18 @@ import stratagem as sg
 from stratagem import registry
 from stratagem.config import convert_options, options
 from stratagem.errors import ConfigError, StratagemError
+from stratagem.identity import keyed, matched
 from stratagem.inspection import check_class, option_docs
 from stratagem.plugin import KINDS, Capabilities
+from stratagem.redaction import redact
 from stratagem.resolver import Choice
 from stratagem.testing.processes import run_in_processes
 
 #: A trainer that writes nothing and says nothing.
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
+
+#: Kinds of which a run may have several plugins of one class.
+SEVERAL = ("comm_hook", "callback", "logger")
 
 
 class Conformance:
@@ -136,10 +145,10 @@ class Conformance:
         choice = self.choice()
         if choice.entry is None:
             pytest.skip("given as an instance; what an entry point names can be imported anywhere")
-        copy = pickle.loads(pickle.dumps(choice.plugin))  # noqa: S301 - our own bytes
+        copied = pickle.loads(pickle.dumps(choice.plugin))  # noqa: S301 - our own bytes
 
-        for field in options(type(copy)).values():
-            assert getattr(copy, field.name) == getattr(choice.plugin, field.name)
+        for field in options(type(copied)).values():
+            assert getattr(copied, field.name) == getattr(choice.plugin, field.name)
 
     def test_it_can_be_found_by_its_name_in_any_case(self) -> None:
         choice = self.choice()
@@ -148,6 +157,100 @@ class Conformance:
 
         assert registry.find(self.kind, choice.name.upper()) == choice.entry
         assert registry.find(self.kind, choice.entry.qualified_name) == choice.entry
+
+    # --- State of every kind -------------------------------------------------------------------------------------
+
+    def test_its_state_comes_back_under_every_spelling(self, world_size: int) -> None:
+        """By name, alias, mapping, instance and a subclass that adds no state: resuming gives it what it had saved."""
+        from stratagem.testing import state  # trains with what this module defines
+
+        cls = type(self._with_state())
+        self._needs_state(world_size)
+        chosen = self._arguments(world_size)
+        others = [(repr(each), self._choosing(each)._arguments(world_size)) for each in self._spellings()]
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
+            dropped = self.run_in(state.resume_each, world_size, chosen, cls, others, Path(folder))
+        assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}"
+
+    def test_its_state_comes_back_where_an_option_changed(self) -> None:
+        """A larger patience, another rate: what the plugin had saved is still its own."""
+        plugin = self._with_state()
+        for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
+            [saved], [wanted] = self._keys(method, plugin), self._keys(method, other)
+            assert matched([wanted], [saved]), f"saved as {saved!r}; with another {name} looked for as {wanted!r}"
+
+    def test_states_of_two_are_not_exchanged(self) -> None:
+        """Two of the class that differ in an option, listed in another order when the run is resumed."""
+        if self.kind not in SEVERAL:
+            pytest.skip(f"a run has one {self.kind}")
+        plugin = self._with_state()
+        for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
+            first, second = self._keys(method, plugin, other)
+            at_second, at_first = self._keys(method, *copy.deepcopy((other, plugin)))
+            found = matched([at_second, at_first], [first, second])
+            assert found == {at_first: first, at_second: second}, (
+                f"two with different {name} are saved as {first!r} and {second!r}, "
+                f"and in another order looked for as {at_first!r} and {at_second!r}"
+            )
+
+    # --- Helpers -------------------------------------------------------------------------------------------------
+
+    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
+        """Return the arguments of a Trainer in `world_size` processes that choose the plugin, `arguments` added."""
+        return QUIET | self.choose(devices=world_size, **arguments)
+
+    def _needs_state(self, world_size: int) -> None:
+        """Skip where nothing can be saved at `world_size`."""
+
+    def _state_methods(self) -> list[str]:
+        plugin = self.choice().plugin
+        return [method for method in ("state_dict", "rank_state") if callable(getattr(plugin, method, None))]
+
+    def _with_state(self) -> Any:
+        """Return the plugin; skip if it has no state."""
+        if not self._state_methods():
+            pytest.skip("it has no state")
+        return self.choice().plugin
+
+    def _spellings(self) -> list[Any]:
+        """Return other ways to choose the plugin with the same options."""
+        choice = self.choice()
+        cls = type(choice.plugin)
+        instance, subclass = copy.deepcopy(choice.plugin), copy.deepcopy(choice.plugin)
+        subclass.__class__ = type(f"My{cls.__name__}", (cls,), {"__slots__": ()})
+        found = [instance, subclass]
+        if choice.entry is not None:
+            names = [each.name for each in registry.entries(self.kind) if each.value == choice.entry.value]
+            names += [choice.name.upper(), choice.entry.qualified_name]
+            options = dict(self.plugin) if isinstance(self.plugin, Mapping) else {}
+            found += [options | {"name": name} for name in names] + (names if not options else [])
+        return found
+
+    def _choosing(self, plugin: Any) -> Conformance:
+        """Return these checks for `plugin`."""
+        other = copy.copy(self)
+        other.plugin = plugin  # type: ignore[misc]
+        return other
+
+    def _keys(self, method: str, *plugins: Any) -> list[str]:
+        """Return what the states of `plugins`, listed in that order, are saved as."""
+        choices = [SimpleNamespace(kind=self.kind, plugin=plugin) for plugin in plugins]
+        stack: Any = SimpleNamespace(active=lambda: choices)
+        return [key for key, _ in keyed(stack, method)]
+
+
+def changed(plugin: Any) -> Iterator[tuple[str, Any]]:
+    """Yield copies of `plugin` with another value of one option each, with the option's name."""
+    for name, field in options(type(plugin)).items():
+        value, copied = getattr(plugin, field.name), copy.deepcopy(plugin)
+        if redact(name, value) != value or not isinstance(value, bool | int | float | str):
+            continue
+        other = not value if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else value + 1
+        try:
+            setattr(copied, field.name, other)
+        except (AttributeError, TypeError, ValueError, StratagemError):  # frozen, or a value that its validator refuses
+            continue
+        yield name, copied
 
 
 def refusal(act: Callable[[], Any]) -> str | None:

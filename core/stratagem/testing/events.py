@@ -54,9 +54,9 @@ class _Watching(Conformance):
 
         assert_same(after, before)
 
-    def _arguments(self, world_size: int) -> dict[str, Any]:
+    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         name = {"callback": "callbacks"}.get(self.kind, self.kind)
-        return QUIET | {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]}
+        return QUIET | {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]} | arguments
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.plugin import LOSS_SCALING, MULTI_PROCESS, PrecisionPolicy
-from stratagem.testing.conformance import QUIET, Conformance
+from stratagem.testing.conformance import Conformance
 from stratagem.testing.reference import (
     Batch,
     Gan,
@@ -176,9 +176,6 @@ class PrecisionConformance(Conformance):
 
     def _tolerance(self) -> float:
         return self.tolerance if self.tolerance is not None else tolerance_of(self.policy)
-
-    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
-        return QUIET | self.choose(devices=world_size, **arguments)
 
     def _train(self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any) -> Any:
         return self.run_in(_train, world_size, self._arguments(world_size, **arguments), make, batches)

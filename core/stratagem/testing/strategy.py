@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem import catalog, registry
@@ -352,6 +353,25 @@ class StrategyConformance(Conformance):
                 self._run(world_size, _continue, path, batches), train_module_plainly(Scheduled(), batches)[0]
             )
 
+    def test_resuming_within_an_epoch_under_another_seed(self, world_size: int) -> None:
+        """A checkpoint within a shuffled epoch, and the rest in processes with another seed: each sample is read once.
+
+        A `wrap_dataloader` that shuffles in a way of its own has to keep what its order depends on.
+        """
+        self._needs_state(world_size)
+        count = world_size * 12
+        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
+            path = Path(folder) / "within.ckpt"
+            parts = [self._run(world_size, _read_shuffled, count, path, resumes) for resumes in (False, True)]
+        by_shard = [dict(seen) for seen in parts]  # ranks of one data shard read the same
+        first, rest = ([index for indices in part.values() for index in indices] for part in by_shard)
+
+        assert first, "the first part read nothing"
+        assert rest, "the epoch was over before the checkpoint"
+        twice = sorted({index for index in first + rest if (first + rest).count(index) > 1})
+        missing = sorted(set(range(count)) - set(first + rest))
+        assert (twice, missing) == ([], []), f"read twice: {twice}; not at all: {missing}"
+
     def test_weights_of_another_model_are_refused_on_all_ranks(self, world_size: int) -> None:
         self._needs_state(world_size)
         for said in self._run(world_size, _load_strangers_weights):
@@ -423,9 +443,6 @@ class StrategyConformance(Conformance):
 
     # --- Helpers -------------------------------------------------------------------------------------------------
 
-    def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
-        return QUIET | self.choose(devices=world_size, **arguments)
-
     def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, world_size, choose, *arguments)`` in processes; skip where one is all it can."""
         if world_size > 1:
@@ -472,6 +489,7 @@ class StrategyConformance(Conformance):
         return results
 
     def _needs_state(self, world_size: int) -> None:
+        """Go on if the strategy can save at `world_size`; else insist that saving is refused, and skip."""
         if world_size > 1:
             self._needs(MULTI_PROCESS, world_size)
         if not self.claims(FULL_STATE):
@@ -562,6 +580,19 @@ class _Remembers(Net):
 def _samples_read(rank: int, size: int, choose: dict[str, Any], count: int) -> tuple[int, list[int]]:
     trainer, module = sg.Trainer(**choose), _Remembers()
     trainer.fit(module, loader((*data(count), torch.arange(count)), 4))
+    return trainer.run.mesh.data_shard, module.indices
+
+
+def _read_shuffled(
+    rank: int, size: int, choose: dict[str, Any], count: int, path: Path, resumes: bool
+) -> tuple[int, list[int]]:
+    """Read one step's batch of an epoch and save, or resume and read the others; return the data shard and samples."""
+    sg.seed_everything(2 if resumes else 1)
+    trainer, module = sg.Trainer(**(choose | {"max_steps": -1 if resumes else 1})), _Remembers()
+    samples = TensorDataset(*data(count), torch.arange(count))
+    trainer.fit(module, DataLoader(samples, 4, shuffle=True), ckpt_path=path if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(path)
     return trainer.run.mesh.data_shard, module.indices
 
 

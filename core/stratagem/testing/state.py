@@ -1,0 +1,57 @@
+"""What the checks of a plugin's state do inside each process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import stratagem as sg
+from stratagem.testing.reference import Net, joined_batches
+from stratagem.testing.training import in_empty_folder, share
+
+_BATCH = 24
+_LOADERS = {"state_dict": "load_state_dict", "rank_state": "load_rank_states"}
+
+
+def resume_each(
+    rank: int, size: int, choose: dict[str, Any], cls: type[Any], others: list[tuple[str, dict[str, Any]]], folder: Path
+) -> list[str]:
+    """Save a run with `choose`, and resume it with each of `others`; return which state of a `cls` was not given back.
+
+    Patches `cls`: call it in a process that ends afterwards.
+    """
+    given: list[str] = []
+    wanted = [method for method in _LOADERS if callable(getattr(cls, method, None))]
+    for method in wanted:
+        load = _LOADERS[method]
+        assert callable(getattr(cls, load, None)), f"{cls.__name__} has {method} and not {load}"
+        setattr(cls, load, _noting(getattr(cls, load), method, given))
+    dropped, path = list[str](), folder / "saved.ckpt"
+    with in_empty_folder():
+        kept = [_fit(choose | {"default_root_dir": folder}, None, path)]  # no other object has the place of this one
+        for name, other in others:
+            given.clear()
+            kept.append(_fit(other | {"default_root_dir": folder}, path, None))
+            dropped += [f"{method} when chosen as {name}" for method in wanted if method not in given]
+    return dropped
+
+
+def _noting(load: Any, method: str, given: list[str]) -> Any:
+    @functools.wraps(load)
+    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
+        given.append(method)
+        return load(self, *arguments, **named)
+
+    return noting
+
+
+def _fit(arguments: dict[str, Any], resumed: Any, saved: Any) -> sg.Trainer:
+    """Train an epoch, or resume one that has ended; save it as `saved` if that is a path."""
+    trainer = sg.Trainer(**arguments)
+    mine = share(trainer, joined_batches(2, _BATCH))
+    trainer.fit(Net(), mine, mine, ckpt_path=resumed)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    trainer.close()
+    return trainer
