@@ -80,6 +80,8 @@ from stratagem.testing.training import (
 
 #: Divides into parts for up to four ranks.
 _BATCH = 24
+#: Why a check of an outer strategy is skipped.
+_OUTER = "an outer strategy trains in several processes, as no single one does: compare it with a loop of your own"
 
 
 class StrategyConformance(Conformance):
@@ -91,6 +93,9 @@ class StrategyConformance(Conformance):
 
     What the strategy claims in its `capabilities` must hold. What it does not claim must be refused, with the word in
     the sentence: such a check ends as skipped, with that sentence as the reason.
+
+    An outer strategy trains as no single process does, and what is provided is up to the strategy inside it: checks of
+    either are skipped.
     """
 
     kind = "strategy"
@@ -443,10 +448,17 @@ class StrategyConformance(Conformance):
 
     # --- Helpers -------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_outer(self) -> bool:
+        outer: bool = self.choice().plugin.outer
+        return outer
+
     def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, world_size, choose, *arguments)`` in processes; skip where one is all it can."""
         if world_size > 1:
             self._needs(MULTI_PROCESS, world_size)
+        elif self._is_outer:
+            pytest.skip(_OUTER)
         return self.run_in(function, world_size, self._arguments(world_size), *arguments)
 
     def _train(
@@ -458,6 +470,8 @@ class StrategyConformance(Conformance):
         self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None
     ) -> None:
         """Insist that all ranks hold the same weights, and that these are the reference's."""
+        if self._is_outer:
+            pytest.skip(_OUTER)
         first = weights_on_all_ranks(results)
         if reference is not None:
             difference = relative_difference(first, reference)
@@ -469,6 +483,8 @@ class StrategyConformance(Conformance):
             self._needs(MULTI_PROCESS, world_size)
         if self.claims(word):
             return
+        if self._is_outer:
+            pytest.skip(_OUTER)
         reason = refusal(lambda: sg.Trainer(**self._arguments(world_size, **arguments)))
         if reason is None:
             said = self.run_in(_fit_outcome, world_size, self._arguments(world_size, **arguments), make)
@@ -492,7 +508,9 @@ class StrategyConformance(Conformance):
         """Go on if the strategy can save at `world_size`; else insist that saving is refused, and skip."""
         if world_size > 1:
             self._needs(MULTI_PROCESS, world_size)
-        if not self.claims(FULL_STATE):
+        elif self._is_outer:
+            pytest.skip(_OUTER)
+        if not self.claims(FULL_STATE) and not self._is_outer:
             said = self.run_in(_save_outcome, world_size, self._arguments(world_size))
             assert all(repr(FULL_STATE) in text for text in said), f"{FULL_STATE!r} is not claimed: {said}"
             pytest.skip(said[0])
@@ -733,7 +751,7 @@ def _settled() -> dict[str, Any]:
 
 def _twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
     run = sg.Run(**_of_a_run(choose))
-    instance = run.stack.strategy
+    instance = run.stack.strategies[0].plugin
     weights = []
     for _ in range(2):
         trainer = sg.Trainer(**(choose | {"strategy": instance}))
