@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import pstats
+import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -22,10 +25,12 @@ from stratagem.callbacks import (
     ModelSummary,
     OnExceptionCheckpoint,
     PredictionWriter,
+    Preemption,
     SpikeDetection,
     Throughput,
     Timer,
 )
+from stratagem.checkpoint import read_any
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, train_module_plainly
@@ -285,6 +290,82 @@ def test_ranks_that_fail_alike_save_together(tmp_path):
     made = trainer(tmp_path, logger=False)
     made.fit(Net(), BATCHES, ckpt_path=tmp_path / "checkpoints" / "on_exception.ckpt")
     assert made.global_step == 3  # three batches of two ranks are as many samples as six of one
+
+
+class Ended(Net):
+    """Fails in its third batch, or is told to stop."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.seen = how, 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        if self.seen == 3:
+            if self.how == "on_exception":
+                raise KeyError("no such thing")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def end_a_fit(tmp_path):
+    callbacks = {"on_exception": "on_exception_checkpoint", "preempted": {"name": "preemption", "look_every_s": 0.01}}
+
+    def fit(name, checkpoint="full", ckpt_path=None):
+        made = trainer(tmp_path, callbacks[name], logger=False, max_epochs=None, max_steps=10**6, checkpoint=checkpoint)
+        with pytest.raises((KeyError, SystemExit)):
+            made.fit(Ended(name), BATCHES, ckpt_path=ckpt_path)
+        return made.global_step
+
+    return fit
+
+
+def steps_in(folder):
+    return {path.name: read_any(path)["loop"]["global_step"] for path in folder.iterdir() if path.suffix != ".sum"}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "safetensors", "sharded"])
+@pytest.mark.parametrize("name", ["on_exception", "preempted"])
+def test_another_runs_checkpoint_of_that_name_is_kept(end_a_fit, tmp_path, name, checkpoint):
+    folder = tmp_path / "checkpoints"
+    first = end_a_fit(name, checkpoint)
+    [path] = steps_in(folder)
+    assert path.startswith(f"{name}.")
+
+    other = end_a_fit(name, checkpoint)
+    other_path = path.replace(name, f"{name}-v1")
+    assert steps_in(folder) == {path: first, other_path: other}
+
+    # Restarted, each run goes on with its own, under the same name.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = end_a_fit(name, checkpoint, "last")
+        assert steps_in(folder) == {path: first, other_path: again}
+        assert again > other
+        resumed = end_a_fit(name, checkpoint, folder / path)
+    assert steps_in(folder) == {path: resumed, other_path: again}
+
+
+@pytest.mark.parametrize("name", ["on_exception", "preempted"])
+def test_what_was_there_in_another_format_is_kept(end_a_fit, tmp_path, name):
+    first = end_a_fit(name, "full")
+    second = end_a_fit(name, "sharded", "last")
+
+    assert steps_in(tmp_path / "checkpoints") == {f"{name}.ckpt": first, f"{name}-v1.ckpt": second}
+
+
+@pytest.mark.parametrize("name", ["on_exception", "preempted"])
+def test_a_run_overwrites_what_it_wrote_itself(tmp_path, name):
+    callback = {"on_exception": OnExceptionCheckpoint, "preempted": Preemption}[name]()
+    made = trainer(tmp_path, callback, logger=False, max_epochs=None, max_steps=10**6)
+    module = Ended(name)
+    for _ in range(2):
+        module.seen = 0
+        with pytest.raises((KeyError, SystemExit)):
+            made.fit(module, BATCHES)
+
+    assert steps_in(tmp_path / "checkpoints") == {f"{name}.ckpt": made.global_step}
 
 
 def test_predictions_are_written_by_each_rank(tmp_path):

@@ -8,18 +8,20 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem import hookimpl
 from stratagem.launch import is_echo
 from stratagem.options import more_than, not_empty
 from stratagem.places import place
+from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 
 @define(eq=False, kw_only=True)
-class OnExceptionCheckpoint(Callback):
+class OnExceptionCheckpoint(OwnCheckpoint):
     """Saves to ``<dirpath>/<filename>`` when an exception (Ctrl-C, too) ends training.
 
     With several ranks this needs all of them to fail at the same step, as they do with Ctrl-C or an error in all of
-    them: a rank whose peers are gone, or still working, says that it could not save.
+    them: a rank whose peers are gone, or still working, says that it could not save. A file of that name that neither
+    this run nor the run that it resumes wrote is kept: the name gets ``-v1``.
     """
 
     #: Folder; ``<default_root_dir>/checkpoints`` if not given.
@@ -29,6 +31,8 @@ class OnExceptionCheckpoint(Callback):
     #: Seconds to wait for the other ranks; they wait as long to learn of an error.
     patience_s: float = field(default=3.0, validator=more_than(0))
 
+    #: The exception that ended the last fit was followed by a save.
+    saved_on_exception: bool = field(init=False, default=False)
     _training: bool = field(init=False, default=False)
 
     def folder(self, trainer: Any) -> Path:
@@ -37,7 +41,7 @@ class OnExceptionCheckpoint(Callback):
 
     @hookimpl
     def on_train_start(self):
-        self._training = True
+        self._training, self.saved_on_exception = True, False
 
     @hookimpl
     def on_train_end(self):
@@ -50,14 +54,15 @@ class OnExceptionCheckpoint(Callback):
         # An error of the connection tells that a peer is gone: nobody will come.
         if not was_training or in_order or is_echo(exception):
             return
-        path = self.folder(trainer) / self.filename
-        if not path.suffix:
-            path = path.with_name(path.name + trainer.checkpoint_format.suffix)
         try:
             trainer.run.collectives.meet("on_exception_checkpoint", self.patience_s)
-            trainer.save_checkpoint(path)
-            trainer.run.saver.wait()
+            path = self.save(trainer, self.filename)
         except Exception as error:  # noqa: BLE001 - what ended training is what the user must see
-            warnings.warn(f"on_exception_checkpoint could not save {path} ({error})", stacklevel=2)
+            wanted = self.folder(trainer) / self.filename
+            warnings.warn(f"on_exception_checkpoint could not save {wanted} ({error})", stacklevel=2)
         else:
-            trainer.print(f"on_exception_checkpoint: saved {path} after step {trainer.global_step}")
+            self.saved_on_exception = True
+            trainer.print(
+                f"on_exception_checkpoint: saved {path} after step {trainer.global_step}; "
+                'go on with fit(ckpt_path="last")'
+            )

@@ -20,10 +20,11 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem import hookimpl
 from stratagem.errors import ConfigError, PeerError, nearest
 from stratagem.options import more_than, not_empty
 from stratagem.places import place
+from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 #: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.
 _LINGER_S = 5.0
@@ -36,10 +37,11 @@ _PATIENCE_S = 300.0
 
 
 @define(eq=False, kw_only=True)
-class Preemption(Callback):
+class Preemption(OwnCheckpoint):
     """On a signal to any rank: finishes the step, saves on all ranks in agreement, and ends with `exit_code`.
 
-    ``fit(ckpt_path="last")`` goes on from there, bit for bit.
+    ``fit(ckpt_path="last")`` goes on from there, bit for bit. A file of that name that neither this run nor the run
+    that it resumes wrote is kept: the name gets ``-v1``.
     """
 
     #: Names of the signals to obey. Schedulers send SIGTERM before they kill, and SIGUSR1 or SIGUSR2 earlier if asked.
@@ -123,11 +125,7 @@ class Preemption(Callback):
 
     def _leave(self, trainer: Any) -> None:
         trainer.on_leaving = None
-        path = self.folder(trainer) / self.filename
-        if not path.suffix:
-            path = path.with_name(path.name + trainer.checkpoint_format.suffix)
-        trainer.save_checkpoint(path)
-        trainer.run.saver.wait()
+        path = self.save(trainer, self.filename)
         trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip
         raise SystemExit(self.exit_code)

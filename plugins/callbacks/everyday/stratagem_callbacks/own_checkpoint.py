@@ -1,0 +1,95 @@
+"""A callback that saves to one path: it overwrites its own checkpoint, and never that of another run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from stratagem import Callback, hookimpl
+from stratagem.errors import CheckpointError
+from stratagem.places import is_remote, refusals
+
+#: Where a checkpoint holds what the run wrote.
+_ENTRY = "own_files"
+
+
+@define(eq=False, kw_only=True)
+class OwnCheckpoint(Callback):
+    """Base class: saves to ``<folder>/<filename>``.
+
+    If that name is taken by what neither this run nor the run that it resumes wrote, ``-v1``, ``-v2`` ... is added.
+    """
+
+    #: What this run wrote, and what the run that it resumes did; every checkpoint tells it.
+    _written: list[str] = field(init=False, factory=list)
+    _resumes: bool = field(init=False, default=False)
+
+    def folder(self, trainer: Any) -> Path:
+        """Return the folder to save in."""
+        raise NotImplementedError
+
+    def save(self, trainer: Any, filename: str) -> Path:
+        """Save to a path that this run may write to, and wait for it; return the path. Collective.
+
+        Raises:
+            CheckpointError: the folder, the disk or the store refuses; on all ranks.
+        """
+        path, error = None, None
+        if trainer.is_global_zero:
+            try:
+                path = self._free_path(trainer, filename)
+            except CheckpointError as caught:
+                error = caught
+        trainer.run.collectives.fail_together(error)
+        path = trainer.run.collectives.broadcast_object(path)
+        before = list(self._written)
+        # The checkpoint itself has to tell: a run that resumes it may overwrite it.
+        self._written = [*(each for each in before if each != _key(path)), _key(path)]
+        try:
+            trainer.save_checkpoint(path)
+            trainer.run.saver.wait()
+        except BaseException:
+            self._written = before
+            raise
+        saved: Path = path
+        return saved
+
+    def _free_path(self, trainer: Any, filename: str) -> Path:
+        form = trainer.checkpoint_format
+        first = self.folder(trainer) / filename
+        if not first.suffix:
+            first = first.with_name(first.name + form.suffix)
+        path, version = first, 0
+        with refusals(first, "looked for"):
+            while _is_taken(path) and not (_key(path) in self._written and form.recognises(path)):
+                version += 1
+                path = first.with_name(f"{first.stem}-v{version}{first.suffix}")
+        return path
+
+    # Not as a plugin's state: a run that resumes without the callback loses nothing, and is not to be warned.
+
+    @hookimpl
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint[_ENTRY] = sorted({*checkpoint.get(_ENTRY, ()), *self._written})
+
+    @hookimpl
+    def setup(self, stage):
+        self._resumes = stage == "fit"  # an evaluation with another run's checkpoint does not resume that run
+
+    @hookimpl
+    def on_load_checkpoint(self, checkpoint):
+        saved = checkpoint.get(_ENTRY)
+        if self._resumes and isinstance(saved, list | tuple):
+            self._written = [*self._written, *(path for path in saved if isinstance(path, str))]
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() or (not is_remote(path) and path.is_symlink())
+
+
+def _key(path: Path) -> str:
+    """Return the same text for every spelling of `path`."""
+    return str(path) if is_remote(path) else os.path.realpath(path)
