@@ -24,9 +24,15 @@ class StagedFolder:
     def __init__(self, target: Path) -> None:
         self.target, self.path = target, target.with_name(f".{target.name}.staged")
         self._claim: Claim | None = None
+        #: The files of the checkpoint that is at the target; all others there are the user's.
+        self._replaced: set[str] = set()
 
-    def begin(self, is_ours: Callable[[Path], bool]) -> None:
+    def begin(self, is_ours: Callable[[Path], bool], files_of: Callable[[Path], set[str]]) -> None:
         """Make the staged folder; clear away what killed saves left.
+
+        Args:
+            is_ours: whether a folder is a checkpoint of the format that saves.
+            files_of: returns the files that the format wrote into such a folder, as paths in it.
 
         Raises:
             CheckpointError: at the target is something that is not `is_ours`, or another run is writing it.
@@ -38,6 +44,7 @@ class StagedFolder:
             raise CheckpointError(
                 f"{target} exists and is no checkpoint of this format", do="choose another path; nothing was changed"
             )
+        self._replaced = files_of(target) if target.exists() else set()
         _clear_away_what_was_killed(target.parent, self.path)
         try:
             self.path.mkdir()
@@ -51,14 +58,19 @@ class StagedFolder:
             )  # fmt: skip
 
     def publish(self) -> None:
-        """Put the staged folder, whose files are fsynced, in the target's place.
+        """Put the staged folder, whose files are fsynced, in the target's place; files of the user's there are kept.
 
         Raises:
             OSError: the disk refuses.
         """
+        replaces = self.target.exists()
+        if replaces:
+            _keep(self.target, self.path, self._replaced)
         sync_folder(self.path)
-        if self.target.exists():
+        if replaces:
             _exchange(self.path, self.target)
+            if self.path.is_dir():
+                _keep(self.path, self.target, self._replaced)  # what came meanwhile
         else:
             os.rename(self.path, self.target)
         sync_folder(self.target.parent)
@@ -72,12 +84,12 @@ class StagedFolder:
 
 
 def remove_folder(path: Path, files: set[str]) -> None:
-    """Delete a published folder of `files`, and nothing else.
+    """Delete a published folder of `files` (paths in it), and nothing else.
 
     Raises:
         CheckpointError: it holds other things.
     """
-    strangers = {each.name for each in path.iterdir()} - files
+    strangers = _others(path, files)
     if strangers:
         raise CheckpointError(
             f"{path} holds {', '.join(sorted(strangers))}, which no checkpoint put there", do="nothing was deleted"
@@ -104,6 +116,28 @@ def explained(error: Exception, path: Path) -> CheckpointError:
         expected="a writable folder with room, that all ranks share",
         do="an older checkpoint there, if any, is intact",
     )
+
+
+def _others(folder: Path, files: set[str]) -> list[str]:
+    """Return all files and links in `folder`, at any depth, but `files`; as paths in it."""
+    found = []
+    for inner, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(inner, name))]
+        found += [os.path.relpath(os.path.join(inner, name), folder) for name in [*names, *links]]
+    return [name for name in found if Path(name).as_posix() not in files]
+
+
+def _keep(source: Path, target: Path, files: set[str]) -> None:
+    """Give `target` what is in `source` beside `files`, under the same names; `source` keeps it, too."""
+    for name in _others(source, files):
+        new = target / name
+        if new.exists() or new.is_symlink():
+            continue
+        new.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, new, follow_symlinks=False)
+        except OSError:  # a file system without hard links
+            shutil.copy2(source / name, new, follow_symlinks=False)
 
 
 def _retire(path: Path) -> Path:

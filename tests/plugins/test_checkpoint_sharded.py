@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.checkpoint import read_any
+from stratagem.checkpoint import format_named, read_any
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
@@ -247,6 +247,51 @@ def test_a_file_or_a_strangers_folder_in_its_place_is_left_alone(tmp_path):
 
     assert (tmp_path / "folder.ckpt" / "thesis.txt").read_text() == "mine"
     assert (tmp_path / "file.ckpt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["sharded", "dcp"])
+def test_a_users_files_in_a_checkpoint_are_kept(tmp_path, form):
+    path = tmp_path / "x.ckpt"
+    with sg.Run(accelerator="cpu", checkpoint=form) as run:
+        for value in range(3):
+            run.ask("save_checkpoint", state={"state_dict": {"w": torch.full((3,), float(value))}}, path=path)
+            assert run.read_checkpoint(path)["state_dict"]["w"].tolist() == [value] * 3
+            if value == 0:
+                (path / "notes.txt").write_text("mine")
+                (path / "figures" / "best").mkdir(parents=True)
+                (path / "figures" / "best" / "loss.txt").write_text("mine, too")
+                (path / "data").symlink_to(tmp_path, target_is_directory=True)
+                (path / "gone").symlink_to(tmp_path / "nothing")
+
+            assert (path / "notes.txt").read_text() == "mine"
+            assert (path / "figures" / "best" / "loss.txt").read_text() == "mine, too"
+            assert (path / "data").readlink() == tmp_path
+            assert (path / "gone").is_symlink()
+            assert format_named(form).is_whole(path)
+        assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
+
+    with pytest.raises(CheckpointError, match="nothing was deleted"):
+        format_named(form).remove(path)
+    assert format_named(form).is_whole(path)
+    for name in ("notes.txt", "data", "gone"):
+        (path / name).unlink()
+    with pytest.raises(CheckpointError, match=r"figures.best.loss\.txt"):
+        format_named(form).remove(path)
+    (path / "figures" / "best" / "loss.txt").unlink()
+    format_named(form).remove(path)
+    assert not path.exists()
+
+
+def test_a_users_files_in_a_damaged_checkpoint_are_kept(tmp_path):
+    path = tmp_path / "x.ckpt"
+    with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(3)}}, path=path)
+        (path / "notes.txt").write_text("mine")
+        (path / "tensors.bin").write_bytes(b"")
+        run.ask("save_checkpoint", state={"state_dict": {"w": torch.zeros(3)}}, path=path)
+
+        assert run.read_checkpoint(path)["state_dict"]["w"].tolist() == [0.0] * 3
+    assert (path / "notes.txt").read_text() == "mine"
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):

@@ -460,6 +460,11 @@ def test_only_its_own_is_removed_or_written_over(written, foreign, tmp_path):
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         formatted.remove(own)
     (own / "checkpoint" / "notes.txt").unlink()
+    shutil.copytree(own, tmp_path / "written over")
+    (tmp_path / "written over" / "checkpoint" / "notes.txt").write_text("mine")
+    assert run_in_processes(_save_over, 2, tmp_path / "written over") == ["nothing", "nothing"]
+    assert (tmp_path / "written over" / "checkpoint" / "notes.txt").read_text() == "mine"
+    assert formatted.is_whole(tmp_path / "written over")
     formatted.remove(own)
     assert not own.exists()
     assert formatted.is_whole(others)

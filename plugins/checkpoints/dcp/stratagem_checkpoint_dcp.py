@@ -73,7 +73,7 @@ class DCPCheckpoint(CheckpointFormat):
                 raise CheckpointError(f"{path} is a URL", expected="a local folder for torch's own layout")
             tree = encode(dict(state), place)
             if run.is_global_zero:
-                staged.begin(self.recognises)
+                staged.begin(self.recognises, _files_at)
         except (CheckpointError, OSError) as caught:
             error = explained(caught, path)
         try:
@@ -128,7 +128,17 @@ class DCPCheckpoint(CheckpointFormat):
     def remove(self, path: Path) -> None:
         if not self.recognises(path) or not (path / _REST).is_file():
             raise CheckpointError(f"{path} is no checkpoint of ours", do="nothing was deleted")
-        remove_folder(path, {_INDEX, _REST, *(each.name for each in path.glob("__*_*.distcp"))})
+        remove_folder(path, _files_at(path))
+
+
+def _files_at(path: Path) -> set[str]:
+    """Return the names of all files of the checkpoint at `path`; without a readable list, those that torch names so."""
+    try:
+        rest = _read_rest(path)
+    except CheckpointError:
+        rest = None
+    named = [each.name for each in path.glob("__*_*.distcp")] if rest is None else rest["files"]
+    return {_INDEX, _REST, *named}
 
 
 # --- Writing -----------------------------------------------------------------------------------------------------

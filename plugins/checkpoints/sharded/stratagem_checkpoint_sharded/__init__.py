@@ -15,7 +15,6 @@ goes on as before; the processes of a node share that file and the work of filli
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from stratagem.places import is_private, is_remote, modified_at
 from stratagem.staging import remove_folder
 from stratagem_checkpoint_sharded import folder, objects
 from stratagem_checkpoint_sharded.layout import Plan
-from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, files_of, has_tag, read_manifest, verify
+from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, files_at, files_of, has_tag, read_manifest, verify
 from stratagem_checkpoint_sharded.reading import assembled, mapped
 
 
@@ -106,9 +105,7 @@ class ShardedCheckpoint(CheckpointFormat):
     def remove(self, path: Path) -> None:
         if not self.recognises(path):
             raise CheckpointError(f"{path} is no sharded checkpoint", do="nothing was deleted")
-        files = {MANIFEST, TENSORS}
-        with contextlib.suppress(CheckpointError):  # a damaged one may go, too
-            files |= files_of(read_manifest(path))
+        files = files_at(path)  # a damaged one may go, too
         if is_remote(path):
             objects.remove(path, files)
             return

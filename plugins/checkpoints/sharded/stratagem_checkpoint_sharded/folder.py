@@ -12,7 +12,7 @@ from stratagem.errors import CheckpointError
 from stratagem.staging import StagedFolder, explained
 from stratagem.world import Collectives
 from stratagem_checkpoint_sharded.layout import Plan, pieces
-from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, THREADS, checksum, encoded, has_tag
+from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, THREADS, checksum, encoded, files_at, has_tag
 
 
 def write(plan: Plan, path: Path, collectives: Collectives) -> None:
@@ -25,7 +25,7 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
     try:
         try:
             if plan.rank == 0:
-                staged.begin(has_tag)
+                staged.begin(has_tag, files_at)
                 with (staged.path / TENSORS).open("wb") as file:
                     file.truncate(plan.size)
         except (CheckpointError, OSError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -109,6 +110,14 @@ def _check_file(path: Path, name: str, manifest: dict[str, Any]) -> None:
 def files_of(manifest: Mapping[str, Any]) -> set[str]:
     """Return the names of the files that hold pieces."""
     return {_file(piece) for piece in manifest["pieces"]} or {TENSORS}
+
+
+def files_at(path: Path) -> set[str]:
+    """Return the names of all files of the checkpoint at `path`, as far as a damaged one tells."""
+    files = {MANIFEST, TENSORS}
+    with contextlib.suppress(CheckpointError):
+        files |= files_of(read_manifest(path))
+    return files
 
 
 def _file(piece: Mapping[str, Any]) -> str:

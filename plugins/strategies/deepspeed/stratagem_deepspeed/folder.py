@@ -120,6 +120,15 @@ def files_in(path: Path) -> list[str]:
     return sorted(name for name in found if name != MARK)
 
 
+def files_at(path: Path) -> set[str]:
+    """Return all files that we wrote into a folder, as paths in it; if the mark is damaged, those with our names."""
+    try:
+        return {MARK, *read_mark(path)["files"]}
+    except CheckpointError:
+        named = [each.relative_to(path).as_posix() for each in path.glob(f"{TAG}/*.pt")]
+        return {*BESIDE, *named}
+
+
 def seal(path: Path, names: list[str]) -> dict[str, Any]:
     """Make files durable; return the size and checksum of each."""
     sealed = {}

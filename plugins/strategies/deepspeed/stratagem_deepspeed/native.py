@@ -53,7 +53,7 @@ class DeepSpeedFormat(CheckpointFormat):
             held = _held(state, path)
             rest = _plain({key: value for key, value in state.items() if key not in ("state_dict", "optimizers")})
             if run.is_global_zero:
-                staged.begin(folder.is_ours)
+                staged.begin(folder.is_ours, folder.files_at)
         except (CheckpointError, OSError) as caught:
             error = explained(caught, path)
         try:
@@ -104,7 +104,7 @@ class DeepSpeedFormat(CheckpointFormat):
         if strangers:
             raise CheckpointError(f"{path} holds {', '.join(strangers)}, which it was not saved with",
                                   do="nothing was deleted")  # fmt: skip
-        remove_folder(path, {folder.TAG, *folder.BESIDE})
+        remove_folder(path, folder.files_at(path))
 
 
 def takes_over(run: Run) -> bool:
