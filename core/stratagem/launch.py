@@ -420,6 +420,11 @@ def is_echo(error: BaseException) -> bool:
     return type(error) is RuntimeError and _ECHO.search(str(error).lower()) is not None and not _is_users(error)
 
 
+def interrupted_by_watcher() -> bool:
+    """Whether a KeyboardInterrupt tells of another process of this node that failed, rather than of Ctrl-C."""
+    return _companions is not None and _companions.told
+
+
 def _is_users(error: BaseException) -> bool:
     """Whether a ``raise`` statement outside torch.distributed and stratagem raised `error`."""
     trace = error.__traceback__
@@ -579,7 +584,7 @@ class Companions:
         self.folder, self.store = folder, store
         self.ending = threading.Event()
         #: A watcher interrupted the main thread: the next KeyboardInterrupt is not the user's.
-        self._told = False
+        self.told = False
         self._owner = os.getpid()
         for rank, process in children:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -601,7 +606,7 @@ class Companions:
 
     def _settle(self, error: BaseException) -> BaseException | None:
         """End everybody after `error` here; return the error of another process if that one was the cause."""
-        told = self._told and isinstance(error, KeyboardInterrupt)
+        told = self.told and isinstance(error, KeyboardInterrupt)
         if echo := is_echo(error):
             _wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             _wait_until(lambda: _root_is_known(self.folder), 0.5)
@@ -616,7 +621,7 @@ class Companions:
         """When a companion dies and this process does not notice, tell it; if it is stuck, end it."""
         if _ending_code(process.wait(), self.folder, rank) == 0 or self.ending.wait(NOTICE_S):
             return
-        self._told = True
+        self.told = True
         _interrupt_main_thread()
         if self.ending.wait(END_S):
             return

@@ -15,6 +15,7 @@ from attrs import define, field
 from stratagem import Callback, hookimpl
 from stratagem.checkpoint import format_of
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.launch import interrupted_by_watcher
 from stratagem.monitoring import monitored
 from stratagem.options import at_least, at_least_or_unlimited, not_empty
 from stratagem.places import is_remote, place
@@ -67,6 +68,12 @@ class ModelCheckpoint(Callback):
     #: The folder of the checkpoints that it knows of; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
+    _training: bool = field(init=False, default=False)
+    #: The step at which this fit began.
+    _first_step: int = field(init=False, default=0)
+    #: Path and step of the newest checkpoint that is being written, and of the newest that is on the disk; on rank 0.
+    _asked_for: tuple[str, int] | None = field(init=False, default=None)
+    _on_disk: tuple[str, int] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if self.every_n_epochs is not None and self.every_n_train_steps is not None:
@@ -117,8 +124,35 @@ class ModelCheckpoint(Callback):
         self._vacate()
 
     @hookimpl
-    def on_exception(self):
+    def on_train_start(self, trainer):
+        self._training, self._first_step = True, trainer.global_step
+
+    @hookimpl(trylast=True)
+    def on_exception(self, trainer, exception):
         self._vacate()
+        was_training, self._training = self._training, False
+        interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_watcher()
+        if not (was_training and interrupted and trainer.is_global_zero) or trainer.fast_dev_run:
+            return
+        told = any(getattr(each, "saved_on_exception", False) for each in trainer.callbacks)
+        if trainer.checkpoint_callback is self and not told:
+            trainer.print(f"interrupted at step {trainer.global_step}: {self._how_to_go_on(trainer)}", flush=True)
+
+    def _how_to_go_on(self, trainer: Any) -> str:
+        """Return what an interrupted fit has saved, and how to go on from there."""
+        if trainer.run.saver.busy and self._asked_for is not None:
+            path, step = self._asked_for
+            state = f"{path} (step {step}) is being written and is the newest checkpoint when the program has ended"
+        elif self._on_disk is not None:
+            path, step = self._on_disk
+            state = f"the newest checkpoint is {path} (step {step})"
+        elif self._first_step:
+            return f"nothing was saved since step {self._first_step}, at which this fit began"
+        else:
+            return "nothing was saved; the next fit begins at step 0"
+        if self.save_weights_only:
+            return f"{state}, which holds weights only: a fit with it begins at step 0"
+        return f'{state}; go on with fit(ckpt_path="last")'
 
     def _vacate(self) -> None:
         if self._occupied is not None:
@@ -158,6 +192,7 @@ class ModelCheckpoint(Callback):
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
                 trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+        self._training = False
 
     def _after_training(self, trainer: Any) -> bool:
         if self.save_on_train_epoch_end is None:
@@ -187,6 +222,9 @@ class ModelCheckpoint(Callback):
             self.last_model_path = last
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
         if trainer.is_global_zero:
+            if path or last:
+                self._asked_for = (last or path, trainer.global_step)
+                trainer.run.saver.afterwards(functools.partial(setattr, self, "_on_disk", self._asked_for))
             for old in doomed:  # not before there is something better on the disk
                 trainer.run.saver.afterwards(functools.partial(_remove, trainer.checkpoint_format, place(old)))
 
