@@ -511,8 +511,8 @@ def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None
     if silent:
         child = silent[0]
         return LaunchError(
-            f"rank {child.rank} {_ending(child.poll())} without a word",
-            do="its own output, or the system's log (out of memory?), may tell more",
+            f"rank {child.rank} {_ending(child.poll())} and left no error report",
+            do="check its stderr, and the kernel log for an out-of-memory kill",
         )
     return _as_error(reports[0]) if reports else None
 

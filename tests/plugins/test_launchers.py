@@ -337,7 +337,7 @@ def test_an_error_of_ours_keeps_its_class():
 def test_a_killed_process_is_named():
     trainer, loader = forked(joined_batches(10, 16))
 
-    with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL without a word"):
+    with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL and left no error report"):
         trainer.fit(Failing(1, kill_self), loader)
 
 

@@ -380,7 +380,7 @@ class StrategyConformance(Conformance):
     def test_weights_of_another_model_are_refused_on_all_ranks(self, world_size: int) -> None:
         self._needs_state(world_size)
         for said in self._run(world_size, _load_strangers_weights):
-            assert said != "nothing", "weights with other names were loaded without a word"
+            assert said != "nothing", "weights with other names were loaded without an error message"
 
     # --- Evaluation ----------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class _PowerIteration(Feedback):
             raise ConfigError(
                 f"{type(self).__name__}.start_powerSGD_iter is {self.start_powerSGD_iter} with use_error_feedback or "
                 "warm_start",
-                expected="at least 2: an engine may lay out its buckets anew after the first step",
+                expected="at least 2: an engine may lay out its buckets again after the first step",
                 do="raise it, or set both to false",
             )
 

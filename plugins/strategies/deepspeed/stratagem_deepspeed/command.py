@@ -158,7 +158,7 @@ def _sweep(folder: str, arguments: argparse.Namespace, ops: Path) -> str:
             )
         except FileNotFoundError as error:
             raise StratagemError(
-                f"{command[0]} is missing, which comes with deepspeed", do="install deepspeed anew"
+                f"{command[0]} is missing, which comes with deepspeed", do="install deepspeed again"
             ) from error
     if ended.returncode != 0 or "Best performance" not in ended.stdout:
         raise StratagemError(f"deepspeed's sweep ended without a result ({_last_line(ended, folder)})")
