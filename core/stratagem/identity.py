@@ -13,7 +13,8 @@ plugins that are equal in all of that.
 
 A plugin gets the state of its own key. What is left is matched within one class: a plugin and a state whose options
 differ least, if no other pair of either of them differs as little. So an option may change between two runs, and the
-order of callbacks may, too. Nothing is guessed: state without a plugin and a plugin without state are warned about.
+order of callbacks may, too. Nothing is guessed: state without a plugin is warned about, and with it the plugins of its
+kind that find none. A plugin that is new to the run is not: the checkpoint holds nothing that was its own.
 """
 
 from __future__ import annotations
@@ -94,14 +95,16 @@ def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
-    """Warn of state in the checkpoint `state` that no plugin of `stack` takes, and of plugins that find none in it."""
+    """Warn of state in the checkpoint `state` that no plugin of `stack` takes, and of plugins that it may be for."""
     saved = _saved(state)
     here = {key: plugin for method in _METHODS for key, plugin in keyed(stack, method)}
     found = matched(here, saved)
     left = [key for key in saved if key not in found.values() and not _is_empty(saved[key])]
     choices = {id(choice.plugin): choice for choice in stack.choices()}
     lacking = {id(plugin): choices[id(plugin)] for key, plugin in here.items() if key not in found}.values()
-    missing = [str(choice) for choice in lacking if choice.reason.startswith(("asked for", "given as"))]
+    kinds = {key.partition(".")[0] for key in left}
+    asked_for = [choice for choice in lacking if choice.reason.startswith(("asked for", "given as"))]
+    missing = [str(choice) for choice in asked_for if choice.kind in kinds]
     parts = [f"has no state of {' and of '.join(missing)}, which begins without it"] if missing else []
     parts += (
         [f"holds state of {' and of '.join(left)}, which no plugin of this run takes: it is dropped"] if left else []

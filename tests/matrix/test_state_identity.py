@@ -247,6 +247,36 @@ def test_what_is_left_over_and_what_is_missing_are_named(tmp_path):
     assert message.endswith("which no plugin of this run takes: it is dropped")
 
 
+def fit_alone(root, strategy, ckpt_path=None, **arguments):
+    return fit("strategy", strategy, root, ckpt_path, precision="bf16-mixed", **arguments)[1]
+
+
+@pytest.mark.parametrize(("one", "other"), [("ddp", "deepspeed"), ("deepspeed", "ddp"), ("ddp", "fsdp")])
+def test_moving_to_another_strategy_is_not_warned_about(tmp_path, one, other):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit_alone(tmp_path, one)
+        assert fit_alone(tmp_path, other, tmp_path / "saved.ckpt", max_epochs=2) == []
+
+
+def _move_to_teams(rank, world_size, root):
+    path = root / "saved.ckpt"
+    fit("strategy", "ddp", root, devices=world_size)
+    return [
+        fit("strategy", each, root, path, devices=world_size, max_epochs=2)[1]
+        for each in ("diloco", "local_sgd", "async_averaging", "decentralized")
+    ]
+
+
+def test_moving_to_an_outer_strategy_is_not_warned_about(tmp_path):
+    assert run_in_processes(_move_to_teams, 2, tmp_path) == [[[]] * 4] * 2
+
+
+def test_a_plugin_that_is_new_to_the_run_is_not_warned_about(tmp_path):
+    fit_with(tmp_path, [])
+    assert fit_with(tmp_path, [*stopping("a"), "preemption"], tmp_path / "saved.ckpt", precision="16-mixed") == []
+
+
 def test_nothing_is_guessed():
     wanted = ['callback.m:C {"x": 1}', 'callback.m:C {"x": 2}']
 

@@ -318,6 +318,11 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def _scaler(self) -> Any:
         return getattr(self._zero, "loss_scaler", None)
 
+    @property
+    def _scale_moves(self) -> bool:
+        """Whether the loss scale is dynamic; another one is an option, and no state."""
+        return bool(getattr(self._scaler, "dynamic", False))
+
     @hookimpl
     def model_state(self, module, run):
         if self._model is not None and self._model.written is not None:
@@ -377,12 +382,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def state_dict(self) -> dict[str, Any]:
         """What the engine remembers beside weights and optimizer: the loss scale, and its scheduler's place."""
         scheduler = getattr(self._engine, "lr_scheduler", None)
-        kept = {name: getattr(self._scaler, name) for name in _SCALER if hasattr(self._scaler, name)}
+        kept = {
+            name: getattr(self._scaler, name) for name in _SCALER if self._scale_moves and hasattr(self._scaler, name)
+        }
         return {"loss_scaler": kept, "scheduler": {} if scheduler is None else scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["loss_scaler"].items():
-            if hasattr(self._scaler, name):
+            if self._scale_moves and hasattr(self._scaler, name):
                 setattr(self._scaler, name, value)
         scheduler = getattr(self._engine, "lr_scheduler", None)
         if state["scheduler"] and scheduler is not None:
