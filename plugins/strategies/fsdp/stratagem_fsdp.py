@@ -7,6 +7,8 @@ import ctypes
 import functools
 import itertools
 import json
+import linecache
+import re
 import threading
 import time
 import weakref
@@ -21,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -97,6 +100,7 @@ class FSDPStrategy(Strategy):
     _device_mesh: Any = field(init=False, default=None)
     _syncs: bool | None = field(init=False, default=None)
     _order: Any = field(init=False, default=None)
+    _whole: Any = field(init=False, factory=lambda: _KeptWhole())
 
     @property
     def capabilities(self) -> Capabilities:
@@ -245,9 +249,10 @@ class FSDPStrategy(Strategy):
         _check_dtypes(user, units)
         for unit in units:
             fill(unit)
-            fully_shard(unit, **(exact if unit in normalizing else options), ignored_params=_not_cut(user))
+            precise = unit in normalizing or _is_double(unit)
+            fully_shard(unit, **(exact if precise else options), ignored_params=_not_cut(user))
         fill(user)
-        root = fully_shard(module, **options, ignored_params=_not_cut(user))
+        root = fully_shard(module, **(exact if _is_double(user) else options), ignored_params=_not_cut(user))
         self._listen(root, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             match_inputs(user)
@@ -260,6 +265,8 @@ class FSDPStrategy(Strategy):
         if self._order is None:
             self._order = _Order(run)
         self._order.add(root)
+        for unit in units:
+            self._whole.watch(unit._get_fsdp_state())
         _count_bytes(units, self._layout(run.team_world)[0], run.collectives.traffic, self._order)
         if run.stack.comm_hooks and run.stage == "train":
             _send_through_hooks(units, run.bucket_reducer(over=self._replicas(run)))
@@ -269,6 +276,9 @@ class FSDPStrategy(Strategy):
         chosen: set[nn.Module] = set()
         if self.auto_wrap_policy is not None:
             chosen.update(select(user, self.auto_wrap_policy, "strategy.fsdp.auto_wrap_policy"))
+            # Attention computes with this layer's parameters and never calls it.
+            attentions = [part for part in user.modules() if isinstance(part, nn.MultiheadAttention)]
+            chosen.difference_update(part.out_proj for part in attentions)
         chosen.update(part for part in user.modules() if _MARK in part.__dict__ and part is not user)
         return children_first(user, chosen)
 
@@ -303,8 +313,20 @@ class FSDPStrategy(Strategy):
         )
         compared = self._order.compared((stage, sync, self._order.number(run.model)))
         if dtype is None:
-            return compared
-        return _both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual))
+            return self._within(compared, run)
+        return self._within(_both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual)), run)
+
+    @contextlib.contextmanager
+    def _within(self, step, run) -> Iterator[None]:
+        try:
+            with step, self._whole.computing(run.model if run.manual else None):
+                yield
+        except RuntimeError as error:
+            if _MIXED in str(error):
+                raise _used_elsewhere(error, run.model) from error
+            raise
+        finally:
+            self._whole.release()
 
     @hookimpl
     def backward(self, loss, module, run):
@@ -317,8 +339,10 @@ class FSDPStrategy(Strategy):
             # The root's forward has not returned, so nothing has told FSDP that a backward begins.
             state = module._get_fsdp_state()
             loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
-        with torch.autocast(run.device.type, enabled=False):
+        with torch.autocast(run.device.type, enabled=False), self._whole.last_backward():
             run.differentiate(loss)
+        if not run.manual:
+            self._whole.release()
         if run.manual or run.sync_gradients:
             self._average_scalars(run)
         if run.manual:
@@ -326,6 +350,7 @@ class FSDPStrategy(Strategy):
 
     @hookimpl(wrapper=True)
     def optimizer_step(self, run):
+        self._whole.release()  # a unit that stayed whole would compute with what was before this step
         stepped = yield
         if run.manual:  # what the rest of this forward computes with must be what was stepped
             run.model.reshard()
@@ -457,6 +482,149 @@ class _CountingReduceScatter(DefaultReduceScatter):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self._traffic.add("reduce_scatter", input_tensor.nbytes, group.size(), sender="gradients")
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+# --- A backward within a step ------------------------------------------------------------------------------------
+
+
+class _KeptWhole:
+    """Keep units whole that a backward within the step (`torch.autograd.grad`) would leave without values.
+
+    FSDP frees a unit after each backward through it. Two kinds are needed for longer:
+
+    * With ``create_graph=True`` the graph of the backward refers to the unit's parameters, and the last backward of
+      the step reaches them without any hook of the unit's: these units stay whole until the step ends.
+    * A unit whose forward has not returned, the root among them, computes with its parameters afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._root_groups: list[Any] = []
+        self._is_last = False
+
+    def watch(self, state: Any) -> None:
+        """Have the unit with this `state` tell of each backward."""
+        for group in state._fsdp_param_groups:
+            group.pre_backward = functools.partial(self._begin, group, type(group).pre_backward)
+        finish = type(state)._root_post_backward_final_callback
+        state._root_post_backward_final_callback = functools.partial(self._finish, state, finish)
+
+    def _begin(self, group: Any, begin: Any, *arguments: Any) -> None:
+        if torch.is_grad_enabled() and group.reshard is not _nothing:
+            group.reshard = _nothing
+            self._kept.append(group)
+        begin(group, *arguments)
+
+    def _finish(self, state: Any, finish: Any) -> None:
+        groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+        if self._is_last:
+            for group in self._kept:  # gradients may have arrived since the unit's own backward was over
+                group._training_state = TrainingState.IDLE
+            finish(state)
+            return
+        root = state._state_ctx.iter_forward_root
+        forward = TrainingState.FORWARD
+        before = {group: group._training_state for group in groups if group._training_state is forward}
+        before |= {group: group._training_state for group in self._root_groups}
+        for group in before:
+            group._training_state = TrainingState.POST_BACKWARD  # then nothing is done with it
+        finish(state)
+        for group, training_state in before.items():
+            group._training_state = training_state
+        state._state_ctx.iter_forward_root = root
+
+    @contextlib.contextmanager
+    def computing(self, root: Any) -> Iterator[None]:
+        """Within, `root` computes even where a backward of the step's has ended its forward for FSDP."""
+        self._root_groups = [] if root is None else root._get_fsdp_state()._fsdp_param_groups
+        try:
+            yield
+        finally:
+            self._root_groups = []
+
+    @contextlib.contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """The backward within is that of the step: it reduces gradients and frees what computes."""
+        self._is_last = True
+        try:
+            yield
+        finally:
+            self._is_last = False
+
+    def release(self) -> None:
+        """Free what was kept."""
+        while self._kept:
+            group = self._kept.pop()
+            del group.reshard
+            group.reshard()
+
+
+def _nothing() -> None:
+    pass
+
+
+# --- Parameters outside of their unit's forward ------------------------------------------------------------------
+
+#: What torch says of an operation between a gathered or ordinary tensor and a shard.
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def _used_elsewhere(error: BaseException, root: nn.Module) -> ConfigError:
+    """Return the error for an operation on parameters whose unit is not gathered, with their names where found."""
+    names, units = _shards_of(root)
+    found = {names[id(tensor)] for tensor in _tensors_in_use(error) if id(tensor) in names}
+    some = sorted(found) or sorted(units)
+    inside = sorted({units[name] for name in some} - {""})
+    which = f" of the unit{'s' * (len(inside) > 1)} {_few([repr(name) for name in inside])}" if inside else ""
+    verb = "was" if len(some) == 1 else "were"
+    among = "" if found else "some of "
+    return ConfigError(
+        f"{among}{_few([repr(name) for name in some])}{which} {verb} used while sharded, outside of the unit's forward",
+        expected="parameters that are used within the forward of their own unit, which gathers them",
+        do="leave that layer out of strategy.fsdp.auto_wrap_policy, or make the module that uses its parameters a unit",
+    )
+
+
+def _shards_of(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """Return the names of the parameters that are sharded now, by their ids; and the unit of each name."""
+    names: dict[int, str] = {}
+    units: dict[str, str] = {}
+    for prefix, part in root.named_modules():
+        for group in part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ():
+            for each in group.fsdp_params if not group.is_unsharded else ():
+                name = names[id(each.sharded_param)] = each._param_fqn.removeprefix("module.")
+                units[name] = prefix.removeprefix("module").removeprefix(".")
+    return names, units
+
+
+def _tensors_in_use(error: BaseException) -> Iterator[Any]:
+    """Yield the variables of the function that failed, and the attributes that its failed line names."""
+    for trace in reversed(list(_traces(error.__traceback__))):
+        frame = trace.tb_frame
+        found = [value for value in frame.f_locals.values() if isinstance(value, DTensor)]
+        first, last, *_ = list(frame.f_code.co_positions())[trace.tb_lasti // 2]
+        for number in range(first or trace.tb_lineno, (last or trace.tb_lineno) + 1):
+            line = linecache.getline(frame.f_code.co_filename, number)
+            found += [_looked_up(frame.f_locals, path) for path in re.findall(r"[^\W\d]\w*(?:\.\w+|\[\d+\])+", line)]
+        if any(isinstance(value, DTensor) for value in found):
+            yield from found
+            return
+
+
+def _traces(trace: Any) -> Iterator[Any]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _looked_up(variables: Mapping[str, Any], path: str) -> Any:
+    """Return what a `path` such as ``self.layers[0].weight`` is, as far as modules have it; None if they have not."""
+    first, *rest = re.findall(r"\w+", path)
+    value = variables.get(first)
+    for name in rest:
+        known = isinstance(value, nn.Module) and any(name in those for those in (value._modules, value._parameters))
+        value = getattr(value, name) if known else None
+    return value
 
 
 # --- Ranks that differ -------------------------------------------------------------------------------------------
@@ -863,6 +1031,12 @@ def _running_norms(user: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Return the layers with running statistics: those are fp32, and so must their weights be."""
     norms = [part for part in user.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     return [part for part in norms if part.weight is not None and part not in units]
+
+
+def _is_double(unit: nn.Module) -> bool:
+    """Whether what is left of `unit` to shard is in double precision: autocast leaves that alone, too."""
+    own = [each for each in unit.parameters() if not isinstance(each, DTensor) and _is_cut(each)]
+    return any(each.dtype is torch.float64 for each in own)
 
 
 def _reshard(root: nn.Module) -> None:
