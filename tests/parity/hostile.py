@@ -216,7 +216,8 @@ class TwoDtypes(Odd):
 
 class Complex(Odd):
     def build(self) -> None:
-        self.a, self.head = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64)), nn.Linear(4, 1)
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.complex64)
+        self.a, self.head = nn.Parameter(torch.randn(6, 4, dtype=dtype)), nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((x.to(self.a.dtype) @ self.a).abs().to(self.head.weight.dtype))

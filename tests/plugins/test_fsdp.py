@@ -249,6 +249,51 @@ def test_mixed_precision_gathers_in_bf16_and_keeps_fp32_shards(options, precisio
 # --- Checkpoints between strategies ------------------------------------------------------------------------------
 
 
+class Scaled(Net):
+    """A parameter that is sharded, and one without dimensions, which is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+class PreciseHead(Net):
+    """A layer in double precision, which autocast leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(1, 1).double()
+
+    def forward(self, x):
+        return self.head(super().forward(x).double()).float()
+
+
+def _mixed(rank, world_size, model, options, precision):
+    return weights_of(fit(world_size, {"name": "fsdp", **options}, model(), joined_batches(4, 24), precision=precision))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "options", "precision"),
+    [
+        (Scaled, {}, {"name": "16-mixed", "init_scale": 4.0}),
+        (PreciseHead, {"auto_wrap_policy": {nn.Linear}}, "bf16-mixed"),
+        (PreciseHead, {"auto_wrap_policy": {nn.Linear}}, {"name": "16-mixed", "init_scale": 4.0}),
+    ],
+)
+def test_mixed_precision_takes_parameters_of_two_kinds(model, options, precision, world_size):
+    results = run_in_processes(_mixed, world_size, model, options, precision)
+
+    expected, norms = train_module_plainly(model(), joined_batches(4, 24))
+    assert max(norms) > 1
+    for weights in results:
+        assert relative_difference(weights, expected) < 0.05
+
+
 def _write(rank, world_size, strategy, batches, path):
     fit(world_size, strategy, Net(), batches).save_checkpoint(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -171,7 +172,7 @@ class ScaledPrecision(_Autocast):
         for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
             self._start_over(number)
         if self.scaler is None:
-            self.scaler = GradScaler(
+            self.scaler = _Scaler(
                 run.device.type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval
             )
             if self._loaded is not None:
@@ -284,6 +285,22 @@ class ScaledPrecision(_Autocast):
         self._loaded, self._found = state or None, {}
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+class _Scaler(GradScaler):
+    """Unscales shards and ordinary gradients of one optimizer apart: no operation takes both."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        kinds = sorted({type(gradient) for gradient in _gradients(optimizer)}, key=str)
+        found: dict[torch.device, torch.Tensor] = {}
+        for kind in kinds:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            some = [each for each in parameters if type(each.grad) is kind]
+            part = SimpleNamespace(param_groups=[{"params": some}])
+            those = super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16)
+            for device, flag in those.items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        return found
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
