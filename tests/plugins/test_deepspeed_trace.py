@@ -139,6 +139,27 @@ def test_a_forward_on_one_rank_alone_is_named():
         assert "the forward of 'Pets'" in said
 
 
+class Penalty(Pets):
+    """A penalty on the slope of what it computes."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].detach().requires_grad_()
+        out = self(x, "cat")
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return loss_of(out, batch[1]) + 30 * slope.square().mean()
+
+
+def _penalized(rank, world_size, gathers):
+    return outcome(lambda: train(world_size, lambda: Penalty(None), strategy(gathers)))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_gradients_are_refused(world_size, gathers):
+    for said in run_in_processes(_penalized, world_size, gathers, limit_s=2 * TIMEOUT_S):
+        assert said.startswith("refused: a gradient is computed with create_graph=True, and stage 3 frees"), said
+
+
 class Compiled(Pets):
     """One layer is compiled, in one of two ways."""
 

@@ -111,6 +111,8 @@ class EngineModule(nn.Module):
             self.written = WrittenByHand(self.zero, self.user)
             if zero["stage"] > 1:
                 self.gradients = GradientsElsewhere(self.user, zero["stage"])
+        if zero["stage"] == 3:
+            _refuse_gradients_of_gradients(self.engine)
         if run.world_size > 1 and zero["stage"] == 3:
             self.traced = TraceOfEngine(SharedTrace(run), self.engine, self.user)
             self.traced.trace.watch()
@@ -375,6 +377,23 @@ class Arrivals:
         """Leave the parameters as they were."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _refuse_gradients_of_gradients(engine: Any) -> None:
+    """Refuse a backward that is differentiated: its graph refers to parameters that stage 3 frees at once."""
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    fetch = offload.pre_sub_module_backward_function
+
+    def check_and_fetch(layer: nn.Module) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a gradient is computed with create_graph=True, and stage 3 frees the parameters that its graph needs",
+                expected="a stage below 3, or another strategy, for gradients of gradients",
+                do='choose strategy="deepspeed_stage_2" or strategy="fsdp"',
+            )
+        fetch(layer)
+
+    offload.__dict__["pre_sub_module_backward_function"] = check_and_fetch
 
 
 def _let_zero_grad_drop_all(zero: Any) -> None:
