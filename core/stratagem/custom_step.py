@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,8 @@ class CustomStep:
         self._was_evaluated = False
         self._stepped = True
         self._outputs: Any = None
+        scales = self.run.policy.loss_scaling and not self.run.stack.precision_absorbed
+        self._stepping = self._guarded if scales and hasattr(optimizer, "register_step_pre_hook") else nullcontext
 
     def __call__(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
@@ -54,7 +57,8 @@ class CustomStep:
         self._batch_idx, self._was_evaluated, self._stepped = batch_idx, False, True
         closure = functools.partial(self._evaluate, batch, sync)
         if sync:
-            self.module.optimizer_step(loop.trainer.current_epoch, batch_idx, self._handle, closure)
+            with self._stepping():
+                self.module.optimizer_step(loop.trainer.current_epoch, batch_idx, self._handle, closure)
             if not self._was_evaluated:
                 raise ConfigError(
                     f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
@@ -91,6 +95,35 @@ class CustomStep:
             loop.clip(optimizer)
         self._stepped = run.optimizer_step(optimizer)
         return loss
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Within: refuse a step that bypasses the precision, and would apply gradients that are still scaled."""
+        run, through, passing = self.run, self.run._optimizer_step, False
+
+        def pass_through(**arguments: Any) -> Any:
+            nonlocal passing
+            passing = True
+            try:
+                return through(**arguments)
+            finally:
+                passing = False
+
+        def check(*_: Any) -> None:
+            if not passing:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.optimizer_step called {type(self.optimizer).__name__}.step, "
+                    "and the gradients are multiplied by the loss scale",
+                    expected="a step of the optimizer that optimizer_step gets, which divides them first",
+                    do="call optimizer.step(closure=optimizer_closure)",
+                )
+
+        hook, run._optimizer_step = self.optimizer.register_step_pre_hook(check), pass_through
+        try:
+            yield
+        finally:
+            hook.remove()
+            run._optimizer_step = through
 
     def _evaluate(self, batch: Any, sync: bool) -> Any:
         """Run the closure; return the loss, None for a skipped batch."""

@@ -318,6 +318,33 @@ def test_a_step_without_its_closure_is_an_error():
         fit(Forgets(), joined_batches(1, 8))
 
 
+def test_a_step_past_the_loss_scale_is_an_error():
+    class Raw(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            optimizer.optimizer.step()
+
+    class Handle(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            self.optimizers().step()
+
+    class Every(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure() if batch_idx % 2 else optimizer.step(closure=optimizer_closure)
+
+    fit(raw := Raw(), joined_batches(1, 8))  # without a loss scale it is an ordinary step
+    assert relative_difference(raw.state_dict(), Net().state_dict()) > 0
+    module = Raw()
+    with pytest.raises(ConfigError, match=r"Raw.optimizer_step called SGD.step, and .* optimizer.step\(closure=optim"):
+        fit(module, joined_batches(1, 8), precision="16-mixed")
+    assert relative_difference(module.state_dict(), Net().state_dict()) == 0
+    for allowed in (Handle, Every):
+        fit(allowed(), joined_batches(2, 8), precision="16-mixed")
+    optimizer = module.trainer.run.optimizers[0]
+    optimizer.step()  # nothing of the check is left behind
+
+
 @pytest.mark.parametrize("name", ["backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"])
 def test_a_strategy_that_cannot_call_a_method_says_so(name):
     class Central(sg.Strategy):
