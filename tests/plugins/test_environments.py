@@ -101,6 +101,8 @@ STARTED = {
     "Kubeflow Trainer": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
     "elastic Kubeflow Trainer": {"PET_NNODES": "1:2", "PET_NODE_RANK": "0"},
     "PMIx alone": {"PMIX_RANK": "0"},
+    "Flux": {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1", "FLUX_TASK_LOCAL_ID": "1"},
+    "PALS": {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1"},
 }
 
 
@@ -117,6 +119,24 @@ def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starte
     assert named
     assert "install an environment plugin for it, start each with torchrun" in str(caught.value)
     monkeypatch.delenv("WORLD_SIZE", raising=False)  # it would contradict devices=1
+    assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
+
+
+@pytest.mark.parametrize("starter", STARTED.keys() - {"PyTorchJob", "Kubeflow Trainer", "elastic Kubeflow Trainer"})
+def test_a_local_rank_alone_does_not_make_a_world(monkeypatch, starter):
+    """LOCAL_RANK says who a process is on its node, and nothing of the tasks that train beside it."""
+    for name, value in (STARTED[starter] | {"LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="several times, and devices x num_nodes is 1; expected RANK, LOCAL_RANK"):
+        sg.Run(accelerator="cpu", devices=1).launch(lambda run: run.rank)
+
+    complete = dict(STARTED[starter], LOCAL_RANK="0", RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
+    if any(name.endswith(("SIZE", "NTASKS", "NUM_TASKS")) for name in STARTED[starter]):
+        with pytest.raises(ConfigError, match="is '2'.* and devices x num_nodes is 1"):
+            local.check_alone(complete, 1, 1)
+    local.check_alone(complete | {"WORLD_SIZE": "2"}, 1, 2)
+    local.check_alone(STARTED[starter] | {"LOCAL_RANK": "1"}, 1, 2)
+    local.check_alone(complete | {"STRATAGEM_STORE_HOSTED": "1"}, 1, 1)  # a launcher of this program started it
     assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
 
 

@@ -30,7 +30,7 @@ class LocalEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run):
         if run.settings.environment in (None, "auto"):  # chosen by name, it stands
-            check_alone(os.environ, run.settings.num_nodes)
+            check_alone(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
 
 
@@ -44,35 +44,51 @@ _STARTERS = (
     ("Horovod", ("HOROVOD_SIZE",), "HOROVOD_RANK", None),
     ("a Kubeflow Trainer job", ("PET_NNODES",), "PET_NODE_RANK", None),
     ("a cluster's job (such as a PyTorchJob)", ("WORLD_SIZE",), "RANK", None),
+    ("Flux", ("FLUX_JOB_SIZE",), "FLUX_TASK_RANK", None),
+    ("PALS (Cray)", (), "PALS_RANKID", None),
     ("PMIx", (), "PMIX_RANK", None),
 )
 
 
-def check_alone(variables: Mapping[str, str], num_nodes: int) -> None:
+def check_alone(variables: Mapping[str, str], num_nodes: int, world_size: int | None = None) -> None:
     """Refuse where somebody started this program several times and no variable says what each process is.
 
-    Each would train a model of its own. Fine are: all variables of a launch (LOCAL_RANK among them), a node of several
-    that was told its number, one task alone, and a shell or a script of a batch job, which runs once.
+    Each would train a model of its own. Fine are: all variables of a launch (LOCAL_RANK among them) for a world of at
+    least as many processes, a node of several that was told its number, one task alone, and a shell or a script of a
+    batch job, which runs once.
+
+    Args:
+        world_size: devices x num_nodes; without it, LOCAL_RANK says enough.
 
     Raises:
         ConfigError: names the variables found, and what to install or set.
     """
-    if "LOCAL_RANK" in variables or (num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables)):
+    told = "LOCAL_RANK" in variables
+    if told and (world_size is None or _launched(variables)):
         return
+    if num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables):
+        return
+    complete = told and (world_size > 1 or {"RANK", "WORLD_SIZE"} <= set(variables))
     known = False
     for starter, sizes, rank, evidence in _STARTERS:
         size = next((name for name in sizes if name in variables), None)
         if (evidence or rank) not in variables and (size is None or evidence is not None or rank == "RANK"):
             continue
+        if told and rank == "RANK":
+            continue  # `local_world` compares them with the run
         seen = [name for name in (evidence, size, rank) if name is not None and name in variables]
-        alone = size is not None and variables[size].strip() == "1"
+        count = None if size is None else variables[size].strip()
+        alone = count == "1"
         # The only one of srun's tasks that has PMIX_RANK, too.
-        if alone or (rank == "PMIX_RANK" and known):
+        if alone or (not sizes and known):
             known = True
             continue
+        if complete and not (count is not None and count.isdecimal() and int(count) > world_size):
+            continue
         what = " and ".join(f"{name} is {variables[name]!r}" for name in seen)
+        lacks = f"devices x num_nodes is {world_size}" if told else "LOCAL_RANK is not set"
         raise ConfigError(
-            f"{what}, as if {starter} had started this program several times, and LOCAL_RANK is not set",
+            f"{what}, as if {starter} had started this program several times, and {lacks}",
             expected="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
             do="install an environment plugin for it, start each with torchrun, or export those variables; to "
             + (
