@@ -49,6 +49,7 @@ from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import check_address, join_supervision, open_standard_streams
 from stratagem.module import StepModule
 from stratagem.neighbours import Neighbours, explained
+from stratagem.optimization import needs_closure
 from stratagem.places import place
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, CheckpointFormat, PrecisionPolicy
 from stratagem.resolver import Choice, Stack, hook_implementations, resolve
@@ -603,11 +604,20 @@ class Run:
         """Step; return False if the precision skipped it because gradients overflowed."""
         if self.saver.busy:
             self.saver.check()
-        if self._optimizer_step is None and closure is None:
-            optimizer.step()
-            return True
-        call = self._optimizer_step or self.hook.optimizer_step
-        return bool(self._answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self)))
+        try:
+            if self._optimizer_step is None and closure is None:
+                optimizer.step()
+                return True
+            call = self._optimizer_step or self.hook.optimizer_step
+            return bool(self._answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self)))
+        except TypeError as error:
+            if closure is not None or not needs_closure(optimizer):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was called without a closure",
+                expected="a closure: it evaluates the model itself, once or many times for each step",
+                do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
+            ) from error
 
     # --- Files ---------------------------------------------------------------------------------------------------
 
