@@ -547,10 +547,10 @@ class Trainer:
 
         def publish() -> None:
             self.publish_epoch(book)
+            self._late, book.closed = {}, "in on_train_epoch_end"  # what `lr_scheduler_step` logs comes late, too
             if complete:
                 self._step_epoch_schedulers()
                 self.position.epoch_ended = True
-            self._late, book.closed = {}, "in on_train_epoch_end"
 
         self.events.module_first("on_train_epoch_end", then=publish)
         late, self._late = self._late or {}, None
