@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -87,11 +89,15 @@ class TrainLoop:
         self.clip = clipping(trainer)
         #: The module has ended this epoch before its last batch.
         self.skips_rest = False
+        #: The latest epoch that it ended before its first batch.
+        self.skipped_epoch: int | None = None
         #: All ranks know that training is to stop.
         self.told_to_stop = False
         #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
         self.validate_every: float | None = None
         self.batch_start = trainer.events.listener("on_train_batch_start")
+        #: The module's own method may end the epoch; what plugins return means nothing.
+        self.heeds_answer = overrides(module, "on_train_batch_start")
         self.batch_end = trainer.events.listener("on_train_batch_end")
         self.before_step = trainer.events.listener("on_before_optimizer_step")
         self.before_zero_grad = trainer.events.listener("on_before_zero_grad")
@@ -227,6 +233,8 @@ class TrainLoop:
             )  # fmt: skip
         if position.batches_done == 0 and not self.skips_rest:
             raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
+        if position.batches_done == 0:
+            self._check_skipped()
         if position.epoch_done or position.batches_done > start:
             trainer.end_epoch(complete=position.epoch_done)
 
@@ -260,7 +268,8 @@ class TrainLoop:
         trainer.book.batch = batch
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
-            if isinstance(answer, int) and answer == -1:
+            if answer is not None and self.heeds_answer:
+                self._check_answer(answer, batch_idx)
                 self._skip_rest(batch_idx)
                 return
         if self.custom_step is not None:
@@ -285,6 +294,34 @@ class TrainLoop:
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         trainer.log_step()
+
+    @staticmethod
+    def _check_answer(answer: Any, batch_idx: int) -> None:
+        try:
+            is_meant = not isinstance(answer, bool) and operator.index(answer) == -1
+        except TypeError:
+            is_meant = False
+        if not is_meant:
+            raise ConfigError(
+                f"on_train_batch_start returned {answer!r} at batch {batch_idx}",
+                expected="None, or -1 to skip the rest of the epoch", do="return nothing to train the batch",
+            )  # fmt: skip
+
+    def _check_skipped(self) -> None:
+        """Warn of the first epoch that was skipped as a whole; refuse to skip one after another without an end."""
+        epoch, limit = self.position.epoch, self.settings.max_epochs
+        if self.skipped_epoch is None and self.run.is_global_zero:
+            warnings.warn(
+                f"on_train_batch_start returned -1 at the first batch of epoch {epoch}: nothing was trained in it",
+                stacklevel=2,
+            )
+        if self.skipped_epoch == epoch - 1 and (limit is None or limit < 0):
+            raise ConfigError(
+                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, and max_epochs "
+                "sets no limit",
+                expected="a batch that is trained, or training would never end", do="return None there, or set max_epochs",
+            )  # fmt: skip
+        self.skipped_epoch = epoch
 
     def _skip_rest(self, batch_idx: int) -> None:
         """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -318,6 +319,28 @@ def test_a_step_without_its_closure_is_an_error():
         fit(Forgets(), joined_batches(1, 8))
 
 
+def test_a_step_that_needs_a_closure_and_gets_none_is_an_error():
+    class Evaluates(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    class Custom(Evaluates):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            optimizer.step()
+
+    class Manual(Evaluates):
+        automatic_optimization = False
+
+        def training_step(self, batch):
+            self.manual_backward(loss_of(self(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    for kind in (Custom, Manual):
+        with pytest.raises(ConfigError, match=r"LBFGS.step was called without a closure; .*call step\(closure\)"):
+            fit(kind(), joined_batches(1, 8))
+
+
 def test_a_step_past_the_loss_scale_is_an_error():
     class Raw(Net):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -495,6 +518,78 @@ def test_minus_one_at_the_first_batch_is_an_epoch_without_batches():
     trainer = fit(Nothing(), joined_batches(2, 8), max_epochs=2)
 
     assert (trainer.current_epoch, trainer.global_step) == (2, 0)
+
+
+@pytest.mark.parametrize("answer", [np.int64(-1), torch.tensor(-1), -1])
+def test_any_number_that_is_minus_one_skips(answer):
+    class Skips(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return answer if batch_idx == 1 else None
+
+    assert fit(Skips(), joined_batches(3, 8)).global_step == 1
+
+
+def test_what_plugins_answer_means_nothing():
+    class Answers(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_start(self):
+            return -1
+
+    class Silent(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            pass
+
+    for module in (Net(), Silent()):
+        assert fit(module, joined_batches(2, 8), callbacks=[Answers()]).global_step == 2
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_what_lr_scheduler_step_logs_is_kept(interval):
+    class Logs(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+
+        def lr_scheduler_step(self, scheduler, metric):
+            scheduler.step()
+            self.log("rate", scheduler.get_last_lr()[0])
+
+    trainer = fit(Logs(), joined_batches(2, 8), max_epochs=2)
+
+    assert float(trainer.callback_metrics["rate"]) == pytest.approx(trainer.run.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("answer", [0, True, "skip", 1.5])
+def test_another_answer_than_minus_one_is_refused(answer):
+    class Wrong(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return answer
+
+    with pytest.raises(ConfigError, match="on_train_batch_start returned .* at batch 0; expected None, or -1"):
+        fit(Wrong(), joined_batches(1, 8))
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": -1, "max_steps": 5}, {"max_epochs": None, "max_steps": 5}])
+def test_epochs_that_are_all_skipped_without_a_limit_are_an_error(limits):
+    class Nothing(Net):
+        seen = 0
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.seen += 1
+            assert self.seen < 9, "it would go on forever"
+            return -1
+
+    class Once(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.trainer.current_epoch % 2 == 0 else None
+
+    with (
+        pytest.warns(UserWarning, match="at the first batch of epoch 0: nothing was trained"),
+        pytest.raises(ConfigError, match="-1 at the first batch of epochs 0 and 1, and max_epochs sets no limit"),
+    ):
+        fit(Nothing(), joined_batches(2, 8), **limits)
+    assert fit(Once(), joined_batches(2, 8), **limits).global_step == 5
 
 
 def test_double_precision_closures_stay_exact():
