@@ -150,7 +150,15 @@ CLOSED = {
 }  # fmt: skip
 STEPS = {"training_step", "validation_step", "test_step"}
 EVENTS_OF_A_RUN = [name for name in EVENTS if name != "on_exception"]
-OF_MODULES = [*EVENTS_OF_A_RUN, *sorted(STEPS), "predict_step", "setup", "teardown", "configure_optimizers", "configure_model"]
+OF_MODULES = [
+    *EVENTS_OF_A_RUN,
+    *sorted(STEPS),
+    "predict_step",
+    "setup",
+    "teardown",
+    "configure_optimizers",
+    "configure_model",
+]
 OF_CALLBACKS = [name for name in hook_specifications() if name.startswith("on_") and name != "on_exception"]
 
 
