@@ -317,8 +317,8 @@ class TrainLoop:
             )
         if self.skipped_epoch == epoch - 1 and (limit is None or limit < 0):
             raise ConfigError(
-                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, without a limit "
-                "of epochs",
+                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, without a "
+                "limit of epochs",
                 expected="a batch that is trained: training would never end", do="return None there, or set max_epochs",
             )  # fmt: skip
         self.skipped_epoch = epoch
