@@ -122,7 +122,7 @@ def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starte
     assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
 
 
-@pytest.mark.parametrize("starter", STARTED.keys() - {"PyTorchJob", "Kubeflow Trainer", "elastic Kubeflow Trainer"})
+@pytest.mark.parametrize("starter", [name for name in STARTED if "Kubeflow" not in name and name != "PyTorchJob"])
 def test_a_local_rank_alone_does_not_make_a_world(monkeypatch, starter):
     """LOCAL_RANK says who a process is on its node, and nothing of the tasks that train beside it."""
     for name, value in (STARTED[starter] | {"LOCAL_RANK": "0"}).items():
