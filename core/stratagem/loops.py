@@ -199,7 +199,7 @@ class TrainLoop:
         between = trainer.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
         if position.batches_done and position.batches_done >= self.feed.num_batches:
-            position.epoch_done = True  # an epoch had more batches in the run that is resumed
+            self._end_longer_epoch()  # an epoch had more batches in the run that is resumed
         if not position.validated:
             self._validate()  # the run that is resumed was stopped before it
             self.feed.go_on_from_here()
@@ -225,7 +225,7 @@ class TrainLoop:
                     self._validate()  # what stops is judged by where it stopped
                 break
         if position.batches_done == start and start and not position.epoch_done:
-            position.epoch_done = True
+            self._end_longer_epoch()
         if start == 0 and position.batches_done and self.run.skipped_batches - skipped == position.batches_done:
             raise ConfigError(
                 f"training_step returned None for all {position.batches_done} batches of epoch {position.epoch}",
@@ -237,6 +237,17 @@ class TrainLoop:
             self._check_skipped()
         if position.epoch_done or position.batches_done > start:
             trainer.end_epoch(complete=position.epoch_done)
+
+    def _end_longer_epoch(self) -> None:
+        position, now = self.position, self.feed.num_batches
+        if not position.epoch_done and position.batches_done != now and self.run.is_global_zero:
+            warnings.warn(
+                f"the checkpoint was saved after {position.batches_done} batches of epoch {position.epoch}, and "
+                + ("the loader has fewer now" if math.isinf(now) else f"an epoch has {int(now)} now")
+                + ": the rest of that epoch is left out",
+                stacklevel=2,
+            )
+        position.epoch_done = True
 
     def _is_told_to_stop(self) -> bool:
         """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
@@ -317,10 +328,11 @@ class TrainLoop:
             )
         if self.skipped_epoch == epoch - 1 and (limit is None or limit < 0):
             raise ConfigError(
-                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, without a "
-                "limit of epochs",
-                expected="a batch that is trained: training would never end", do="return None there, or set max_epochs",
-            )  # fmt: skip
+                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, "
+                "and max_epochs sets no limit",
+                expected="a batch that is trained, or training would never end",
+                do="return None there, or set max_epochs",
+            )
         self.skipped_epoch = epoch
 
     def _skip_rest(self, batch_idx: int) -> None:

@@ -586,7 +586,7 @@ def test_epochs_that_are_all_skipped_without_a_limit_are_an_error(limits):
 
     with (
         pytest.warns(UserWarning, match="at the first batch of epoch 0: nothing was trained"),
-        pytest.raises(ConfigError, match="-1 at the first batch of epochs 0 and 1, without a limit of epochs"),
+        pytest.raises(ConfigError, match="-1 at the first batch of epochs 0 and 1, and max_epochs sets no limit"),
     ):
         fit(Nothing(), joined_batches(2, 8), **limits)
     assert fit(Once(), joined_batches(2, 8), **limits).global_step == 5
