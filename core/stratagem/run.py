@@ -56,7 +56,7 @@ from stratagem.resolver import Choice, Stack, hook_implementations, resolve
 from stratagem.saving import Saver
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
-from stratagem.verification import applying, check_optimizer, check_weights_fit
+from stratagem.verification import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.wire import Level, Wire
 from stratagem.world import Collectives, Mesh, World
 
@@ -708,8 +708,10 @@ class Run:
         """Put logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
         self.check_optimizers(states, optimizers, weights, path)
         for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
-            with applying(f"{path}: optimizers[{number}]"):
-                self.ask("load_optimizer_state", state=state, optimizer=optimizer, module=module)
+            where = f"{path}: optimizers[{number}]"
+            filled = self._with_new_options(state, optimizer, where) if _is_logical(state) else state
+            with applying(where):
+                self.ask("load_optimizer_state", state=filled, optimizer=optimizer, module=module)
 
     def check_optimizers(
         self, states: list[dict[str, Any]], optimizers: list[Optimizer], weights: Mapping[str, Any] | None, path: Any
@@ -721,9 +723,14 @@ class Run:
                 do="resume with the optimizers that wrote it, or load the weights alone",
             )  # fmt: skip
         for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
-            # An engine's own form stands for what the engine reads.
-            if isinstance(state, dict) and state.keys() & {"state", "param_groups"}:
+            if _is_logical(state):
                 check_optimizer(state, weights or {}, optimizer, f"{path}: optimizers[{number}]")
+
+    def _with_new_options(self, state: dict[str, Any], optimizer: Optimizer, where: str) -> dict[str, Any]:
+        filled, added = with_new_options(state, optimizer, where)
+        for each in added if self.is_global_zero else ():
+            warnings.warn(each, stacklevel=2)
+        return filled
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
@@ -968,6 +975,11 @@ def _team_world(stack: Stack, world: World) -> World:
         world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
         num_nodes=size // here, node_rank=world.rank % size // here,
     )  # fmt: skip
+
+
+def _is_logical(state: Any) -> bool:
+    """Whether the `state` of an optimizer is a logical one, rather than an engine's own form of it."""
+    return isinstance(state, dict) and bool(state.keys() & {"state", "param_groups"})
 
 
 def _has_complex(optimizer: Optimizer) -> bool:

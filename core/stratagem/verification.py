@@ -7,6 +7,7 @@ Every check sees the same content on all ranks, so all of them refuse or none. N
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,8 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
     """
     entries, saved = state.get("state"), state.get("param_groups")
     groups, is_torchs = getattr(optimizer, "param_groups", ()), type(optimizer).__module__.startswith("torch.optim")
+    # The options of every group; those that a user added to one may be missing. None: all of them must be there.
+    defaults = getattr(optimizer, "defaults", None)
     _check(where, "state", entries, Mapping, "a mapping by the names of parameters")
     _check(where, "param_groups", saved, list | tuple, "a list of mappings")
     assert isinstance(entries, Mapping)
@@ -121,10 +124,30 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
         for key in own.keys() - {"params", "initial_lr"}:
             if key in group:
                 _check_similar(own[key], group[key], f"{where}.{place}.{key}")
+                if _is_number(own[key]) and (defaults is None or key in defaults):
+                    _check_usable(group[key], f"{where}.{place}.{key}")
+            elif defaults is not None and key not in defaults:
+                pass  # `with_new_options` keeps it
             elif isinstance(own[key], int | float | tuple) and not isinstance(own[key], bool):
                 raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
         if is_torchs:
             _check_alike({name: entries[name] for name in group["params"] if name in entries}, where)
+
+
+def _check_usable(value: Any, where: str) -> None:
+    if value is None or math.isnan(value):
+        raise CheckpointError(f"{where} is {value}", expected="a number", do=_DO)
+
+
+def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return `state` with what only the groups of `optimizer` have, as they have it, and a name for each of these."""
+    own, defaults = getattr(optimizer, "param_groups", ()), getattr(optimizer, "defaults", None)
+    groups, added = [dict(group) for group in state["param_groups"]], []
+    for number, (mine, group) in enumerate(zip(own, groups, strict=False)):
+        for key in () if defaults is None else mine.keys() - group.keys() - defaults.keys() - {"params", "initial_lr"}:
+            group[key] = mine[key]
+            added.append(f"{where}.param_groups[{number}] has no {key!r}: it stays {mine[key]!r}")
+    return {**state, "param_groups": groups}, added
 
 
 def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:

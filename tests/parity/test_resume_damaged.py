@@ -225,3 +225,49 @@ def test_deep_json_is_refused(tmp_path, form):
 def test_a_path_with_nul_is_refused():
     with pytest.raises(ConfigError, match=r"has a NUL character in it; expected a path; remove it"):
         resumed("a\0b.ckpt")
+
+
+# --- What is readable, and cannot be meant -----------------------------------------------------------------------
+
+
+class Tagged(Net):
+    """Its group has an option that torch does not know, if `tag` is given."""
+
+    def __init__(self, tag=None):
+        super().__init__()
+        self.tag = tag
+
+    def configure_optimizers(self):
+        group = {"params": list(self.parameters())} | ({} if self.tag is None else {"tag": self.tag})
+        return torch.optim.SGD([group], lr=1e-2, momentum=0.9)
+
+
+def go_on(state, path, module, batches=4):
+    """Resume from `state`; return the trainer and what was warned of."""
+    torch.save(state, path)
+    trainer = sg.Trainer(**QUIET, max_epochs=2, devices=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, joined_batches(batches, 8), ckpt_path=path)
+    return trainer, " ".join(str(each.message) for each in caught)
+
+
+def test_numbers_that_cannot_be_meant_are_refused_and_other_epochs_are_told(tmp_path):
+    trainer = sg.Trainer(**QUIET, max_epochs=1, devices=1)
+    trainer.fit(Tagged(), joined_batches(4, 8))
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    whole, path = read_any(tmp_path / "whole.ckpt"), tmp_path / "edited.ckpt"
+    for key, value in (("lr", None), ("lr", float("nan")), ("momentum", None), ("weight_decay", float("nan"))):
+        state = copy.deepcopy(whole)
+        state["optimizers"][0]["param_groups"][0][key] = value
+        with pytest.raises(CheckpointError, match=rf"param_groups\[0\].{key} is {value}; expected a number"):
+            go_on(state, path, Tagged())
+
+    resumed, warned = go_on(copy.deepcopy(whole), path, Tagged(tag=3))
+    assert (resumed.global_step, resumed.run.optimizers[0].param_groups[0]["tag"]) == (8, 3)
+    assert "param_groups[0] has no 'tag': it stays 3" in warned
+
+    state = copy.deepcopy(whole)
+    state["loop"] |= {"batches_done": 10**9, "epoch_done": False, "epoch_ended": False}
+    _, warned = go_on(state, path, Tagged())
+    assert "saved after 1000000000 batches of epoch 1, and an epoch has 4 now: the rest of that epoch is left" in warned
