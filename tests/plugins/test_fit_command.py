@@ -170,6 +170,11 @@ def leaves_a_canary(**arguments):
     pathlib.Path("canary").touch()
 
 
+class LeavesACanary:
+    def __init__(self):
+        pathlib.Path("canary").touch()
+
+
 class Tokenizer:
     pass
 
@@ -661,7 +666,10 @@ def test_something_to_call_is_an_object_or_a_function_with_its_arguments(capsys,
             {"named": {"a": {"class_path": "net.Data"}}},
             r"model.named.a is net.Data \(file run.yaml\); expected a Module",
         ),
-        ({"pair": [{"class_path": "net.Data"}] * 2}, r"model.pair is .* \(file run.yaml\)"),
+        (
+            {"pair": [{"class_path": "net.Data"}] * 2},
+            r"model.pair\[0\] is net.Data \(file run.yaml\); expected a Module",
+        ),
         ({"sizes": {"width": 3, "dept": 3}}, r"model.sizes sets 'dept' .*did you mean 'depth'"),
         ({"sizes": {"depth": 3}}, r"model.sizes lacks 'width'"),
         ({"sizes": {"width": "3"}}, r"model.sizes.width is '3'"),
@@ -735,6 +743,28 @@ def test_the_path_of_something_to_call_is_checked_too(capsys, name, class_path):
     write(model={"class_path": "net.Demanding", "init_args": {"needed": 1, name: class_path}})
 
     assert re.search(f"model.{name} is {class_path} .*; expected ", refused(capsys))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in ("path", "needed", "color", "block", "dtype") for form in ("list", "nested")]
+    + [(name, "mapping") for name in ("path", "needed", "color")],  # a mapping may fill a class
+)
+def test_a_container_for_an_argument_that_holds_none_is_refused_before_its_items_are_built(capsys, name, form):
+    spec = {"class_path": "net.LeavesACanary"}
+    value = {"list": [spec], "nested": [[3, {"a": spec}]], "mapping": {"a": spec}}[form]
+    write(model={"class_path": "net.Demanding", "init_args": {"needed": 1, name: value}})
+
+    assert re.search(rf"model.{name} is a (list|mapping) \(file run.yaml\); expected ", refused(capsys))
+    assert not Path("canary").exists()
+
+
+def test_each_place_of_a_tuple_takes_its_own_type(capsys):
+    pair = [{"class_path": "torch.nn.ReLU"}, {"class_path": "net.LeavesACanary"}]
+    write(model={"class_path": "net.Demanding", "init_args": {"needed": 1, "pair": pair}})
+
+    assert "model.pair[1] is net.LeavesACanary" in refused(capsys)
+    assert not Path("canary").exists()
 
 
 @pytest.mark.parametrize(

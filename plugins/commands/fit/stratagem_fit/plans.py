@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import enum
 import functools
 import importlib
@@ -12,12 +13,12 @@ import types
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 from attrs import frozen
 
-from stratagem.config import convert
+from stratagem.config import convert, describe
 from stratagem.errors import ConfigError, nearest
 from stratagem_fit.admission import admit, admit_object, is_factory
 from stratagem_fit.runfile import Said, Spec, parse_text
@@ -32,6 +33,8 @@ from stratagem_fit.signatures import (
     wants_object,
 )
 
+#: What no list and no mapping can become.
+_SCALARS = (str, int, float, bool, complex, bytes, Path, timedelta)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -176,12 +179,15 @@ def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Paramet
         target = find(said.value, path, said.origin)
         admit(target, annotation, package, f"{path} is {said.value} ({said.origin})")
         return _plan(target, value, path, annotation, package=package)
+    if isinstance(value, dict | list):
+        _check_container(value, annotation, path)
     if isinstance(value, dict):
         item = item_of(annotation, dict)
         return {key: _argument(each, item, f"{path}.{key}", None, package) for key, each in value.items()}
     if isinstance(value, list):
-        item = item_of(annotation, list)
-        return [_argument(each, item, f"{path}[{index}]", None, package) for index, each in enumerate(value)]
+        items = _items_of(annotation, len(value))
+        pairs = enumerate(zip(value, items, strict=True))
+        return [_argument(each, item, f"{path}[{index}]", None, package) for index, (each, item) in pairs]
     if (filled := _dataclass_for(value, annotation)) is not None:
         given = {name: Said(each, value.origin) for name, each in value.value.items()}
         return _plan(filled, Spec(Said("", value.origin), given), path, package=package)
@@ -189,6 +195,34 @@ def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Paramet
         value = Said(parse_text(value.value), value.origin)
     _check_number(value, annotation, path, parameter)
     return _converted(value, annotation, path, package)
+
+
+def _items_of(annotation: Any, count: int) -> list[Any]:
+    """Return the annotations of the items of a list: of a tuple with a type for each place, those."""
+    for member in members(annotation):
+        places = get_args(member)
+        if get_origin(member) is tuple and Ellipsis not in places and len(places) == count:
+            return list(places)
+    return [item_of(annotation, list)] * count
+
+
+def _check_container(value: dict[Any, Any] | list[Any], annotation: Any, path: str) -> None:
+    """Refuse a list or a mapping for an argument that cannot be one, before any of its items is built."""
+    wanted = [member for member in members(in_plain_words(annotation)) if member is not type(None)]
+    if wanted and not any(_may_hold(member, value) for member in wanted):
+        kind = "a list" if isinstance(value, list) else "a mapping"
+        raise ConfigError(f"{path} is {kind} ({_origin(value)})", expected=describe(in_plain_words(annotation)))
+
+
+def _may_hold(member: Any, value: dict[Any, Any] | list[Any]) -> bool:
+    """Whether an argument of type `member` may become of a container like `value`; of unknown ones, yes."""
+    if get_origin(member) is Literal or member in _SCALARS:
+        return False
+    if not isinstance(member, type) or member is Any:
+        return True
+    if issubclass(member, enum.Enum):
+        return False
+    return isinstance(value, dict) or issubclass(member, collections.abc.Iterable)
 
 
 def _converted(said: Said, annotation: Any, path: str, package: str) -> Any:
