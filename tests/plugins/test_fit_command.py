@@ -338,7 +338,7 @@ def test_the_environment_is_stronger_than_the_file_and_weaker_than_the_line(monk
     assert read_any("checkpoints/last.ckpt")["loop"]["global_step"] == 8
     assert main(["fit", "run.yaml", "--trainer.max_epochs", "3"]) == 0
 
-    assert read_any("checkpoints/last.ckpt")["loop"]["global_step"] == 24
+    assert read_any("checkpoints/last-v1.ckpt")["loop"]["global_step"] == 24
 
 
 def test_modules_are_found_beside_the_file_before_the_current_directory(tmp_path):
