@@ -752,7 +752,9 @@ class _Order:
         mine = (self._steps, len(self._seen) - 1, *event)
         if together:
             sign = torch.tensor([zlib.crc32(repr(mine).encode())])
-            if len({int(each) for each in self._peers.all_gather(sign)}) == 1:
+            with self._peers.traffic.sent_by("comparison of ranks"):
+                signs = self._peers.all_gather(sign)
+            if len({int(each) for each in signs}) == 1:
                 return
             found = dict(enumerate(self._peers.all_gather_object(mine)))
         else:
