@@ -86,6 +86,8 @@ class EngineModule(nn.Module):
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
         self._frozen = {id(parameter) for parameter in self.step.parameters() if not parameter.requires_grad}
         accelerator = deepspeed.accelerator.get_accelerator()
+        groups = None if optimizer is None else optimizer.param_groups  # ZeRO puts its own partitions there
+        inside = {id(each) for group in groups or () for each in group["params"]}
         with contextlib.ExitStack() as stack:
             # All ranks have the same parameters already, and it stumbles over those without dimensions.
             stack.enter_context(_replaced(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda _: None))
@@ -99,7 +101,6 @@ class EngineModule(nn.Module):
             put_masters(kept, self.engine.optimizer, self.dtype)
         zero = config["zero_optimization"]
         if zero["stage"] == 0 and optimizer is not None:
-            inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             self._outside = [parameter for parameter in trained if id(parameter) not in inside]
         if zero["stage"] == 2 and self.zero is not None:
             _let_zero_grad_drop_all(self.zero)
@@ -110,7 +111,7 @@ class EngineModule(nn.Module):
         if self.zero is not None:
             self.written = WrittenByHand(self.zero, self.user)
             if zero["stage"] > 1:
-                self.gradients = GradientsElsewhere(self.user, zero["stage"])
+                self.gradients = GradientsElsewhere(self.user, zero["stage"], inside if groups is not None else None)
         if zero["stage"] == 3:
             _refuse_gradients_of_gradients(self.engine)
         if run.world_size > 1 and zero["stage"] == 3:

@@ -18,9 +18,11 @@ _EVENTS = ("on_after_backward", "on_before_optimizer_step")
 class GradientsElsewhere:
     """Has `parameter.grad` raise while code of the user's runs that expects gradients there."""
 
-    def __init__(self, user: nn.Module, stage: int) -> None:
+    def __init__(self, user: nn.Module, stage: int, stepped: set[int] | None) -> None:
+        """`stepped` has the ids of the parameters that the optimizer steps; None: all that are trained."""
         self._user, self._stage = user, stage
-        self._named = [(name, each) for name, each in user.named_parameters() if each.requires_grad]
+        named = [(name, each) for name, each in user.named_parameters() if each.requires_grad]
+        self._named = [(name, each) for name, each in named if stepped is None or id(each) in stepped]
         self._classes: dict[type, type] = {}
         self._changes = [(each, type(each), self._without_gradient(type(each))) for _, each in self._named]
         #: The module's own methods that are wrapped.
