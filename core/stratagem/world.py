@@ -329,10 +329,13 @@ class TorchCollectives(Collectives):
 
         global _comparing
         if self.device.type == "cpu" and "gloo" in dist.get_backend():
-            default = dist.group.WORLD
-            if _comparing is None or _comparing[0]() is not default:
-                _comparing = weakref.ref(default), dist.new_group(backend="gloo", timeout=self.timeout)
-            self._comparing = _comparing[1]
+            default, group = dist.group.WORLD, None
+            if _comparing is not None and _comparing[0]() is default:
+                group = _comparing[1]()
+            if group is None:
+                group = dist.new_group(backend="gloo", timeout=self.timeout)
+                _comparing = weakref.ref(default), weakref.ref(group)
+            self._comparing = group
         return self
 
     def _same_call(self, call: str, *facts: Any) -> None:
@@ -543,6 +546,8 @@ class TorchCollectives(Collectives):
         return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group)
 
     def close(self) -> None:
+        self._comparing, self._duplicates = None, {}
+        self.__dict__.pop("unchecked", None)
         if self._owns_group:
             self._owns_group = False
             atexit.unregister(_leave_group)
@@ -610,8 +615,9 @@ def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 #: How often this process has met others. All ranks meet equally often.
 _meetings = 0
-#: The default group, and the group over which the runs of this process compare calls while that one is there.
-_comparing: tuple[weakref.ref[Any], Any] | None = None
+#: The default group, and the group over which the runs of this process compare calls while it is there. Both are
+#: torch's: a reference that outlived them would be freed in a forked process, which hangs, as their threads are not there.
+_comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def _default_store() -> Any:
@@ -629,8 +635,6 @@ def _leave_group() -> None:
         # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
         gc.collect()
         dist.destroy_process_group()
-        global _comparing
-        _comparing = None
 
 
 def _store(world: World, timeout: timedelta) -> Any:
