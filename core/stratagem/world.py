@@ -615,7 +615,7 @@ def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 #: How often this process has met others. All ranks meet equally often.
 _meetings = 0
-#: The default group, and the group over which the runs of this process compare calls. Both are torch's: a reference that
+#: The default group, and the group over which the runs of this process compare calls. Both are torch's: references that
 #: outlived them would be freed in a forked process, which hangs, as their threads are not there.
 _comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
