@@ -95,7 +95,10 @@ def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
-    """Warn of state in the checkpoint `state` that no plugin of `stack` takes, and of plugins that it may be for."""
+    """Warn of state in the checkpoint `state` that no plugin of `stack` takes, and of plugins that it may be for.
+
+    A plugin that took part in the run that saved, and has no state in the checkpoint, is warned of as well.
+    """
     saved = _saved(state)
     here = {key: plugin for method in _METHODS for key, plugin in keyed(stack, method)}
     found = matched(here, saved)
@@ -104,7 +107,12 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
     lacking = {id(plugin): choices[id(plugin)] for key, plugin in here.items() if key not in found}.values()
     kinds = {key.partition(".")[0] for key in left}
     asked_for = [choice for choice in lacking if choice.reason.startswith(("asked for", "given as"))]
-    missing = [str(choice) for choice in asked_for if choice.kind in kinds]
+    wrote = state.get("format", {}).get("plugins", {})
+    missing = [
+        str(choice)
+        for choice in asked_for
+        if choice.kind in kinds or (choice.entry is not None and f"{choice.kind}.{choice.entry.name}" in wrote)
+    ]
     parts = [f"has no state of {' and of '.join(missing)}, which begins without it"] if missing else []
     parts += (
         [f"holds state of {' and of '.join(left)}, which no plugin of this run takes: it is dropped"] if left else []
