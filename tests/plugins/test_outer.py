@@ -274,7 +274,7 @@ class Different(Net):
 def test_all_begin_with_the_first_ones_model_and_constants_stay_as_they_are():
     cases = {
         "local_sgd": ({"name": "local_sgd", "period": 3}, Different, {}),
-        "post_localsgd": ("ddp", Different, {"comm_hook": POST | {"start_localSGD_iter": 0}}),
+        "post_localsgd": ("ddp", Different, {"comm_hook": POST | {"start_localSGD_iter": 0, "subgroup_size": 1}}),
     }
     results = run_in_processes(_train_all, 3, cases)
 
