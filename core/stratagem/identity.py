@@ -3,8 +3,8 @@
 [Note: state keys]
 A key is ``<kind>.<class> {options} #n``::
 
-    precision.stratagem_precision:ScaledPrecision
-    callback.stratagem_callbacks.model_checkpoint:ModelCheckpoint {"monitor": "val_loss"}
+    precision.some_package:ScaledPrecision
+    callback.some_package.checkpoints:Keeper {"monitor": "val_loss"}
 
 The class is the nearest one, from the plugin's own up to its bases, that defines the state or that an installed entry
 point names: an alias, a preset, a mapping with options, an instance and a subclass that adds no state all have the same

@@ -330,7 +330,7 @@ class FSDPStrategy(Strategy):
 
     @hookimpl
     def backward(self, loss, module, run):
-        with self._order.compared(("backward", run.sync_gradients)):  # in a loop of one's own
+        with self._order.compared(("backward", run.sync_gradients)):  # in a loop without a Trainer
             self._differentiate(loss, module, run)
         return True
 
