@@ -11,6 +11,12 @@ import pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Several ranks under each of pytest's workers share the cores: more threads only wait for each other. torch reads this
+# when it is imported, which pytest's plugins may already have done.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 # torch asks for the name of every peer that connects: a name server that drops a question must not cost five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

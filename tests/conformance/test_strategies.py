@@ -18,6 +18,7 @@ class TestDDP(StrategyConformance):
     plugin = "ddp"
 
 
+@pytest.mark.sweep
 class TestDDPFindUnused(StrategyConformance):
     plugin = "ddp_find_unused_parameters_true"
     world_sizes = (2,)
@@ -25,14 +26,16 @@ class TestDDPFindUnused(StrategyConformance):
 
 class TestDDPSharded(StrategyConformance):
     plugin = "ddp_sharded"
+    world_sizes = (2,)
 
 
 @pytest.mark.sweep
-class TestDDPShardedOnFour(StrategyConformance):
+class TestDDPShardedOnOtherSizes(StrategyConformance):
     plugin = "ddp_sharded"
-    world_sizes = (3, 4)
+    world_sizes = (1, 3, 4)
 
 
+@pytest.mark.sweep
 class TestFSDP(StrategyConformance):
     plugin = "fsdp"
 
@@ -42,11 +45,13 @@ class TestFSDPInUnits(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.sweep
 class TestFSDPShardGradOp(StrategyConformance):
     plugin = {"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (2,)
 
 
+@pytest.mark.sweep
 class TestFSDPNoShard(StrategyConformance):
     plugin = {"name": "fsdp", "sharding_strategy": "NO_SHARD"}  # noqa: RUF012
     world_sizes = (2,)
@@ -66,9 +71,9 @@ class TestFSDPHybrid(StrategyConformance):
 
 
 @pytest.mark.sweep
-class TestFSDPOnFour(StrategyConformance):
+class TestFSDPOnOtherSizes(StrategyConformance):
     plugin = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
-    world_sizes = (3, 4)
+    world_sizes = (1, 3, 4)
 
 
 @pytest.mark.sweep
@@ -82,6 +87,7 @@ class TestDeepSpeedStage1(StrategyConformance):
     plugin = "deepspeed_stage_1"
 
 
+@pytest.mark.sweep
 class TestDeepSpeedStage2(StrategyConformance):
     plugin = "deepspeed_stage_2"
     world_sizes = (2,)
@@ -89,6 +95,13 @@ class TestDeepSpeedStage2(StrategyConformance):
 
 class TestDeepSpeedStage3(StrategyConformance):
     plugin = "deepspeed_stage_3"
+    world_sizes = (2,)
+
+
+@pytest.mark.sweep
+class TestDeepSpeedStage3Alone(StrategyConformance):
+    plugin = "deepspeed_stage_3"
+    world_sizes = (1,)
 
 
 @pytest.mark.sweep
@@ -102,6 +115,7 @@ class TestDP(StrategyConformance):
     world_sizes = (1,)
 
 
+@pytest.mark.sweep
 class TestDPOnThreeDevices(TestDP):
     """One process; its batches are cut in three."""
 
