@@ -24,6 +24,15 @@ OPTION: Final = "activation_checkpointing"
 #: which cost most to compute again; ``offload`` computes nothing again, and keeps everything in the CPU's memory.
 MODES: Final = ("full", "selective", "offload")
 
+#: The operations whose results ``selective`` keeps: matrix products and fused attention, as far as this torch has them.
+_PRODUCTS: Final = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
+    "_scaled_grouped_mm_v2", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
+    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+)  # fmt: skip
+
 #: Set on a part that is recomputed already.
 _MARK = "_stratagem_recomputed"
 
@@ -77,11 +86,7 @@ def _keeping_products() -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
-    kept = {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
-        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }  # fmt: skip
+    kept = {getattr(aten, name).default for name in _PRODUCTS if hasattr(aten, name)}
 
     def decide(_context: Any, operation: Any, *_: Any, **__: Any) -> Any:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import stratagem as sg
+from stratagem import recomputation
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -51,6 +52,32 @@ def test_training_is_the_same_to_the_last_bit_dropout_included(mode):
     assert all(torch.equal(value, recomputed.state_dict()[name]) for name, value in plain.state_dict().items())
     assert plain.net[1].calls == 4
     assert recomputed.net[1].calls == (4 if mode == "offload" else 8)
+
+
+def test_activations_of_a_cpu_are_not_pinned_for_a_gpu_beside_it(monkeypatch):
+    """Pinning memory starts CUDA: a run on the CPU must not, whatever the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pinned = []
+    save = torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda pin_memory: pinned.append(pin_memory) or save())
+    fitted({"policy": {Block}, "mode": "offload"}, joined_batches(1, 16))
+
+    assert set(pinned) == {False}
+
+
+def test_selective_keeps_what_every_fused_attention_returns():
+    """A kernel that is left out is computed twice, on the GPUs that torch chooses it for."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    policy, aten = recomputation._keeping_products()[0].policy_fn, torch.ops.aten
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    fused = {name for name in names if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")}
+    fused.remove("_scaled_dot_product_attention_math")  # torch takes it apart
+    assert "_scaled_dot_product_cudnn_attention" in fused
+
+    for name in sorted(fused | {"mm", "_scaled_mm", "_grouped_mm"}):
+        assert policy(None, getattr(aten, name).default) == CheckpointPolicy.MUST_SAVE, name
+    assert policy(None, aten.gelu.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def choose(module, recurse, nonwrapped_numel):
