@@ -99,7 +99,7 @@ def _keep_on_cpu(part: nn.Module) -> None:
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:
-        context = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        context = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized())
         context.__enter__()
         entered.append(context)
 

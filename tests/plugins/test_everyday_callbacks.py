@@ -447,6 +447,15 @@ def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expec
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
 
 
+def test_the_batch_size_finder_on_a_cpu_leaves_a_gpu_beside_it_alone(tmp_path, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(True))
+    trainer(tmp_path, BatchSizeFinder(max_val=8), logger=False).fit(Net(), loader(24))
+
+    assert not emptied
+
+
 def test_the_batch_size_finder_stops_at_the_data_set(tmp_path):
     finder = BatchSizeFinder(max_val=None)
     trainer(tmp_path, finder, logger=False).fit(Net(), loader(24))

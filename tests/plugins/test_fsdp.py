@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -126,6 +127,17 @@ def _overridden(rank, world_size):
 def test_options_of_one_unit_are_refused():
     for said in run_in_processes(_overridden, 2):
         assert said.startswith("refused: wrap got cpu_offload=True; expected the module alone; set options on"), said
+
+
+@pytest.mark.parametrize(("device", "pins"), [("cpu", False), ("cuda", True)])
+def test_offloaded_shards_are_pinned_for_a_gpu_that_the_run_uses(monkeypatch, device, pins):
+    """Pinning memory starts CUDA: a run on the CPU must not, whatever the machine has."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device == "cpu")
+    strategy, stack = FSDPStrategy(cpu_offload=True), types.SimpleNamespace(precision_absorbed=False)
+    strategy._device_mesh = None
+    options = strategy._options(types.SimpleNamespace(stack=stack, device=torch.device(device)))
+
+    assert options["offload_policy"].pin_memory is pins
 
 
 # --- Tied parameters ---------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ class FSDPStrategy(Strategy):
             param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
         else:
             param_dtype, reduce_dtype = getattr(policy, "param_dtype", None), getattr(policy, "reduce_dtype", None)
-        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if self.cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=run.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
         return {
             "mesh": self._device_mesh,
             "reshard_after_forward": self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),

@@ -105,7 +105,7 @@ class BatchSizeFinder(Callback):
             return False
         finally:
             gc.collect()
-            if torch.accelerator.is_available():
+            if trainer.run.device.type != "cpu":
                 torch.accelerator.empty_cache()
         return True
 
