@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from stratagem.errors import ConfigError
 from stratagem.module import Module
-from stratagem.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker
+from stratagem.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker, seeded
 
 if TYPE_CHECKING:
     from stratagem.world import Mesh
@@ -118,8 +118,7 @@ class ShardedSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # A sampler that draws from torch's generator must draw the same on every rank.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
+        with seeded(self.seed + self.epoch):
             stream = list(self.sampler)
         if stream:
             stream += stream[: len(self) * self.num_shards - len(stream)]

@@ -80,14 +80,14 @@ class Feed:
 
     def random_state(self) -> dict[str, Any]:
         """Return the random states of this process, with those of the loader's own generators and samplers."""
-        return random_state() | {
+        return random_state(self.run.devices) | {
             "loader": [g.get_state() for g in generators_of(self.loader)],
             "sampler_seeds": sampler_seeds(self.loader),
         }
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
         """Put back what `random_state` returned."""
-        restore_random_state(state)
+        restore_random_state(state, self.run.devices)
         self._restore_order(state)
 
     def _restore_order(self, state: dict[str, Any]) -> None:

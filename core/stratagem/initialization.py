@@ -280,7 +280,7 @@ class Filler:
                 filled.copy_(before)  # the module that came first decides
 
     def _repeat(self, module: nn.Module, name: str, filled: nn.Parameter, initial: Any) -> None:
-        torch.manual_seed(self._seed_of(f"{self._names.get(module, '')}.{name}"))
+        self._seed(f"{self._names.get(module, '')}.{name}")
         for done in initial:
             done(filled)
 
@@ -292,8 +292,13 @@ class Filler:
                 expected="values given while the model is built, or a method that fills its parameters",
                 do="initialize it in the module's constructor",
             )
-        torch.manual_seed(self._seed_of(self._names.get(module, "")))
+        self._seed(self._names.get(module, ""))
         reset()
 
-    def _seed_of(self, name: str) -> int:
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "big")
+    def _seed(self, name: str) -> None:
+        """Let what is drawn next come from `name`; on the CPU without seeding the generators of devices."""
+        seed = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "big")
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)

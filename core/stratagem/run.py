@@ -873,10 +873,10 @@ class _ProcessBody:
     def __call__(self) -> Any:
         run = self.run
         run.far_from_home = self.far_from_home
-        if self.random_state is not None:
-            restore_random_state(self.random_state)
         join_supervision()
         run.connect()
+        if self.random_state is not None:
+            restore_random_state(self.random_state, run.devices)
         try:
             return run.carry_out(self.main)
         finally:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Remembers the seed for samplers and for processes started later.
 SEED_VARIABLE = "STRATAGEM_SEED"
@@ -43,6 +48,22 @@ def seed_everything(seed: int | None = None, *, workers: bool = False) -> int:
     return seed
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within: what draws from torch's generator of the CPU draws from `seed`. The generators of devices stay alone.
+
+    (`torch.manual_seed` seeds those as well, and `torch.random.fork_rng` starts CUDA to put them back.)
+    """
+    import torch
+
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
 def sampler_seed() -> int:
     """Return the seed that distributed samplers shuffle with: equal on all ranks."""
     return int(os.environ.get(SEED_VARIABLE, "0"))
@@ -61,8 +82,13 @@ def seed_worker(worker_id: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-def random_state() -> dict[str, Any]:
-    """Return this process's random states as tensors, numbers and lists: loadable without unpickling."""
+def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
+    """Return this process's random states as tensors, numbers and lists: loadable without unpickling.
+
+    Args:
+        devices: those that this process uses; without them, the current CUDA device. One that is not started has no
+            state yet, and stays as it is: a process that has started CUDA cannot be forked.
+    """
     import sys
 
     import torch
@@ -71,7 +97,7 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.default_generators[index].get_state() for index in _started(devices)],
     }
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
@@ -79,8 +105,11 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned, on the same kind of device."""
+def restore_random_state(state: dict[str, Any], devices: Sequence[torch.device] | None = None) -> None:
+    """Put back what `random_state` returned; the first of `devices` gets the state of the first, and so on.
+
+    A device whose state was not saved begins with the seed of the CPU's generator, as after `torch.manual_seed`.
+    """
     import sys
 
     import torch
@@ -88,8 +117,26 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    indices, saved = _started(devices), dict(enumerate(state["cuda"]))
+    # Earlier versions saved the states of all visible devices, by index.
+    numbers = range(len(indices)) if len(indices) == len(saved) else indices
+    for index, number in zip(indices, numbers, strict=True):
+        generator = torch.cuda.default_generators[index]
+        if number in saved:
+            generator.set_state(saved[number])
+        else:
+            generator.manual_seed(torch.initial_seed())
     if "numpy" in state and "numpy" in sys.modules:
         name, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+def _started(devices: Sequence[torch.device] | None) -> list[int]:
+    """Return the numbers of the CUDA devices among `devices`; none if CUDA is not started in this process."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return []
+    if devices is None:
+        return [torch.cuda.current_device()]
+    return [device.index or 0 for device in devices if device.type == "cuda"]

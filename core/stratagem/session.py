@@ -223,7 +223,7 @@ class Session:
         trainer, steps = self.trainer, self.settings.num_sanity_val_steps
         if not self.val_loaders or steps == 0 or trainer.fast_dev_run or self.settings.barebones:
             return
-        before = random_state()
+        before = random_state(self.run.devices)
         trainer.sanity_checking = True
         try:
             limits = [min(steps if steps > 0 else math.inf, limit) for limit in trainer.num_val_batches]
@@ -232,7 +232,7 @@ class Session:
             trainer.events.emit("on_sanity_check_end")
         finally:
             trainer.sanity_checking = False
-        restore_random_state(before)
+        restore_random_state(before, self.run.devices)
         trainer.forget_metrics()
 
     def validate(self) -> None:

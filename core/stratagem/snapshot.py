@@ -86,7 +86,7 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
     others = trainer.module.named_buffers() if trainer.global_rank else ()
     return {
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
-        "random": random_state() if feed is None else feed.random_state(),
+        "random": random_state(trainer.run.devices) if feed is None else feed.random_state(),
         "epoch_start": position.epoch_random_state,
         "metrics": {} if position.epoch_ended else trainer.training_book.state_dict(),
         "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -193,7 +193,7 @@ def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
     _check_optimizers(trainer, state, path)
     if not state["ranks"]:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
-    now = random_state() if trainer.feed is None else trainer.feed.random_state()
+    now = random_state(trainer.run.devices) if trainer.feed is None else trainer.feed.random_state()
     for number, rank in enumerate(state["ranks"]):
         where = f"{path}: ranks[{number}]"
         for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
@@ -203,7 +203,8 @@ def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
         check_feed(rank["feed"], f"{where}.feed")
     mine = state["ranks"][trainer.global_rank % len(state["ranks"])]
     where = f"{path}: ranks[{trainer.global_rank % len(state['ranks'])}]"
-    put_back = restore_random_state if trainer.feed is None else trainer.feed.restore_random_state
+    restore = functools.partial(restore_random_state, devices=trainer.run.devices)
+    put_back = restore if trainer.feed is None else trainer.feed.restore_random_state
     try:
         for key in ("random", "epoch_start"):
             if mine[key] is not None:

@@ -77,6 +77,17 @@ def test_a_random_sampler_of_ones_own_draws_the_same_on_every_rank():
     assert first != later
 
 
+def test_a_random_sampler_of_ones_own_leaves_other_generators_alone(monkeypatch):
+    """A device's generator that is seeded at each epoch repeats its dropout."""
+    seeded, before = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    loader = DataLoader(range(8), 2, sampler=WeightedRandomSampler([1.0] * 8, 8))
+    list(shard_dataloader(loader, "train", Mesh(axes={"data": 2})).batch_sampler)
+
+    assert not seeded
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_batch_sampler_of_ones_own_has_its_batches_split():
     class Pairs(BatchSampler):
         pass

@@ -125,13 +125,16 @@ def test_values_depend_on_the_seed_and_the_name_alone():
     assert not torch.equal(filled(1, ["a"]), filled(2, ["a"]))
 
 
-def test_the_streams_of_random_numbers_are_left_alone():
+def test_the_streams_of_random_numbers_are_left_alone(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     with without_values():
         module = nn.Linear(3, 3)
     before = torch.get_rng_state()
     Filler(module, 1, torch.device("cpu")).fill(module)
 
     assert torch.equal(before, torch.get_rng_state())
+    assert not seeded
 
 
 def test_what_is_computed_from_parameters_is_named():

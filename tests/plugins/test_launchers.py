@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.accelerators import CPUAccelerator
 from stratagem.checkpoint import read_any
 from stratagem.encoding import encode
 from stratagem.errors import ConfigError, LaunchError
+from stratagem.plugin import Capabilities
 from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
@@ -420,6 +422,7 @@ def test_processes_die_with_their_parent(tmp_path, strategy, number):
 BARE = """
     import os, signal, subprocess, sys, threading, time, types
     from stratagem import World
+    from stratagem.accelerators import CPUAccelerator
     from stratagem.launch import join_supervision
     from stratagem.launchers import {launcher}
 
@@ -432,7 +435,8 @@ BARE = """
 
     def launch():
         world = World(world_size=2, local_world_size=2)
-        stack = types.SimpleNamespace(preload=lambda: None)
+        accelerator = types.SimpleNamespace(plugin=CPUAccelerator())
+        stack = types.SimpleNamespace(preload=lambda: None, accelerator=accelerator)
         run = types.SimpleNamespace(
             num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), stack=stack
         )
@@ -625,10 +629,60 @@ def test_spawn_without_a_main_guard_is_explained(tmp_path):
     assert_gone(str(tmp_path))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that the test wants absent")
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has the device that the test wants absent")
 def test_an_accelerator_without_devices_is_refused():
     with pytest.raises(ConfigError, match="accelerator 'cuda' finds no device on this machine"):
         sg.Trainer(accelerator="cuda")
+
+
+class PretendGPU(CPUAccelerator):
+    """One that says it is a GPU, for what is decided before anything runs there."""
+
+    capabilities = Capabilities(provides={"device:cuda"})
+
+
+def test_a_run_on_the_cpu_is_forked_beside_a_gpu(monkeypatch):
+    """A fork is possible as long as nothing in the parent has asked the driver, which is_available does."""
+    asked = []
+
+    def is_available():
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.partition(".")[0].startswith("stratagem"):
+            asked.append(caller)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", lambda: asked.append("_lazy_init"))
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    trainer, loader = forked(joined_batches(2, 16))
+    trainer.fit(Net(), loader)
+
+    assert not asked
+
+
+def test_a_run_on_the_cpu_is_forked_from_a_process_that_uses_cuda(monkeypatch):
+    parent = os.getpid()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: os.getpid() == parent)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    trainer, loader = forked(joined_batches(2, 16))
+    trainer.fit(Net(), loader)
+
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_run_on_gpus_is_not_forked_from_a_process_that_asked_the_driver(monkeypatch, started):
+    parent = os.getpid()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    trainer, loader = forked(joined_batches(2, 16), accelerator=PretendGPU())
+
+    with pytest.raises(ConfigError, match="'fork' was chosen and this process already uses CUDA; .*is_available"):
+        trainer.fit(Net(), loader)
 
 
 def test_spawn_refuses_what_does_not_pickle():
@@ -721,6 +775,7 @@ def test_spawn_names_what_a_spawned_process_cannot_import(tmp_path):
     """As in a notebook, whose main program has no file either."""
     code = """
 import stratagem as sg
+from stratagem.accelerators import CPUAccelerator
 from stratagem.testing.reference import Net, joined_batches
 
 class Mine(Net):

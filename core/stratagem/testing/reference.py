@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from stratagem.seeding import seeded
 
 Batch = tuple[Tensor, ...]
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    generator = torch.random.fork_rng()
-    with generator:
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
 

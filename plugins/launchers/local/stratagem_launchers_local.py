@@ -38,6 +38,7 @@ from stratagem.launch import (
     start_for_good,
     wait_for,
 )
+from stratagem.plugin import DEVICE_CUDA
 
 #: Set while a spawned process imports the user's script: a launch then means that the script has no main guard.
 _IMPORTING = "STRATAGEM_IMPORTING_MAIN"
@@ -92,7 +93,7 @@ class _FunctionLauncher(Launcher):
 
     @hookimpl
     def launch(self, main, run):
-        self._check()
+        self._check(run)
         self._prepare(run)
         main = self._pack(main)
         world, store = reserve_store(run.world)
@@ -118,7 +119,7 @@ class _FunctionLauncher(Launcher):
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _check(self) -> None:
+    def _check(self, run: Any) -> None:
         """Refuse where this way of starting cannot work."""
 
     def _prepare(self, run: Any) -> None:
@@ -134,7 +135,7 @@ class SpawnLauncher(_FunctionLauncher):
 
     start_method = "spawn"
 
-    def _check(self) -> None:
+    def _check(self, run: Any) -> None:
         folder = os.environ.get(_IMPORTING)
         if folder is not None:
             error = ConfigError(
@@ -186,22 +187,41 @@ class ForkLauncher(_FunctionLauncher):
 
     start_method = "fork"
 
-    def _check(self) -> None:
-        import torch
-
+    def _check(self, run: Any) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
-        if torch.cuda.is_initialized():
+        uses_cuda = DEVICE_CUDA in run.stack.accelerator.plugin.capabilities.provides
+        if uses_cuda and not _copies_can_start_cuda():
             raise ConfigError(
                 "launcher 'fork' was chosen and this process already uses CUDA",
-                expected="a process that has not touched a CUDA device: a copy of it cannot",
-                do="restart the notebook and create no tensor on a GPU before fit, or use another launcher",
+                expected="a process that has neither used a CUDA device nor called torch.cuda.is_available(): "
+                "a copy of it cannot start CUDA",
+                do="restart the notebook, create no tensor on a GPU before fit and set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
+                "before torch is imported, or use another launcher",
             )
 
     def _prepare(self, run: Any) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
 
         run.stack.preload()
+
+
+def _copies_can_start_cuda() -> bool:
+    """Ask a copy of this process: in the original torch does not tell whether the driver was asked already."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return False
+    copy = multiprocessing.get_context("fork").Process(target=_leave_with_answer)
+    copy.start()
+    copy.join()
+    return copy.exitcode == 0
+
+
+def _leave_with_answer() -> None:
+    import torch
+
+    os._exit(int(torch.cuda._is_in_bad_fork()))
 
 
 def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:
