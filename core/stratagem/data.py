@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -272,24 +273,39 @@ def seed_loader_workers(loader: Any, rank: int) -> None:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
+    non_blocking = device.type != "cpu"
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device, non_blocking=non_blocking)
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return map_batch(batch, move)
+    return map_batch(batch, move, is_leaf=lambda part: hasattr(part, "to"))
 
 
-def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `batch` with `change` applied to all that is no list, tuple or dict in it; containers keep their type."""
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(item, change) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)([map_batch(item, change) for item in batch])
+def map_batch(
+    batch: Any,
+    change: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = lambda part: isinstance(part, PackedSequence),
+) -> Any:
+    """Return `batch` with `change` applied to all that is not a list, tuple or dict in it; containers keep their type.
+
+    Args:
+        is_leaf: whether a container is changed as one. A packed sequence always has to be: its lengths stay on the CPU.
+    """
+    if not isinstance(batch, list | tuple | dict) or is_leaf(batch):
+        return change(batch)
     if isinstance(batch, dict):
-        return type(batch)({key: map_batch(item, change) for key, item in batch.items()})
-    return change(batch)
+        items = {key: map_batch(item, change, is_leaf) for key, item in batch.items()}
+        if type(batch) is dict:
+            return items
+        changed = copy.copy(batch)  # a defaultdict is not made of its items alone
+        changed.update(items)
+        return changed
+    parts = [map_batch(item, change, is_leaf) for item in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def in_order(loader: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from attrs import asdict, define
+from torch.nn.utils.rnn import PackedSequence
 
 from stratagem.errors import ConfigError
 from stratagem.world import Collectives, fingerprint
@@ -500,6 +501,8 @@ def infer_batch_size(batch: Any) -> int:
     """Return the first dimension of the first tensor found in `batch`; 1 if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # its data has a row for each time step
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
     for item in items:
         if isinstance(item, torch.Tensor | list | tuple | dict):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,6 +19,7 @@ from torch.utils.data import (
 )
 
 from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
+from stratagem.metrics import infer_batch_size
 from stratagem.world import Mesh
 
 
@@ -161,6 +165,46 @@ def test_batches_move_with_their_containers():
     assert moved["pair"].y[0] == "text"
     assert type(moved["pair"]).__name__ == "pair"
     assert moved["n"] == 1
+
+
+def packed():
+    return pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+
+
+def test_a_packed_sequence_moves_and_its_lengths_stay_on_the_cpu():
+    moved = move_batch([packed(), 1], torch.device("meta"))[0]
+
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.device.type == moved.sorted_indices.device.type == "meta"
+    assert torch.equal(moved.batch_sizes, packed().batch_sizes)
+
+
+class Encoding(dict):
+    """As tokenizers make them: a container that moves itself."""
+
+    def to(self, device):
+        self.device = device
+        return self
+
+
+def test_a_container_that_moves_itself_does():
+    encoding = Encoding(x=torch.ones(1))
+    batch = {"encoding": encoding, "list": [encoding]}
+    moved = move_batch(batch, torch.device("meta"))
+
+    assert moved["encoding"] is moved["list"][0] is encoding
+    assert encoding.device.type == "meta"
+
+
+def test_a_dictionary_with_a_default_keeps_it():
+    moved = move_batch(defaultdict(list, x=torch.ones(1)), torch.device("meta"))
+
+    assert moved["x"].device.type == "meta"
+    assert moved["y"] == []
+
+
+def test_a_packed_sequence_has_as_many_samples_as_sequences():
+    assert infer_batch_size([packed()]) == 2
 
 
 def test_a_mesh_knows_positions_on_its_axes():

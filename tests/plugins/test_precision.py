@@ -106,6 +106,16 @@ def test_true_precision_keeps_integers_and_containers():
     assert moved["pair"][1] == "a"
 
 
+def test_true_precision_converts_packed_sequences_and_leaves_their_lengths():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    trainer = sg.Trainer(precision="64-true", accelerator="cpu", logger=False)
+    trainer.run.connect()
+    (cast,) = trainer.run.transfer([packed])
+
+    assert cast.data.dtype == torch.float64
+    assert torch.equal(cast.batch_sizes, packed.batch_sizes)
+
+
 def test_true_precision_converts_subclasses_of_containers_and_keeps_their_type():
     class Batch(dict):
         pass

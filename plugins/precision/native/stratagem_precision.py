@@ -12,6 +12,7 @@ from attrs import define, field
 from torch import nn
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from stratagem import Capabilities, Precision, hookimpl
@@ -93,7 +94,8 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """Return `batch` with its floating-point tensors in `dtype`."""
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        numbers = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        return leaf.to(dtype) if isinstance(numbers, torch.Tensor) and numbers.is_floating_point() else leaf
 
     return map_batch(batch, cast)
 
