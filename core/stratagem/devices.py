@@ -49,6 +49,34 @@ def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
     raise ConfigError(f"devices is {shown(value)}", expected=_GRAMMAR)
 
 
+def devices_of_processes(value: Any, accelerator: Accelerator, running: int, origin: str) -> tuple[int, ...]:
+    """Return the device numbers of the `running` processes of this node, which exist already: one each.
+
+    Where each process sees one device alone (a scheduler set CUDA_VISIBLE_DEVICES), it is number 0 to all of them.
+
+    Args:
+        value: what the user set `devices` to; "auto" is as many as there are processes.
+        origin: what knows about the processes, for messages.
+
+    Raises:
+        ConfigError: as `parse_devices`; or there are more processes than devices.
+    """
+    wanted = _parse_text(value) if isinstance(value, str) else value
+    is_count = wanted == "auto" or (_is_integer(wanted) and wanted in (-1, running))
+    if accelerator.indexed and is_count and accelerator.count() == 1:
+        return (0,) * running
+    if wanted != "auto":
+        return parse_devices(wanted, accelerator)
+    if accelerator.indexed and running > (available := accelerator.count()):
+        raise ConfigError(
+            f"{origin} has {running} processes on this node, and each of them sees {available} devices",
+            expected="a device for each process, or a single one that it alone sees",
+            do=f"start at most {available} processes, or give each one device (CUDA_VISIBLE_DEVICES, or the "
+            "scheduler's option for GPUs per task)",
+        )
+    return tuple(range(running))
+
+
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the first `num_devices` CUDA devices that accept a tensor (-1: all that do), for `devices=`.
 

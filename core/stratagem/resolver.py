@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from stratagem import catalog, hookspecs, registry
 from stratagem.config import build, check, convert_options
-from stratagem.devices import parse_devices
+from stratagem.devices import devices_of_processes, parse_devices
 from stratagem.errors import ConfigError, PluginError, StratagemError, nearest, shown
 from stratagem.identity import keyed, matched
 from stratagem.plugin import (
@@ -103,8 +103,20 @@ class Stack:
         return len(self.devices) if self.strategy.process_per_device else 1
 
     def devices_of(self, local_rank: int) -> tuple[int, ...]:
-        """The device numbers of one process of this node."""
-        return self.devices[local_rank : local_rank + 1] if self.strategy.process_per_device else self.devices
+        """The device numbers of one process of this node.
+
+        Raises:
+            ConfigError: there are fewer devices than processes.
+        """
+        if not self.strategy.process_per_device:
+            return self.devices
+        if local_rank >= len(self.devices):
+            raise ConfigError(
+                f"{self.environment} gave this process the local rank {local_rank}, and the run has "
+                f"{len(self.devices)} devices on this node",
+                expected="a device for each process", do="start as many processes on each node as devices",
+            )  # fmt: skip
+        return self.devices[local_rank : local_rank + 1]
 
     def choices(self) -> list[Choice]:
         """All plugins, in order."""
@@ -156,7 +168,7 @@ def resolve(settings: Any) -> Stack:
         raise ConfigError("strategy is an empty list", expected="a strategy", do='use "auto" for the default')
     strategies = chooser.many("strategy", settings.strategy)
     one_each = not strategies or strategies[-1].plugin.process_per_device
-    devices = _devices(settings, accelerator, environment.plugin, told=given or not one_each)
+    devices = _devices(settings, accelerator, environment, one_each=one_each)
     strategies = strategies or [chooser.refine(_default_strategy(len(devices), settings.num_nodes, environment.plugin))]
     if strategies[-1].plugin.outer:
         strategies.append(_default("strategy", "strategy", f"the default inside {strategies[-1]}"))
@@ -572,13 +584,15 @@ def _nothing_installed(kind: str) -> PluginError:
     return PluginError(f"no usable {kind} plugin is installed", do=f"run `pip install {' '.join(packages)}`")
 
 
-def _devices(settings: Any, accelerator: Choice, environment: Environment, *, told: bool) -> tuple[int, ...]:
-    """Return what `devices` means; where it was not `told`, the processes that exist have one each."""
+def _devices(settings: Any, accelerator: Choice, environment: Choice, *, one_each: bool) -> tuple[int, ...]:
+    """Return what `devices` means; of processes that exist already, each has one if the strategy uses `one_each`."""
     if accelerator.plugin.count() == 0:
         raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
-    if not told and environment.processes_exist() and (running := environment.local_processes()):
-        return tuple(range(running))
-    return parse_devices("auto" if settings.devices is None else settings.devices, accelerator.plugin)
+    wanted = "auto" if settings.devices is None else settings.devices
+    running = environment.plugin.local_processes() if environment.plugin.processes_exist() else None
+    if one_each and running:
+        return devices_of_processes(wanted, accelerator.plugin, running, str(environment))
+    return parse_devices(wanted, accelerator.plugin)
 
 
 # --- Checking ----------------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 from attrs import define
 
+import stratagem as sg
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator
-from stratagem.devices import find_usable_cuda_devices, parse_devices
+from stratagem.devices import devices_of_processes, find_usable_cuda_devices, parse_devices
 from stratagem.errors import ConfigError
 from stratagem.plugin import Accelerator
 
 
 @define(eq=False, kw_only=True)
 class Sixteen(Accelerator):
+    visible: int = 16
+
     def count(self):
-        return 16
+        return self.visible
 
 
 ALL = tuple(range(16))
@@ -59,6 +62,43 @@ def test_a_cpu_has_no_numbered_devices(value):
 def test_a_slip_of_the_hand_does_not_fill_the_memory():
     with pytest.raises(ConfigError, match="devices is 1000000000; expected at most 1024 processes on one machine"):
         parse_devices(10**9, CPUAccelerator())
+
+
+@pytest.mark.parametrize(
+    ("value", "visible", "running", "expected"),
+    [
+        ("auto", 16, 8, tuple(range(8))), ("auto", 1, 8, (0,) * 8), (8, 1, 8, (0,) * 8), ("8", 1, 8, (0,) * 8),
+        (-1, 1, 8, (0,) * 8), (-1, 4, 4, (0, 1, 2, 3)), ([2, 3], 4, 2, (2, 3)), ("auto", 1, 1, (0,)),
+    ],
+)  # fmt: skip
+def test_devices_of_processes_that_exist(value, visible, running, expected):
+    """A scheduler may let each process see one device alone: it is number 0 to all of them."""
+    assert devices_of_processes(value, Sixteen(visible=visible), running, "environment 'x'") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "visible", "message"),
+    [
+        ("auto", 4, "environment 'x' has 8 processes on this node, and each of them sees 4 devices; expected a device for"),
+        (4, 1, "devices is 4 and there are 1"), ([1], 1, "there are 1; expected 0 to 0"), (True, 1, "devices is True"),
+    ],
+)  # fmt: skip
+def test_more_processes_than_devices_are_refused(value, visible, message):
+    with pytest.raises(ConfigError, match=message):
+        devices_of_processes(value, Sixteen(visible=visible), 8, "environment 'x'")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"devices": 4}], ids=str)
+def test_under_torchrun_each_process_may_see_one_gpu_alone(monkeypatch, arguments):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+                        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    stack = sg.Run(accelerator=Sixteen(visible=1), **arguments).stack
+
+    assert stack.num_processes == 4
+    assert stack.devices_of(3) == (0,)
+    with pytest.raises(ConfigError, match="gave this process the local rank 4, and the run has 4 devices on this node"):
+        stack.devices_of(4)
 
 
 def test_asking_for_more_cuda_devices_than_exist():
