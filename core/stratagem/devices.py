@@ -17,6 +17,8 @@ In the `gpus=` argument of older trainers a digit string was an index: ``gpus="3
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,21 +95,45 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         raise ConfigError(
             f"num_devices is {num_devices!r}", expected=f"1 to {available} (there are {available}), or -1"
         )
-    usable: list[int] = []
-    for index in range(available):
-        if len(usable) == num_devices:
-            break
-        try:
-            torch.tensor(0.0, device=f"cuda:{index}")
-        except RuntimeError:
-            continue
-        usable.append(index)
+    wanted = available if num_devices == -1 else num_devices
+    usable = _probe(available)[:wanted]
     if len(usable) < max(num_devices, 1):
         raise StratagemError(
             f"{len(usable)} of {available} CUDA devices accept work", expected=f"{max(num_devices, 1)}",
             do="wait for other jobs, or ask for fewer",
         )  # fmt: skip
     return usable
+
+
+#: Prints the numbers of the devices that accept a tensor.
+_PROBE = """
+import sys, torch
+def accepts(index):
+    try:
+        torch.tensor(0.0, device=f"cuda:{index}")
+    except RuntimeError:
+        return False
+    return True
+print("usable:", *filter(accepts, range(int(sys.argv[1]))))
+"""
+
+
+def _probe(available: int) -> list[int]:
+    """Return which devices accept a tensor, asked in another process: this one would keep memory on all of them.
+
+    (It could not be forked either, and of devices in exclusive mode no other process could use any.)
+    """
+    if not available:
+        return []
+    command = [sys.executable, "-c", _PROBE, str(available)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    _, told, numbers = result.stdout.rpartition("usable:")
+    if result.returncode or not told:
+        raise StratagemError(
+            f"the process that tried the {available} CUDA devices ended with exit code {result.returncode}",
+            expected="the numbers of those that work", do="look at its messages above, and at nvidia-smi",
+        )  # fmt: skip
+    return [int(number) for number in numbers.split()]
 
 
 def _parse_text(text: str) -> Any:

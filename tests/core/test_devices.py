@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import define
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator
 from stratagem.devices import devices_of_processes, find_usable_cuda_devices, parse_devices
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, StratagemError
 from stratagem.plugin import Accelerator
 
 
@@ -106,6 +107,35 @@ def test_asking_for_more_cuda_devices_than_exist():
         find_usable_cuda_devices(99)
     with pytest.raises(ConfigError, match="num_devices is 0"):
         find_usable_cuda_devices(0)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch, tmp_path):
+    """Return how to have three GPUs, and a torch in new processes that does `on_use` where a tensor is made on one."""
+
+    def see(on_use):
+        (tmp_path / "torch.py").write_text(f"def tensor(value, device):\n    {on_use}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    return see
+
+
+def test_devices_are_tried_in_another_process(three_gpus):
+    """A tensor on each leaves memory on each, for as long as the process lives."""
+    three_gpus("if device == 'cuda:1': raise RuntimeError('CUDA-capable device(s) is/are busy or unavailable')")
+
+    assert find_usable_cuda_devices() == [0, 2]
+    assert find_usable_cuda_devices(2) == [0, 2]
+    assert find_usable_cuda_devices(1) == [0]
+    with pytest.raises(StratagemError, match="2 of 3 CUDA devices accept work; expected 3"):
+        find_usable_cuda_devices(3)
+
+
+def test_a_process_that_dies_while_it_tries_is_told(three_gpus):
+    three_gpus("raise SystemExit(3)")
+    with pytest.raises(StratagemError, match="tried the 3 CUDA devices ended with exit code 3"):
+        find_usable_cuda_devices()
 
 
 @pytest.mark.gpu
