@@ -148,6 +148,25 @@ def test_throughput_is_batches_samples_and_tokens_over_time(tmp_path):
     assert rows(tmp_path, "throughput/mfu")[6] == pytest.approx(batches[6] * 1e9 / 1e12)
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("A100-PCIE-40GB", 312), ("NVIDIA RTX A1000", None),
+        ("Tesla T4", 65), ("NVIDIA T400 4GB", None), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("GRID A100-10C", None),
+    ],
+)  # fmt: skip
+def test_throughput_knows_gpus_by_their_whole_names(monkeypatch, name, teraflops):
+    from stratagem_callbacks import throughput
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    assert throughput._peak_of(torch.device("cuda", 0)) == (teraflops and teraflops * 1e12)
+
+
 def test_throughput_counts_the_flops_of_a_batch(tmp_path):
     callback = Throughput(measure_flops=True)
     module = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,11 +15,20 @@ from stratagem.errors import ConfigError
 from stratagem.metrics import infer_batch_size
 from stratagem.options import at_least, more_than
 
-#: Dense 16-bit matrix products a second, from the makers' data sheets.
+#: Dense 16-bit matrix products a second, from the makers' data sheets, by what a device's whole name is after the
+#: makers' words: "L4" is not an "L40", and a slice of a GPU ("A100-SXM4-40GB MIG 1g.5gb") is not a GPU.
 _PEAK_FLOPS = {
-    "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
-    "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    r"GB200": 2500e12, r"B200": 2250e12, r"(GH200|H200)": 989e12, r"H200 NVL": 835e12,
+    r"H100([- ]SXM5)?": 989e12, r"H100[- ]PCIe": 756e12, r"H100 NVL": 835e12,
+    r"A100([- ](SXM4|PCIe))?": 312e12, r"A40": 150e12, r"A30": 165e12, r"A10": 125e12, r"A10G": 70e12,
+    r"L40S": 362e12, r"L40": 181e12, r"L4": 121e12,
+    r"V100([- ]SXM[23])?": 125e12, r"V100[- ]PCIe": 112e12, r"V100S[- ]PCIe": 130e12, r"T4": 65e12,
+    r"RTX 6000 Ada Generation": 364e12, r"RTX A6000": 155e12, r"RTX 4090": 165e12, r"RTX 3090": 71e12,
+    r"Instinct MI300X": 1307e12,
 }  # fmt: skip
+_MAKERS = re.compile(r"(NVIDIA|AMD|Tesla|GeForce)\s+")
+#: Sizes and kinds of memory, which say nothing of the processor.
+_MEMORY = re.compile(r"[- ](\d+\s?GB|HBM3e?)\b", re.IGNORECASE)
 
 
 @define(eq=False, kw_only=True)
@@ -126,5 +136,10 @@ def _peak_of(device: Any) -> float | None:
         return None
     import torch
 
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in _PEAK_FLOPS.items() if known in name), None)
+    return _peak_flops(torch.cuda.get_device_name(device))
+
+
+def _peak_flops(name: str) -> float | None:
+    """Return what a device called `name` can do at best; None if that is not known."""
+    model = _MEMORY.sub("", _MAKERS.sub("", name)).strip()
+    return next((flops for known, flops in _PEAK_FLOPS.items() if re.fullmatch(known, model, re.IGNORECASE)), None)
