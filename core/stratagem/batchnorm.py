@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks, on any device and backend.
 
 The statistics and their gradients are those of the joined batch (Ioffe and Szegedy, 2015, "Batch Normalization", read
-over all processes). Two small all-reduces in forward, one in backward, of a few numbers per channel.
+over all processes). A few numbers per channel are sent: twice in forward (on CUDA once), once in backward.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Synced:
         if peers is None or peers.world_size == 1 or not own_statistics:
             return super().forward(x)  # type: ignore[misc,no-any-return]
         self._check_input_dim(x)
-        results: Any = _Normalize.apply(x, self.weight, self.bias, self.eps, peers)
+        results: Any = _normalization(x).apply(x, self.weight, self.bias, self.eps, peers)
         y, mean, variance, count = results
         if self.training and self.track_running_stats:
             with torch.no_grad():
@@ -72,6 +72,10 @@ class _Synced:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # The class exists in this process alone: elsewhere the layer is the ordinary one.
         return _blank, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+def _normalization(x: Tensor) -> type[torch.autograd.Function]:
+    return _Fused if x.is_cuda else _Normalize
 
 
 class _Normalize(torch.autograd.Function):
@@ -110,6 +114,57 @@ class _Normalize(torch.autograd.Function):
         if weight is None:
             return grad_x, None, None, None, None
         return grad_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+
+
+class _Fused(torch.autograd.Function):
+    """As `_Normalize`, with torch's CUDA kernels: of tensors as large as the input it keeps the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, eps: float, peers: Collectives) -> Any:
+        x, channels, size = _dense(x), x.shape[1], x.numel() // max(x.shape[1], 1)
+        weight = weight if weight is None else weight.contiguous()
+        if size:
+            mean, inverse = torch.batch_norm_stats(x, eps)  # (C,), fp32 for 16-bit inputs
+            own = [mean, inverse.square().reciprocal() - eps, mean.new_full((1,), size)]
+        else:
+            dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+            own = [x.new_zeros(2 * channels + 1, dtype=dtype)]
+        every = torch.stack(peers.unchecked.all_gather(torch.cat(own)))  # (ranks, 2 C + 1)
+        means, variances, counts = every.split([channels, channels, 1], dim=1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        variance = ((variances + (means - mean).square()) * counts).sum(0) / count
+        inverse = (variance + eps).rsqrt()
+        y = torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps) if size else torch.empty_like(x)
+        ctx.save_for_backward(x, weight, mean, inverse, counts.flatten().to(torch.int32))
+        ctx.peers = peers
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, mean, inverse, counts = ctx.saved_tensors
+        grad, (of_x, of_weight, of_bias) = _dense(gradients[0]), ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        own = mean.new_zeros(2 * len(mean))
+        if x.numel():
+            *sums, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad, x, mean, inverse, weight, of_x, of_weight, of_bias
+            )
+            own = torch.cat(sums) if of_x else own
+        if of_x:
+            sums = ctx.peers.unchecked.all_reduce(own, "sum").chunk(2)
+            weight = weight if weight is None else weight.to(mean.dtype)
+            grad_x = torch.empty_like(x)
+            if x.numel():
+                grad_x = torch.batch_norm_backward_elemt(grad, x, mean, inverse, weight, *sums, counts)
+        return grad_x, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return `x` contiguous, in channels-last order if it is."""
+    formats = (torch.channels_last,) if x.dim() == 4 else (torch.channels_last_3d,) if x.dim() == 5 else ()
+    return x if any(x.is_contiguous(memory_format=each) for each in formats) else x.contiguous()
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem import batchnorm
 from stratagem.batchnorm import synchronize
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
@@ -44,8 +45,49 @@ def test_it_trains_as_one_process(strategy, options):
         assert relative_difference(weights, plain) < 1e-5
 
 
-def _layers(rank, world_size):
+def _dims(x):
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _shaped(values, x):
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class PretendKernels:
+    """What torch's CUDA kernels for batch normalization compute, in plain torch."""
+
+    @staticmethod
+    def batch_norm_stats(x, eps):
+        return x.mean(_dims(x)), (x.var(_dims(x), correction=0) + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_elemt(x, weight, bias, mean, inverse, eps):
+        y = (x - _shaped(mean, x)) * _shaped(inverse, x)
+        return y if weight is None else y * _shaped(weight, x) + _shaped(bias, x)
+
+    @staticmethod
+    def batch_norm_backward_reduce(grad, x, mean, inverse, weight, of_x, of_weight, of_bias):
+        sums, by_x = grad.sum(_dims(x)), (grad * (x - _shaped(mean, x))).sum(_dims(x))
+        return sums, by_x, by_x * inverse, sums
+
+    @staticmethod
+    def batch_norm_backward_elemt(grad, x, mean, inverse, weight, sums, by_x, counts):
+        assert counts.dtype == torch.int32
+        centered, total = x - _shaped(mean, x), counts.sum()
+        grad = grad - _shaped(sums / total, x) - centered * _shaped(inverse.square() * by_x / total, x)
+        return grad * _shaped(inverse if weight is None else inverse * weight, x)
+
+
+def _use_kernels(patch=setattr):
+    patch(batchnorm, "_normalization", lambda x: batchnorm._Fused)
+    for name in ("batch_norm_stats", "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt"):
+        patch(torch, name, getattr(PretendKernels, name))
+
+
+def _layers(rank, world_size, fused=False):
     """Return, for each layer, the largest differences of output, gradients and statistics from the joined batch's."""
+    if fused:
+        _use_kernels()
     run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
     run.connect()
     worst = {}
@@ -74,10 +116,80 @@ def _layers(rank, world_size):
     return worst
 
 
-def test_gradients_and_statistics_are_the_joined_batchs():
-    for worst in run_in_processes(_layers, 2):
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_and_statistics_are_the_joined_batchs(fused):
+    for worst in run_in_processes(_layers, 2, fused):
         assert len(worst) == 3
         assert max(worst.values()) < 1e-10
+
+
+class Both(Collectives):
+    """What two ranks with the same batch send each other."""
+
+    world_size = 2
+
+    def all_gather(self, tensor):
+        return [tensor, tensor]
+
+    def all_reduce(self, tensor, op="mean"):
+        return tensor * 2
+
+
+def check_against_the_joined_batch(x, **options):
+    """A layer over two ranks that both have `x`, against the ordinary one over both batches."""
+    plain = nn.BatchNorm2d(x.shape[1], **options).to(x.device, x.dtype)
+    mine = copy.deepcopy(plain)
+    synchronize(mine, Both())
+    part, joined = x.clone().requires_grad_(), torch.cat([x, x]).requires_grad_()
+    y, whole = mine(part), plain(joined)
+    y.pow(3).sum().backward()
+    whole.pow(3).sum().backward()
+    pairs = [
+        (y, whole[: len(x)]),
+        (part.grad, joined.grad[: len(x)]),
+        *zip(mine.buffers(), plain.buffers(), strict=True),
+    ]
+    pairs += [(2 * a.grad, b.grad) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_kernels_get_what_they_want(monkeypatch, options):
+    """Dense tensors (channels-last ones as they are) and whole counts; the numbers are a joined batch's."""
+    seen = []
+
+    def normalize(x, *others):
+        seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return PretendKernels.batch_norm_elemt(x, *others)
+
+    _use_kernels(monkeypatch.setattr)
+    monkeypatch.setattr(torch, "batch_norm_elemt", normalize)
+    x = torch.randn(4, 3, 5, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+    check_against_the_joined_batch(x, **options)
+
+    assert seen == [True]
+
+
+def test_a_rank_without_samples_takes_part(monkeypatch):
+    class Empty(Both):
+        def all_gather(self, tensor):
+            return [torch.tensor([1.0, 2.0, 8.0], dtype=tensor.dtype), tensor]  # mean, variance, count; and ours
+
+        def all_reduce(self, tensor, op="mean"):
+            assert not tensor.any()
+            return tensor
+
+    monkeypatch.setattr(batchnorm, "_normalization", lambda x: batchnorm._Fused)
+    layer = nn.BatchNorm1d(1, momentum=1.0)
+    synchronize(layer, Empty())
+    x = torch.empty(0, 1, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+
+    assert y.shape == x.grad.shape == (0, 1)
+    assert float(layer.running_mean) == pytest.approx(1.0)
+    assert float(layer.running_var) == pytest.approx(2.0 * 8 / 7)
 
 
 def test_without_other_ranks_a_layer_is_the_ordinary_one():
