@@ -34,7 +34,7 @@ class Both(Collectives):
 @pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
 def test_batch_normalization_over_ranks_is_that_of_the_joined_batch(dtype, memory_format, options):
     x = (torch.randn(8, 5, 6, 4, device="cuda") * 3 + 2).to(dtype, memory_format=memory_format)
-    plain = nn.BatchNorm2d(5, **options).cuda()
+    plain = nn.BatchNorm2d(5, **options).to("cuda", torch.promote_types(dtype, torch.float32))
     mine = copy.deepcopy(plain)
     synchronize(mine, Both())
     part, joined = x.clone().requires_grad_(), torch.cat([x, x]).requires_grad_()

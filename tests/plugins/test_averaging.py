@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,18 @@ def test_ema_is_the_plain_loops_and_is_what_validation_sees(tmp_path, strategy, 
         assert relative_difference(averaged, average) < 1e-5
         assert relative_difference(resumed, average) < 1e-5
         assert watched == pytest.approx(seen, rel=1e-4)
+
+
+def test_ema_updates_all_weights_in_one_call_and_to_the_bit(monkeypatch):
+    module, callback, calls = Net(), EMA(decay=DECAY), []
+    lerp = torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *arguments: calls.append(len(arguments[0])) or lerp(*arguments))
+    callback.average = {name: torch.randn_like(parameter) for name, parameter in module.named_parameters()}
+    expected = {n: callback.average[n].clone().lerp_(p.detach(), 1 - DECAY) for n, p in module.named_parameters()}
+    callback.on_train_batch_end(types.SimpleNamespace(global_step=1), module)
+
+    assert calls == [len(expected)]
+    assert all(torch.equal(callback.average[name], value) for name, value in expected.items())
 
 
 class Normalized(Net):

@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
@@ -235,6 +236,34 @@ def test_gradient_norms_of_each_parameter(tmp_path):
     trainer(tmp_path, GradientNorms(per_parameter=True)).fit(Net(), BATCHES)
     each = [rows(tmp_path, f"grad_norm/{name}")[1] for name, _ in Net().named_parameters()]
     assert math.hypot(*each) == pytest.approx(rows(tmp_path, "grad_norm")[1], rel=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that Python asks a tensor for: each waits for a GPU to finish what it has to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class Counted(GradientNorms):
+    @sg.hookimpl
+    def on_before_optimizer_step(self, trainer, module, optimizer, run):
+        with Waits() as mode:
+            super().on_before_optimizer_step(trainer, module, optimizer, run)
+        self.waits = mode.count
+
+
+@pytest.mark.parametrize("per_parameter", [False, True])
+def test_gradient_norms_wait_for_the_device_as_often_whatever_the_number_of_parameters(tmp_path, per_parameter):
+    callback = Counted(per_parameter=per_parameter)
+    trainer(tmp_path, callback).fit(Net(), BATCHES[:1])
+
+    assert callback.waits == 1
 
 
 # --- spike_detection ---------------------------------------------------------------------------------------------

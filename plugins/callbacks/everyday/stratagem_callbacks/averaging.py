@@ -84,9 +84,14 @@ class EMA(Callback):
         if not self.average:
             self.average = {name: parameter.clone() for name, parameter in trained.items()}
             return
+        groups: dict[Any, tuple[list[Any], list[Any]]] = {}  # shards of one mesh, or whole tensors, in one call each
+        for name, parameter in trained.items():
+            averages, weights = groups.setdefault(getattr(parameter, "device_mesh", None), ([], []))
+            averages.append(self.average[name])
+            weights.append(parameter)
         with torch.no_grad():
-            for name, parameter in trained.items():
-                self.average[name].lerp_(parameter, 1 - self.decay)
+            for averages, weights in groups.values():
+                torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @hookimpl(tryfirst=True)
     def on_validation_start(self, trainer):

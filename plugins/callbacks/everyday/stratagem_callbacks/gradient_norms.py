@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from attrs import define, field
-from torch import nn
 
 from stratagem import Callback, hookimpl
 from stratagem.errors import ConfigError
@@ -46,11 +46,16 @@ class GradientNorms(Callback):
         # Without a limit clipping only measures: unscaled, and over all ranks, as the strategy and the precision know.
         metrics: dict[str, Any] = {name: float(run.clip_gradients(optimizer, max_norm=math.inf))}
         if self.per_parameter:
-            metrics |= {
-                f"grad_norm/{parameter_name}": float(nn.utils.get_total_norm([parameter.grad]))
-                for parameter_name, parameter in module.named_parameters()
-                if parameter.grad is not None
-            }
+            metrics |= _norms({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
         trainer.callback_metrics.update(metrics)
         if trainer.is_global_zero:
             run.hook.log_metrics(metrics=metrics, step=step, run=run)
+
+
+def _norms(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the norm of each of `gradients`, waiting for the device once."""
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm(list(gradients.values()))
+    values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
+    return {f"grad_norm/{name}": value for name, value in zip(gradients, values, strict=True)}
