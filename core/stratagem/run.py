@@ -49,6 +49,7 @@ from stratagem.initialization import Filler, has_no_values, without_values
 from stratagem.launch import check_address, join_supervision, open_standard_streams
 from stratagem.module import StepModule
 from stratagem.neighbours import Neighbours, explained
+from stratagem.numerics import switch
 from stratagem.optimization import needs_closure
 from stratagem.places import place
 from stratagem.plugin import MULTI_PROCESS, SHARDED_PARAMETERS, CheckpointFormat, PrecisionPolicy
@@ -137,6 +138,8 @@ class Run:
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
+        #: Puts torch's switches back.
+        self._numerics = contextlib.ExitStack()
         #: The strategy has yet to ask for the comm hooks.
         self._reducer_is_due = False
         self._wires: list[Wire] = []
@@ -284,9 +287,10 @@ class Run:
         self.mesh = self._mesh(self.world)
         self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))
         self.device = self.devices[0]
-        accelerator.activate(self.device)
-        _set_determinism(self.settings.deterministic)
-        self._join(self.world)
+        with switch(self.settings, self.device.type) as numerics:
+            accelerator.activate(self.device)
+            self._join(self.world)
+            self._numerics = numerics.pop_all()
         self.saver = Saver(self.collectives)
         self.connected = True
         atexit.register(_close, weakref.ref(self))
@@ -351,6 +355,7 @@ class Run:
             if self.neighbours is not None:
                 self.neighbours.close()
             self.collectives.close()
+            self._numerics.close()
 
     def __enter__(self) -> Run:
         self.connect()
@@ -808,7 +813,7 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours"}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours", "_numerics"}
         bound |= {f"_{name}" for name in _STEP_HOOKS}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
@@ -991,12 +996,6 @@ def _close(reference: weakref.ref[Run]) -> None:
     if run is not None:
         with contextlib.suppress(StratagemError, RuntimeError):
             run.close()
-
-
-def _set_determinism(wanted: bool | str) -> None:
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
-        torch.use_deterministic_algorithms(True, warn_only=wanted == "warn")
 
 
 def format_tag(stack: Stack) -> dict[str, Any]:

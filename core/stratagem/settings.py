@@ -71,8 +71,11 @@ class RunSettings:
     activation_checkpointing: Any = None
     #: A ``run.lock`` of an earlier run: plugins, versions, options and arguments must be the same.
     lock: Path | None = None
-    #: Ask torch for deterministic kernels; slower, and an error where none exists.
+    #: Ask torch, cuDNN and cuBLAS for deterministic kernels; slower, and an error where none exists.
     deterministic: bool | Literal["warn"] = False
+    #: Of matrix products in fp32: "high" (TF32 on GPUs that have it) and "medium" are faster and less exact than
+    #: "highest". By default what `torch.set_float32_matmul_precision` was given stays.
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
 
     @property
     def writes_files(self) -> bool:

@@ -106,6 +106,7 @@ class Trainer:
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
         deterministic: bool | str = False,
+        float32_matmul_precision: str | None = None,
         detect_anomaly: bool = False,
         fast_dev_run: bool | int = False,
         overfit_batches: float = 0,
