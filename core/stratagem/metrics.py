@@ -452,7 +452,8 @@ def _decoded(coded: Tensor) -> Tensor:
 
 def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
     """Return the values of all ranks, (ranks,). Collective."""
-    return _decoded(torch.stack(collectives.all_gather(_coded(value))))
+    # From the CPU: on another rank the value may be a number without a device.
+    return _decoded(torch.stack(collectives.all_gather(_coded(value).cpu()))).to(_tensor(value).device)
 
 
 def _reduced(name: str, values: Tensor, reduce_fx: Any) -> Tensor:
@@ -481,7 +482,7 @@ def _epoch_value(name: str, metric: Metric, collectives: Collectives | None) -> 
     if metric.reduce_fx == "mean":
         sums = torch.stack([total.double(), torch.tensor(metric.weight, dtype=torch.float64, device=total.device)])
         if collectives:
-            sums = collectives.all_reduce(sums, "sum")
+            sums = collectives.all_reduce(sums.cpu(), "sum").to(total.device)
         return sums[0] / sums[1]
     if isinstance(metric.weight, torch.Tensor) and total.dtype is torch.int64 and abs(float(metric.weight)) >= 2**63:
         total = metric.weight.to(total.device)

@@ -31,7 +31,7 @@ from attrs import frozen
 
 from stratagem.errors import PeerError
 from stratagem.launch import LOOPBACK, is_echo
-from stratagem.world import where
+from stratagem.world import address_towards, where
 
 if TYPE_CHECKING:
     from stratagem.run import Run
@@ -301,7 +301,7 @@ def _open_door(world: World) -> tuple[socket.socket | None, str]:
     """Listen where other ranks can reach this one; return the socket and the address to knock at."""
     try:
         towards = world.main_address if world.num_nodes > 1 else LOOPBACK
-        family, address = _address_towards(towards, world.main_port or 1)
+        family, address = address_towards(towards, world.main_port or 1)
         here = address
         if world.num_nodes > 1 and world.node_rank == 0 and (address.startswith("127.") or address == "::1"):
             # A name of this machine that leads to itself, as its own name often does. Others are led here, too.
@@ -311,14 +311,6 @@ def _open_door(world: World) -> tuple[socket.socket | None, str]:
         return None, "no address"
     _doors.add(door)
     return door, address
-
-
-def _address_towards(host: str, port: int) -> tuple[int, str]:
-    """Return the address family and the address of this machine that packets to `host` come from; none is sent."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as towards:
-        towards.connect(place)
-        return family, towards.getsockname()[0]
 
 
 _TOKEN = 16

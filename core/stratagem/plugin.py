@@ -328,6 +328,11 @@ class CheckpointFormat(Plugin):
     #: for users who trust the files, with nobody else's.
     reads_pickles: ClassVar[bool] = False
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether it gives saves to ``run.saver`` in the background: the groups for that are made at connect."""
+        return bool(getattr(self, "async_save", False))
+
     def recognises(self, path: Path) -> bool:
         """Whether `path` looks like something this format wrote (cheap; no verification)."""
         return False

@@ -292,6 +292,8 @@ class Run:
             self._join(self.world)
             self._numerics = numerics.pop_all()
         self.saver = Saver(self.collectives)
+        if self.checkpoint_format.saves_in_background:
+            self.saver.connect()
         self.connected = True
         atexit.register(_close, weakref.ref(self))
 

@@ -38,6 +38,11 @@ class Saver:
         #: Conversations apart from training's: the thread's, and that of the steps that ask for it.
         self._apart: tuple[Collectives, Collectives] | None = None
 
+    def connect(self) -> None:
+        """Make the groups that saves in the background use, where there are none yet. Collective."""
+        if self._apart is None:
+            self._apart = (self._collectives.apart(), self._collectives.apart())
+
     def submit(self, write: Callable[[Collectives], None], background: bool) -> None:
         """Call `write` with collectives to use: now, or in the background. Collective.
 
@@ -48,8 +53,7 @@ class Saver:
         if not background:
             write(self._collectives)
             return
-        if self._apart is None:
-            self._apart = (self._collectives.apart(), self._collectives.apart())
+        self.connect()
         self._error, self._afterwards, self._over = None, [], False
         if not self._finishes_at_exit:
             self._finishes_at_exit = True

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from stratagem.errors import ConfigError, nearest
+from stratagem.world import with_gloo
 
 if TYPE_CHECKING:
     from stratagem.plugin import Strategy
@@ -172,6 +173,7 @@ def in_force(strategy: Strategy, run: Run, backend: str) -> Iterator[None]:
     Raises:
         ConfigError: a value that could have no effect, or that contradicts the environment.
     """
+    backend = with_gloo(backend, run.device)
     wishes = _wishes(strategy, run)
     for wish in wishes:
         _check_effect(wish, backend)

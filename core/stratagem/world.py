@@ -1,10 +1,16 @@
 """Who the processes are (`World`), how they are arranged (`Mesh`) and how they talk (`Collectives`).
 
+[Note: two backends]
+A process group has a backend for each type of device: on CUDA devices it is connected as ``cpu:gloo,cuda:nccl``. A
+tensor is sent from where it is. Objects and decisions (``any``, ``barrier``, the comparison of calls) are CPU tensors:
+they go over gloo, and neither wait for what is queued on a GPU nor take memory there. A group that the user made may
+have NCCL alone; then they go by way of the GPU.
+
 [Note: comparing calls]
 Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
-sizes). So on the CPU all ranks first sum a fingerprint of what they are about to call, over a group of its own: parts
-h of a hash, and their squares. All ranks brought the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The
-parts have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
+sizes). So all ranks first sum a fingerprint of what they are about to call, over a gloo group of its own: parts h of a
+hash, and their squares. All ranks brought the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
+have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +21,12 @@ import copy
 import functools
 import gc
 import hashlib
+import io
 import os
+import pickle
 import re
 import socket
+import struct
 import sys
 import time
 import weakref
@@ -132,14 +141,17 @@ class _StoreBoard(Board):
 class Collectives:
     """What processes say to each other. This base is the conversation of a single process with itself.
 
-    Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape. Ranks are
-    numbered within the conversation, from 0.
+    Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape, and are on
+    the same type of device on all ranks; objects arrive with their tensors on the CPU. Ranks are numbered within the
+    conversation, from 0.
     """
 
     world_size = 1
     rank = 0
     #: Where tensors of messages are.
     device: Any = "cpu"
+    #: A collective on tensors of `device` raises when another rank dies, rather than wait until the timeout.
+    reports_lost_ranks = True
     #: torch's process group of these ranks, for engines that want one; None is its default group.
     group: Any = None
 
@@ -257,7 +269,8 @@ class Collectives:
         return Board()
 
     def duplicate(self, purpose: str) -> Collectives:
-        """Return collectives of the same ranks and device over a group of their own: the same ones for one `purpose`.
+        """Return collectives of the same ranks over a group of their own, for CPU tensors: the same ones for one
+        `purpose`.
 
         Messages of the two never match each other, so one rank may be in either. All ranks call it.
         """
@@ -291,6 +304,8 @@ class TorchCollectives(Collectives):
         #: The group over which ranks compare what they call; None: they do not. See [Note: comparing calls].
         self._comparing: Any = None
         self._duplicates: dict[str, Collectives] = {}
+        #: The backend for each type of device; see [Note: two backends].
+        self._backends = backends_of(group)
 
     @classmethod
     def connect(
@@ -300,35 +315,38 @@ class TorchCollectives(Collectives):
 
         Raises:
             ConfigError: a group exists with another backend or size.
-            LaunchError: the other ranks did not appear within `timeout`.
+            LaunchError: the other ranks did not appear within `timeout`, or `backend` could not connect them.
         """
         import torch.distributed as dist
 
         if dist.is_initialized():
-            _check_adoptable(dist.get_backend(), dist.get_world_size(), backend, world.world_size)
+            _check_adoptable(device, backend, world.world_size)
             return cls(world, device, owns_group=False, timeout=timeout)._compare()
-        _listen_here(world)
+        whole = with_gloo(backend, device)
+        _allow_connections(world.world_size)
+        _choose_interface(world)
         try:
             dist.init_process_group(
-                backend, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout
-            )
-        except dist.DistError as error:
-            _listen_anywhere()
-            raise LaunchError(
-                f"rank {world.rank} of {world.world_size} could not join the process group at "
-                f"{world.main_address}:{world.main_port} ({error})",
-                do="check that all ranks were started and can reach that address",
-            ) from error
+                whole, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout,
+                # NCCL connects at once, and its groups of fewer ranks share what it connected.
+                device_id=device if backends_in(whole).get(device.type) == "nccl" else None,
+            )  # fmt: skip
+            joined = cls(world, device, owns_group=True, timeout=timeout)._compare()
+        except RuntimeError as error:
+            _leave_group()
+            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+                raise _not_joined(world, error) from error
+            raise
         # A group may outlive its run: a script that drops its trainer must leave in order all the same.
         atexit.register(_leave_group)
-        return cls(world, device, owns_group=True, timeout=timeout)._compare()
+        return joined
 
     def _compare(self) -> TorchCollectives:
-        """From now on compare calls, if that costs little: on the CPU. Collective."""
+        """From now on compare calls, where gloo sends CPU tensors. Collective."""
         import torch.distributed as dist
 
         global _comparing
-        if self.device.type == "cpu" and "gloo" in dist.get_backend():
+        if self._backends.get("cpu") == "gloo":
             default, group = dist.group.WORLD, None
             if _comparing is not None and _comparing[0]() is default:
                 group = _comparing[1]()
@@ -337,6 +355,18 @@ class TorchCollectives(Collectives):
                 _comparing = weakref.ref(default), weakref.ref(group)
             self._comparing = group
         return self
+
+    @property
+    def reports_lost_ranks(self) -> bool:  # type: ignore[override]
+        return self._backends.get(self.device.type, "gloo") in ("gloo", "mpi", "ucc")
+
+    def _sent_from(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device from which `tensor` is sent: its own, if a backend serves it."""
+        import torch
+
+        if tensor.device.type in self._backends:
+            return tensor.device
+        return self.device if self.device.type in self._backends else torch.device("cpu")
 
     def _same_call(self, call: str, *facts: Any) -> None:
         """Return once all ranks are about to make this call; see [Note: comparing calls].
@@ -374,14 +404,27 @@ class TorchCollectives(Collectives):
 
     def duplicate(self, purpose: str) -> Collectives:
         if purpose not in self._duplicates:
-            self._duplicates[purpose] = self.split([list(range(self.world_size))])
+            self._same_call("duplicate")
+            self._duplicates[purpose] = self._on_cpu()
+            self._duplicates[purpose].traffic = self.traffic
         return self._duplicates[purpose]
+
+    def _on_cpu(self) -> TorchCollectives:
+        """Return collectives of these ranks on CPU tensors, over a gloo group of their own. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        group = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout)
+        return TorchCollectives(
+            self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout
+        )  # fmt: skip
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
         import torch.distributed as dist
 
-        self._same_call("all_reduce", tuple(tensor.shape), tensor.dtype, op)
-        reduced = tensor.to(self.device, copy=True)
+        place = self._sent_from(tensor)
+        self._same_call("all_reduce", *_facts(tensor, place), op)
+        reduced = tensor.to(place, copy=True)
         self._count("all_reduce", reduced)
         ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         dist.all_reduce(reduced, ops[op], group=self.group)
@@ -399,8 +442,9 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
-        self._same_call("all_gather", tuple(tensor.shape), tensor.dtype)
-        local = tensor.to(self.device).contiguous()
+        place = self._sent_from(tensor)
+        self._same_call("all_gather", *_facts(tensor, place))
+        local = tensor.to(place).contiguous()
         self._count("all_gather", local)
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local, group=self.group)
@@ -412,7 +456,9 @@ class TorchCollectives(Collectives):
 
         self._count("all_gather", tensor)
         whole = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        work = dist.all_gather_single(whole, tensor.contiguous(), async_op=True, group=self.group)
+        # torch 2.13 renamed it, and warns of the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
         return work.get_future().then(lambda future: _settled(future, whole))
 
     def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -428,8 +474,9 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
-        self._same_call("pass_on", tuple(tensor.shape), tensor.dtype)
-        local = tensor.to(self.device).contiguous()
+        place = self._sent_from(tensor)
+        self._same_call("pass_on", *_facts(tensor, place))
+        local = tensor.to(place).contiguous()
         self._count("send", local)
         received = torch.empty_like(local)
         messages = [
@@ -461,8 +508,9 @@ class TorchCollectives(Collectives):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         import torch.distributed as dist
 
-        self._same_call("broadcast", tuple(tensor.shape), tensor.dtype, src)
-        moved = tensor.to(self.device).contiguous()  # backends write into memory, whatever the strides
+        place = self._sent_from(tensor)
+        self._same_call("broadcast", *_facts(tensor, place), src)
+        moved = tensor.to(place).contiguous()  # backends write into memory, whatever the strides
         self._count("broadcast", moved)
         dist.broadcast(moved, group=self.group, group_src=src)
         return tensor if moved is tensor else tensor.copy_(moved)
@@ -471,35 +519,39 @@ class TorchCollectives(Collectives):
         if self._comparing is None:
             return super().replicate(tensors, src)
         tensors = list(tensors)
-        self._same_call("replicate", [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], src)
+        self._same_call("replicate", [_facts(tensor, self._sent_from(tensor)) for tensor in tensors], src)
         return self.unchecked.replicate(tensors, src)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         import torch.distributed as dist
 
         self._same_call("broadcast_object", src)
-        box = [value]
-        dist.broadcast_object_list(box, device=self.device, group=self.group, group_src=src)
-        return box[0]
+        box = [_packed(value) if self.rank == src else b""]
+        dist.broadcast_object_list(box, group=self.group, group_src=src)
+        return value if self.rank == src else pickle.loads(box[0])  # noqa: S301 - what another rank of this run sent
 
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         self._same_call("all_gather_object")
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        values: list[Any] = [b""] * self.world_size
+        dist.all_gather_object(values, _packed(value), group=self.group)
+        return [pickle.loads(each) for each in values]  # noqa: S301 - what the ranks of this run sent
 
     def any(self, flag: bool) -> bool:
         import torch
 
-        return bool(self.all_reduce(torch.tensor(int(flag), device=self.device), "max"))
+        return bool(self.all_reduce(torch.tensor(int(flag)), "max"))
 
     def barrier(self) -> None:
+        import torch
         import torch.distributed as dist
 
         self._same_call("barrier")
-        dist.barrier(group=self.group)
+        if "cpu" in self._backends:  # torch's own would wait for the device
+            dist.all_reduce(torch.zeros(()), group=self.group)
+        else:
+            dist.barrier(group=self.group)
 
     def meet(self, what: str, limit_s: float) -> None:
         import torch.distributed as dist
@@ -538,12 +590,8 @@ class TorchCollectives(Collectives):
         return _StoreBoard(self._store.clone())  # a connection of its own: a wait on the other one would block it
 
     def apart(self) -> Collectives:
-        import torch
-        import torch.distributed as dist
-
         self._same_call("apart")
-        group = dist.new_group(backend="gloo", timeout=self.timeout)
-        return TorchCollectives(self._world, torch.device("cpu"), owns_group=False, group=group)
+        return self._on_cpu()
 
     def close(self) -> None:
         self._comparing, self._duplicates = None, {}
@@ -683,18 +731,115 @@ def _hosted_store(world: World) -> Any:
     return _hosted[place].clone()
 
 
+# --- Backends: see [Note: two backends] --------------------------------------------------------------------------
+
+
+def with_gloo(backend: str, device: torch.device) -> str:
+    """Return `backend`, a name or a list such as "cuda:nccl", with gloo for CPU tensors if it is a name for `device`
+    alone.
+    """
+    import torch.distributed as dist
+
+    if ":" in backend or device.type == "cpu" or "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"]):
+        return backend
+    return f"cpu:gloo,{device.type}:{backend}"
+
+
+def backends_in(backend: str) -> dict[str, str]:
+    """Return which backend serves each type of device, given a name, or a list such as "cpu:gloo,cuda:nccl"."""
+    import torch.distributed as dist
+
+    if ":" in backend:
+        pairs = (pair.partition(":") for pair in backend.lower().split(","))
+        return {device: name for device, _, name in pairs}
+    return dict.fromkeys(dist.Backend.backend_capability.get(backend.lower(), ["cpu", "cuda"]), backend.lower())
+
+
+def backends_of(group: Any) -> dict[str, str]:
+    """Return which backend of the process group `group` serves each type of device."""
+    import torch.distributed as dist
+
+    return backends_in(dist.get_backend_config(group))
+
+
+def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
+    """Return what all ranks must have in common when they send `tensor` from `place`."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return (shape, dtype) if place.type == "cpu" else (shape, dtype, place.type)
+
+
+class _Packer(pickle.Pickler):
+    """Packs tensors of a device as tensors of the CPU: another rank would put them on the sender's device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(self.proto)
+        return NotImplemented
+
+    proto = pickle.DEFAULT_PROTOCOL
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Packer(file).dump(value)
+    return file.getvalue()
+
+
+def _not_joined(world: World, error: Exception) -> LaunchError:
+    """Return the error for a rank whose process group could not be made."""
+    text = str(error)
+    last = text.partition("Last error:")[2].strip().splitlines()
+    if "NCCL" not in text:
+        do = "check that all ranks were started and can reach that address"
+    elif "duplicate gpu" in text.lower():
+        do = "give each rank a GPU of its own (devices, CUDA_VISIBLE_DEVICES)"
+    else:
+        do = "set NCCL_DEBUG=INFO to see where NCCL stopped; strategy option nccl.socket_ifname chooses an interface"
+    return LaunchError(
+        f"rank {world.rank} of {world.world_size} could not join the process group at "
+        f"{world.main_address}:{world.main_port} ({last[0] if last else text})",
+        do=do,
+    )
+
+
+#: Files that a process may need beside the connections of its groups.
+_OTHER_FILES = 512
+
+
+def _allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, if the system permits, to what gloo needs: a connection to each rank and group."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 5 * world_size + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# --- The interface that gloo listens at --------------------------------------------------------------------------
+
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def _listen_here(world: World) -> None:
-    """Let the gloo groups of a run on one machine listen at the loopback address, unless an interface was chosen.
+def _choose_interface(world: World) -> None:
+    """Let gloo listen where the other ranks of the run can reach this one, unless an interface was chosen.
 
-    Also those that an engine makes later, so the variable stays until the group is left.
+    On one machine that is the loopback address; else the interface that packets to the main address leave by. Also for
+    the groups that an engine makes later, so the variable stays until the group is left.
     """
-    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"} if hasattr(socket, "if_nameindex") else set()
-    if world.num_nodes == 1 and names and _GLOO_INTERFACE not in os.environ:
-        os.environ[_GLOO_INTERFACE] = names.pop()
-        global _listens_here
+    global _listens_here
+    if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+        return
+    found = _loopback() if world.num_nodes == 1 else _interface_towards(world)
+    if found is not None:
+        os.environ[_GLOO_INTERFACE] = found
         _listens_here = True
 
 
@@ -705,14 +850,70 @@ def _listen_anywhere() -> None:
         os.environ.pop(_GLOO_INTERFACE, None)
 
 
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+#: An address on no machine (RFC 5737): packets to it would leave by the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+def _interface_towards(world: World) -> str | None:
+    """Return the interface by which this node of several reaches the others; None if that cannot be told."""
+    for host in (world.main_address, _ELSEWHERE):
+        try:
+            address = address_towards(host, world.main_port or 1)[1]
+        except OSError:  # no route to it
+            continue
+        # On node 0 its own name often leads to the loopback address: the default route has to do.
+        if not (address.startswith("127.") or address == "::1"):
+            return interface_of(address)
+    return None
+
+
+def address_towards(host: str, port: int) -> tuple[int, str]:
+    """Return the address family and the address of this machine that packets to `host` come from; none is sent."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(place)
+        return family, towards.getsockname()[0]
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has `address`; None if the system does not tell."""
+    if ":" in address:
+        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+            wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+            return next((line.split()[5] for line in file if line.startswith(wanted)), None)
+        return None
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
 #: This process set the interface of gloo.
 _listens_here = False
 
 
-def _check_adoptable(backend: str, size: int, wanted_backend: str, wanted_size: int) -> None:
-    if size != wanted_size or backend not in wanted_backend:
+def _check_adoptable(device: torch.device, backend: str, size: int) -> None:
+    """Refuse the process group that exists if it has another size, or another backend for `device`."""
+    import torch.distributed as dist
+
+    found, wanted = backends_of(None), backends_in(with_gloo(backend, device))
+    if dist.get_world_size() != size or found.get(device.type) != wanted.get(device.type):
         raise ConfigError(
-            f"this process already belongs to a {backend} process group of {size}",
-            expected=f"a {wanted_backend} group of {wanted_size} or none",
+            f"this process already belongs to a {dist.get_backend()} process group of {dist.get_world_size()}",
+            expected=f"a {backend} group of {size} or none",
             do="close the earlier run (trainer.close()) or give both the same devices and strategy",
         )

@@ -1,0 +1,257 @@
+"""One process group with a backend for CPU tensors and one for those of a device: what travels over which.
+
+There is no device here: its backend is torch's fake one, and whatever is moved to the device raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stratagem as sg
+from stratagem import world as world_module
+from stratagem.errors import ConfigError, LaunchError
+from stratagem.metrics import MetricBook
+from stratagem.testing import run_in_processes
+from stratagem.world import TorchCollectives, World, backends_in, interface_of, with_gloo
+
+CUDA = torch.device("cuda", 0)
+
+
+def _fake():
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+
+    dist.Backend.backend_capability["fake"] = ["cuda"]
+
+
+def _place(rank, world_size):
+    port = int(os.environ["MASTER_PORT"])
+    return World(rank=rank, world_size=world_size, main_port=port, store_hosted=True)
+
+
+def _said(act):
+    try:
+        return act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class _OnADevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, and refuses to be pickled there."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 3)
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol):
+        raise AssertionError("pickled with its device")
+
+
+def _control_words(rank, world_size):
+    _fake()
+    talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="fake", timeout=timedelta(seconds=30))
+    book = MetricBook(True, talk)
+    book.log("loss", rank, sync_dist=True, on_step=True, on_epoch=True)
+    book.reduce_step(0)
+    far = _OnADevice(torch.tensor([1.0, 2.0]))
+    found = {
+        "backend": dist.get_backend(),
+        "any": (talk.any(rank == 1), talk.any(False)),
+        "unchecked": talk.unchecked.any(rank == 0),
+        "objects": talk.all_gather_object(rank),
+        "object": talk.broadcast_object({"of": rank}, 1),
+        "tensors": [each["far"].tolist() for each in talk.all_gather_object({"far": far})],
+        "tensor": talk.broadcast_object([far])[0].tolist(),
+        "sum": talk.all_reduce(torch.ones(2), "sum").tolist(),
+        "team": talk.split([[0], [1]]).any(rank == 1),
+        "apart": (talk.apart().any(rank == 1), talk.apart().timeout),
+        "logged": (float(book.metrics["loss"].last), float(next(iter(book.epoch_values().values())))),
+        "calls": _said(talk.barrier if rank else lambda: talk.any(True)),
+        "lost": (talk.reports_lost_ranks, talk.apart().reports_lost_ranks),
+    }
+    talk.barrier()
+    talk.close()
+    return found
+
+
+def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
+    first, second = run_in_processes(_control_words, 2, limit_s=60)
+
+    assert first["backend"] == "cpu:gloo,cuda:fake"
+    assert first["any"] == second["any"] == (True, False)
+    assert first["unchecked"] is second["unchecked"] is True
+    assert first["objects"] == second["objects"] == [0, 1]
+    assert first["object"] == second["object"] == {"of": 1}
+    assert first["tensors"] == [[1.0, 2.0], [1.0, 2.0]]
+    assert second["tensor"] == [1.0, 2.0]
+    assert first["sum"] == second["sum"] == [2.0, 2.0]
+    assert (first["team"], second["team"]) == (False, True)
+    assert first["apart"] == (True, timedelta(seconds=30))
+    assert first["logged"] == second["logged"] == (0.5, 0.5)
+    assert first["calls"] == second["calls"]
+    assert "all ranks to make the same call" in first["calls"]
+    assert first["lost"] == (False, True)
+
+
+def _save_in_the_background(rank, world_size, folder):
+    timed = {"name": "ddp", "timeout": 33}
+    format_ = {"name": "full", "async_save": True}
+    run = sg.Run(strategy=timed, devices=world_size, accelerator="cpu", checkpoint=format_)
+
+    def refuse(*_, **__):
+        raise AssertionError("a group is made in mid-training")
+
+    def main(run):
+        dist.new_group = refuse
+        run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
+        run.saver.wait()
+        return [each.timeout.total_seconds() for each in run.saver._apart]
+
+    return run.launch(main)
+
+
+def test_the_groups_of_a_save_in_the_background_are_made_at_connect(tmp_path):
+    assert run_in_processes(_save_in_the_background, 2, str(tmp_path)) == [[33.0, 33.0]] * 2
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What `init_process_group` and `new_group` are given, on a machine that has NCCL."""
+    calls = []
+
+    def init(backend, **options):
+        calls.append((backend, options))
+
+    def new_group(*_, **options):
+        calls.append(("new_group", options))
+        return _Group()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(world_module, "_default_store", lambda: None)
+    monkeypatch.setattr(world_module, "_comparing", None)
+    monkeypatch.setattr(type(dist.group), "WORLD", _Group())
+    yield calls
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+
+
+class _Group:
+    pass
+
+
+def test_nccl_connects_at_once_with_gloo_beside_it(recorded):
+    limit = timedelta(seconds=77)
+    TorchCollectives.connect(World(), CUDA, backend="nccl", timeout=limit).close()
+
+    (backend, options), (_, compared) = recorded
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert options["device_id"] == CUDA
+    assert options["timeout"] == limit
+    assert compared == {"backend": "gloo", "timeout": limit}
+
+
+def test_what_nccl_says_when_it_cannot_connect_is_a_launch_error(monkeypatch):
+    text = "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.29\nncclInvalidUsage: ...\nLast error:\n"
+    text += "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+
+    def refuse(*_, **__):
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(LaunchError) as caught:
+        TorchCollectives.connect(World(), CUDA, backend="nccl")
+
+    assert "(Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000)" in str(caught.value)
+    assert "give each rank a GPU of its own" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "whole"),
+    [
+        ("nccl", "cuda", "cpu:gloo,cuda:nccl"), ("gloo", "cuda", "gloo"), ("gloo", "cpu", "gloo"),
+        ("cuda:nccl", "cuda", "cuda:nccl"), ("ucc", "cuda", "ucc"),
+    ],
+)  # fmt: skip
+def test_gloo_comes_beside_a_backend_that_serves_a_device_alone(backend, device, whole):
+    assert with_gloo(backend, torch.device(device)) == whole
+
+
+def test_the_backend_of_each_device_is_read_from_the_whole_name():
+    assert backends_in("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert backends_in("nccl") == {"cuda": "nccl"}
+    assert backends_in("gloo")["cpu"] == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("existing", "device", "wanted", "refused"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl", False), ("cuda:nccl", "cuda", "nccl", False),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo", False), ("cpu:gloo,cuda:gloo", "cuda", "nccl", True),
+        ("cuda:nccl", "cpu", "gloo", True),
+    ],
+)  # fmt: skip
+def test_a_group_of_the_users_is_taken_if_its_backend_for_the_device_fits(
+    recorded, monkeypatch, existing, device, wanted, refused
+):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: existing)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: existing)
+
+    def join():
+        return TorchCollectives.connect(World(world_size=2), torch.device(device), backend=wanted)
+
+    if refused:
+        with pytest.raises(ConfigError, match=f"already belongs to a {existing} process group of 2"):
+            join()
+    else:
+        assert (join()._comparing is None) == ("cpu" not in existing)
+
+
+def test_a_group_of_nccl_alone_sends_decisions_by_way_of_the_device(recorded, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    talk = TorchCollectives.connect(World(world_size=2), CUDA, backend="nccl")
+
+    assert talk._sent_from(torch.ones(1)) == CUDA
+
+
+@pytest.mark.skipif(not hasattr(socket, "if_nameindex"), reason="the system does not list its interfaces")
+def test_gloo_listens_where_the_main_address_is_reached(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+    ways = {"node0": "10.1.2.3", world_module._ELSEWHERE: "10.9.9.9", "myself": "127.0.1.1"}
+    monkeypatch.setattr(world_module, "address_towards", lambda host, port: (socket.AF_INET, ways[host]))
+    monkeypatch.setattr(world_module, "interface_of", {"10.1.2.3": "ib0", "10.9.9.9": "eth0"}.get)
+
+    found = {}
+    for name in ("node0", "myself"):
+        world_module._choose_interface(World(num_nodes=2, world_size=2, main_address=name, main_port=1))
+        found[name] = os.environ.get("GLOO_SOCKET_IFNAME")
+        world_module._listen_anywhere()
+    assert found == {"node0": "ib0", "myself": "eth0"}
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_an_older_torch_gathers_under_its_own_name(monkeypatch):
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    talk = TorchCollectives(World(), torch.device("cpu"), owns_group=True)
+    with warnings.catch_warnings(action="ignore"):
+        found = talk.all_gather_async(torch.arange(3.0)).wait().tolist()
+    talk.close()
+
+    assert found == [0.0, 1.0, 2.0]
