@@ -17,19 +17,24 @@ LAUNCH_VARIABLES = (
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "slow: takes longer than a second")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices; skipped where there are fewer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    needing = [item for item in items if item.get_closest_marker("gpu")]
+    """Skip what needs more GPUs than there are."""
+    needing = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not needing:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in needing:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and this machine has none"))
+    available = torch.cuda.device_count()  # unlike is_available, does not initialize CUDA: tests may fork
+    for item, marker in needing:
+        count = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+        if available < count:
+            reason = (
+                f"needs {count} CUDA devices and {available} are visible" if available else "no CUDA device is visible"
+            )
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture
