@@ -557,22 +557,6 @@ def test_options_travel():
     assert DPStrategy.process_per_device is False
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 5e-2)])
-def test_copies_on_gpus(precision, tolerance):
-    trainer = sg.Trainer(
-        **(QUIET | {"strategy": "dp", "accelerator": "cuda", "devices": "auto", "precision": precision})
-    )
-    trainer.run.connect()
-    if len(trainer.run.devices) == 1:  # twice the same stands for two
-        trainer.run.devices *= 2
-    module = Buffered()
-    trainer.fit(module, UNEVEN)
-    weights = {name: tensor.cpu() for name, tensor in weights_of(trainer).items()}
-
-    assert relative_difference(weights, train_module_plainly(Buffered(), UNEVEN)[0]) < tolerance
-
-
 # --- Several nodes -----------------------------------------------------------------------------------------------
 
 
