@@ -11,7 +11,10 @@ STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
           tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic scikit-learn jsonschema
 
-.PHONY: demo ops test test-all lint types clean
+# Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
+BARE   := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo $(PYTHON) || echo .venv-gpu/bin/python)
+
+.PHONY: demo ops test test-all gpu-bundle test-gpu bench-gpu lint types clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -27,6 +30,23 @@ test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests plugins
 
+# A folder with which test-gpu and bench-gpu run on a machine that has Python, torch and no network.
+gpu-bundle: $(STAMP)-dev
+	$(BIN)/python tests/gpu/bundle.py
+
+test-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
+	PYTHON=$(BARE) gpu-bundle/run test
+
+bench-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
+	PYTHON=$(BARE) gpu-bundle/run bench
+
+gpu-bundle/run:
+	$(MAKE) gpu-bundle
+
+.venv-gpu/bin/python:
+	$(PYTHON) -m venv .venv-gpu
+	$@ -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +55,7 @@ types: $(STAMP)-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu gpu-bundle .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
