@@ -12,7 +12,6 @@ import pytest
 from stratagem.plugin import KINDS
 from stratagem.scaffold import write
 
-
 #: A kind whose tests start processes, and one whose tests do not; `make test-all` tries every kind.
 SAMPLE = ("strategy", "callback")
 
