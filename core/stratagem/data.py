@@ -273,16 +273,16 @@ def seed_loader_workers(loader: Any, rank: int) -> None:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
-    non_blocking = device.type != "cpu"
+    return map_batch(batch, lambda leaf: move_leaf(leaf, device), is_leaf=lambda part: hasattr(part, "to"))
 
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
-        if isinstance(leaf, PackedSequence):
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if hasattr(leaf, "to") else leaf
 
-    return map_batch(batch, move, is_leaf=lambda part: hasattr(part, "to"))
+def move_leaf(leaf: Any, device: torch.device) -> Any:
+    """Return a part of a batch on `device`: a tensor, an object with ``.to``, or anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+    if isinstance(leaf, PackedSequence):
+        return leaf.to(device, non_blocking=device.type != "cpu")
+    return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 
 def map_batch(

@@ -35,6 +35,8 @@ def wrap_dataloader(loader: Any, stage: Any, run: Any) -> Any:
 def transfer_batch(batch: Any, run: Any) -> Any:
     if run.custom_transfer is not None:
         return run.custom_transfer(batch)
+    if run.copy_stream is not None:
+        return run.copy_stream(batch)
     return move_batch(batch, run.device)
 
 

@@ -57,6 +57,7 @@ from stratagem.resolver import Choice, Stack, hook_implementations, resolve
 from stratagem.saving import Saver
 from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
+from stratagem.transfer import CopyStream
 from stratagem.verification import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.wire import Level, Wire
 from stratagem.world import Collectives, Mesh, World
@@ -138,6 +139,8 @@ class Run:
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
+        #: Copies batches to the device beside its computation, where it can.
+        self.copy_stream: CopyStream | None = None
         #: Puts torch's switches back.
         self._numerics = contextlib.ExitStack()
         #: The strategy has yet to ask for the comm hooks.
@@ -291,6 +294,8 @@ class Run:
             accelerator.activate(self.device)
             self._join(self.world)
             self._numerics = numerics.pop_all()
+        if self.device.type == "cuda":
+            self.copy_stream = CopyStream(self.device, hints=self.is_global_zero)
         self.saver = Saver(self.collectives)
         if self.checkpoint_format.saves_in_background:
             self.saver.connect()
@@ -351,7 +356,7 @@ class Run:
             self.saver.wait()
         finally:
             self.hook.teardown(run=self)
-            self.model, self.optimizers, self._wires = None, [], []
+            self.model, self.optimizers, self._wires, self.copy_stream = None, [], [], None
             for handle in self._handles:
                 handle.release()
             if self.neighbours is not None:
@@ -815,8 +820,8 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours", "_numerics"}
-        bound |= {f"_{name}" for name in _STEP_HOOKS}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours"}
+        bound |= {"_numerics", "copy_stream", *(f"_{name}" for name in _STEP_HOOKS)}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
