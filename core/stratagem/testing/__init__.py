@@ -14,6 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _ROOMS = {
+    "recording": "synchronizations",
+    "StandIn": "synchronizations",
+    "synchronizations_per_step": "synchronizations",
     "run_in_processes": "processes",
     "ProcessesFailed": "processes",
     "Conformance": "conformance",
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
     from stratagem.testing.processes import ProcessesFailed as ProcessesFailed
     from stratagem.testing.processes import run_in_processes as run_in_processes
     from stratagem.testing.strategy import StrategyConformance as StrategyConformance
+    from stratagem.testing.synchronizations import StandIn as StandIn
+    from stratagem.testing.synchronizations import recording as recording
+    from stratagem.testing.synchronizations import synchronizations_per_step as synchronizations_per_step
 
 
 def __getattr__(name: str) -> Any:
