@@ -213,9 +213,11 @@ class ScaledPrecision(_Autocast):
         has_gradients = bool(found)
         if run.collectives.world_size > 1:
             self._agree(found, run)
-        if has_gradients:
-            self.scaler.step(optimizer)
-        overflowed = any(bool(flag) for flag in found.values())
+        # The one number of a step that is read, before anything is queued that would have to be waited for.
+        # GradScaler.step would read it once more.
+        overflowed = _any(found)
+        if has_gradients and not overflowed:
+            optimizer.step()
         self._remember(optimizer)
         if len(run.optimizers) <= 1:
             self._update()
@@ -303,6 +305,14 @@ class _Scaler(GradScaler):
             for device, flag in those.items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
         return found
+
+
+def _any(found: dict[torch.device, torch.Tensor]) -> bool:
+    """Return whether a flag in `found` is set, with one read."""
+    flags = list(found.values())
+    if len(flags) > 1:
+        flags = [torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()]
+    return bool(flags[0]) if flags else False
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
