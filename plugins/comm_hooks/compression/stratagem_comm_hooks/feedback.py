@@ -11,9 +11,6 @@ from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import Owed
 from stratagem_comm_hooks.per_run import PerRun
 
-#: How far the quotient of two 16-bit losses may be off.
-_ROUNDING = 0.1
-
 
 @define(eq=False, kw_only=True)
 class Feedback(Lossy):
@@ -33,12 +30,8 @@ class Feedback(Lossy):
     @hookimpl(wrapper=True)
     def scale_loss(self, loss, run):
         scaled = yield
-        if run.policy.loss_scaling and float(loss.detach()):
-            scale, owed = float(scaled.detach()) / float(loss.detach()), self.owed(run)
-            # Scales change by whole factors; a quotient of two losses is off by their rounding.
-            if owed.scale is not None and abs(scale / owed.scale - 1) > _ROUNDING:
-                owed.rescale(scale / owed.scale)
-            owed.scale = scale
+        if run.policy.loss_scaling:
+            self.owed(run).follow(scaled.detach().double() / loss.detach().double())
         return scaled
 
     @hookimpl(wrapper=True)
@@ -47,6 +40,9 @@ class Feedback(Lossy):
         if not stepped:
             self.owed(run).clear()
         return stepped
+
+    def drop(self, bad: Any, run: Any) -> None:
+        self.owed(run).drop(bad)
 
     def statistics(self, run: Any) -> dict[str, float]:
         return {"error_norm": self.owed(run).norm()}

@@ -5,14 +5,16 @@ there.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem import CommHook, hookimpl
 from stratagem.errors import ConfigError, StratagemError
+from stratagem.readback import Readback
 from stratagem_comm_hooks.per_run import PerRun
 
 
@@ -27,6 +29,8 @@ class Watch:
     #: What `finite` says is known: the next average belongs to another step.
     looked: bool = False
     warned: bool = False
+    #: Steps that the device has skipped or not: nobody knows yet.
+    late: list[Readback] = field(factory=list)
 
     def see(self, average: Tensor) -> Tensor:
         """Remember whether `average` is finite; return that as a tensor without dimensions."""
@@ -36,10 +40,10 @@ class Watch:
         self.finite.append(finite)
         return finite
 
-    def look(self) -> bool:
-        """Whether all averages of this step were finite. Waits for the device."""
+    def look(self) -> Tensor | None:
+        """Return whether all averages of this step were finite, on the device; None if there were none."""
         self.looked = True
-        return not self.finite or bool(torch.stack(self.finite).all())
+        return torch.stack(self.finite).all() if self.finite else None
 
 
 @define(eq=False, kw_only=True)
@@ -75,6 +79,8 @@ class Lossy(CommHook):
         if run.policy.loss_scaling:
             watch.looked = True  # the precision finds the overflow in the gradients
             stepped = yield
+        elif closure is None and self.nonfinite == "skip" and _can_skip(optimizer):
+            stepped = yield from self._step_on_device(optimizer, watch, run)
         elif closure is None:
             fine = self._are_finite(watch, run)
             if not fine:
@@ -90,18 +96,64 @@ class Lossy(CommHook):
 
     def _are_finite(self, watch: Watch, run: Any) -> bool:
         """Whether this step's averages were. Ranks that saw those of their shards alone tell each other: collective."""
-        fine = watch.look()
+        finite = watch.look()
+        fine = finite is None or bool(finite)  # waits for the device
         return not run.peers.any(not fine) if run.shards_parameters else fine
+
+    def _step_on_device(self, optimizer: Any, watch: Watch, run: Any) -> Generator[None, Any, bool]:
+        """Let the device decide whether to step, as it does for loss scaling: the host learns it later.
+
+        Returns:
+            False if the step is known to be skipped already, as it is on the CPU.
+        """
+        self._count_late(watch, run)
+        finite = watch.look()
+        if finite is None:
+            return (yield)
+        bad = (~finite).float()
+        optimizer.grad_scale, optimizer.found_inf = None, bad
+        try:
+            stepped = yield
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        self.drop(bad, run)
+        skipped = Readback({"skipped": bad})
+        if not skipped.ready:
+            watch.late.append(skipped)
+            return stepped
+        if skipped.numbers()["skipped"]:
+            self._warn(watch, run)
+            return False
+        return stepped
+
+    def drop(self, bad: Tensor, run: Any) -> None:
+        """Forget what belongs to a step that was skipped, if `bad` is 1 (on the device) rather than 0."""
+
+    def _count_late(self, watch: Watch, run: Any, *, wait: bool = False) -> None:
+        """Count the steps that the device turns out to have skipped."""
+        while watch.late and (wait or watch.late[0].ready):
+            if watch.late.pop(0).numbers()["skipped"]:
+                self._warn(watch, run)
+                if run.trainer is not None:
+                    run.trainer.position.skipped_steps += 1
+
+    @hookimpl
+    def on_train_epoch_end(self, run):
+        self._count_late(self._watches.of(run), run, wait=True)
 
     def _let_pass_by(self, optimizer: Any, watch: Watch, run: Any) -> None:
         """Take the gradients away: without any, an optimizer passes a parameter by."""
         if self.nonfinite == "error":
             raise self._refusal(run)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        warns = not watch.warned and run.is_global_zero and any(p.grad is not None for p in parameters)
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:
             parameter.grad = None
-        if warns:
+        if has_gradients:
+            self._warn(watch, run)
+
+    def _warn(self, watch: Watch, run: Any) -> None:
+        if not watch.warned and run.is_global_zero:
             watch.warned = True
             warnings.warn(
                 f"comm_hook {self.name_in(run)!r} averaged gradients that are not finite: the step is skipped, and so "
@@ -123,6 +175,15 @@ class Lossy(CommHook):
         """Return the name under which this hook was chosen."""
         names = [choice.name for choice in run.stack.comm_hooks if choice.plugin is self]
         return names[0] if names else type(self).__name__
+
+
+def _can_skip(optimizer: Any) -> bool:
+    """Whether `optimizer` steps or not as a number on the device tells it, exactly: torch's fused ones do."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # Skipped in its first step, torch's SGD would go on with momentum that was never set.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return not isinstance(optimizer, torch.optim.SGD) and all(type(p) in (Tensor, nn.Parameter) for p in parameters)
 
 
 def is_finite(tensor: Tensor) -> Tensor:

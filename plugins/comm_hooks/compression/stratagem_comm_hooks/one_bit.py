@@ -77,4 +77,5 @@ class Signs:
 
 
 def _weights(device: torch.device) -> Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    # Computed there: a list that is copied there would have to be waited for.
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)  # 1, 2, 4 ... 128

@@ -16,6 +16,7 @@ belongs to is gone, it joins the rest: once for each rank, as the average will b
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,9 @@ from attrs import define, field
 from torch import Tensor
 
 from stratagem.plugin import Bucket
+
+#: How far the quotient of two 16-bit losses may be off.
+_ROUNDING = 0.1
 
 #: The pieces of a bucket, in order: the key that each one's rest is kept under, and how many numbers it has.
 Layout = list[tuple[str, int]]
@@ -48,8 +52,9 @@ class Owed:
     rests: dict[str, Tensor] = field(factory=dict)
     #: By place.
     chunks: dict[str, Chunk] = field(factory=dict)
-    #: What the loss was multiplied with when the gradients came that are owed; None if with nothing.
-    scale: float | None = None
+    #: What the loss was multiplied with when the gradients came that are owed: a number, or a tensor with one, on the
+    #: device. None if with nothing.
+    scale: float | Tensor | None = None
     #: Messages since the last forward, by bucket.
     _messages: Counter[int] = field(factory=Counter)
     #: Names of parameters, by id.
@@ -132,10 +137,26 @@ class Owed:
         """Owe nothing any more: what was owed includes gradients of a step that was not made."""
         self.rests, self.chunks = {}, {}
 
-    def rescale(self, factor: float) -> None:
-        """Owe `factor` times as much: the loss is scaled otherwise now."""
-        for tensor in (*self.rests.values(), *(chunk.rest for chunk in self.chunks.values())):
-            tensor.mul_(factor)
+    def drop(self, bad: Tensor) -> None:
+        """Owe nothing any more if `bad`, on the device, is 1 rather than 0: as `clear`, without waiting."""
+        self._multiply(1 - bad)
+
+    def _multiply(self, factor: Tensor) -> None:
+        tensors = [*self.rests.values(), *(chunk.rest for chunk in self.chunks.values())]
+        for dtype in {tensor.dtype for tensor in tensors}:
+            torch._foreach_mul_([each for each in tensors if each.dtype == dtype], factor.to(dtype))
+
+    def follow(self, scale: Tensor) -> None:
+        """Take it that the loss is multiplied with `scale` from now on, and owe accordingly more or less.
+
+        All of it on the device, where nobody waits for it. A loss of 0 has no scale: the last one stays.
+        """
+        before = scale if self.scale is None else self.scale
+        ratio = scale / before
+        # Scales change by whole factors; a quotient of two losses is off by their rounding.
+        changed = torch.isfinite(ratio) & ((ratio - 1).abs() > _ROUNDING) & (ratio != 0)
+        self._multiply(torch.where(changed, ratio, 1.0))
+        self.scale = torch.where(torch.isfinite(scale) & (scale != 0), scale, before)
 
     def norm(self) -> float:
         """Return the norm of all that is owed."""
@@ -146,7 +167,7 @@ class Owed:
     def state(self) -> dict[str, Any]:
         """Return what is owed as plain data, on the CPU."""
         return {
-            "scale": self.scale,
+            "scale": _as_number(self.scale),
             "rests": {key: _on_cpu(rest) for key, rest in self.rests.items()},
             "chunks": {
                 place: {
@@ -196,6 +217,11 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 def _fitting(rest: Tensor | None, size: int, like: Tensor) -> Tensor:
     """Return `rest`; zeros if there is none, or one of another size: its place holds something else now."""
     return rest if rest is not None and rest.numel() == size else like.new_zeros(size)
+
+
+def _as_number(scale: float | Tensor | None) -> float | None:
+    number = None if scale is None else float(scale)
+    return number if number is None or math.isfinite(number) else None
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
