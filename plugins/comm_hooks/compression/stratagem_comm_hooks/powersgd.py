@@ -97,6 +97,25 @@ class _PowerIteration(Feedback):
         raise NotImplementedError
 
     @hookimpl
+    def prepare_module(self, run):
+        super().prepare_module(run)
+        if run.stage == "train":
+            self._check_alike(run)
+
+    def _check_alike(self, run: Any) -> None:
+        """Refuse ranks that may compute other bits from the same numbers. Collective."""
+        everybody = run.peers.all_gather_object(_computed_by(run.device))
+        rank = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
+        if rank is not None:
+            raise ConfigError(
+                f"comm_hook {self.name_in(run)!r} computes on rank 0 with {everybody[0]} and on rank {rank} with "
+                f"{everybody[rank]}",
+                expected="the same device and versions on all ranks, as each makes its factors orthonormal for itself "
+                "and all must get the same bits",
+                do="train on equal machines, or choose another comm_hook",
+            )
+
+    @hookimpl
     def reduce_bucket(self, bucket, run):
         owed = self.owed(run)
         layout = owed.layout(bucket, owed.place(bucket), run)
@@ -160,7 +179,8 @@ class _PowerIteration(Feedback):
             return kept.to(like.dtype)
         seed = zlib.crc32(f"{self.random_seed} {self.steps(run)} {matrix.key}".encode())
         generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers whatever the device
-        return torch.randn(matrix.columns, self.rank, generator=generator).to(like)
+        drawn = torch.randn(matrix.columns, self.rank, generator=generator)
+        return drawn.to(like.device, like.dtype, non_blocking=True)
 
     def _remember(
         self, matrices: list[Matrix], before: list[Tensor], after: list[Tensor], finite: Tensor, run: Any
@@ -228,6 +248,13 @@ def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
         column -= others @ (others.T @ column)
         column /= torch.linalg.vector_norm(column) + epsilon
     return base
+
+
+def _computed_by(device: torch.device) -> str:
+    """Return what the last bits of a computation on `device` depend on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"  # which names its CUDA
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def _as_square(layout: Layout) -> list[Matrix]:
