@@ -1,7 +1,19 @@
-"""Replicas of the model; gradients and optimizer state divided among the processes (ZeRO, stage 2)."""
+"""Replicas of the model; gradients and optimizer state divided among the processes (ZeRO, stage 2).
+
+[Note: buckets during backward]
+Every rank must send the same messages in the same order, whichever parameters its loss reaches. The buckets are cut
+from all trained parameters, the last ones first. While backward runs, a rank sends the next bucket as soon as it has
+all gradients in it; after backward it sends the others, with zeros for what its loss did not reach. Last, the ranks
+tell each other what they reached, as CPU tensors: what no rank reached has no gradient, as in one process.
+
+Under manual optimization a loss may reach half of the parameters, and with comm hooks a hook is to see only what was
+reached: there the ranks tell each other first, after backward, and send that alone.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -45,9 +57,9 @@ class ShardedDDPStrategy(Strategy):
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 2.
     """
 
-    #: Gradients that travel together through comm hooks, in megabytes (25 unless set): larger buckets mean fewer
-    #: messages, and more memory while they are on their way. Without a hook parameters travel one by one.
-    bucket_cap_mb: float | None = field(default=None, validator=more_than(0))
+    #: Gradients, and parameters after a step, that are sent in one message, in megabytes: larger buckets mean fewer
+    #: messages, and more memory while they are under way.
+    bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
     #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
     timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
@@ -62,6 +74,8 @@ class ShardedDDPStrategy(Strategy):
     _owners: Any = field(init=False, factory=WeakTensorKeyDictionary)
     #: The comm hooks at work; None without any.
     _reduce: Any = field(init=False, default=None)
+    #: Sends buckets while backward runs; None where they are sent after it.
+    _sender: Any = field(init=False, default=None)
 
     capabilities = Capabilities(
         provides={
@@ -93,6 +107,7 @@ class ShardedDDPStrategy(Strategy):
 
     @hookimpl
     def teardown(self, run):
+        self._stop_sending()
         take_back(run)
 
     @hookimpl
@@ -101,13 +116,17 @@ class ShardedDDPStrategy(Strategy):
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         self._divide(module, run.peers.world_size)
         self._reduce = run.bucket_reducer() if run.stage == "train" else None
-        if self._reduce is None and self.bucket_cap_mb is not None and run.stage == "train":
-            raise ConfigError(
-                f"strategy.ddp_sharded.bucket_cap_mb is {self.bucket_cap_mb} and there is no comm hook",
-                expected="one: without, parameters travel one by one",
-                do="drop it, or choose a comm_hook",
-            )
+        self._stop_sending()
+        if run.stage == "train":
+            _check_dense(run.module)
+            if self._reduce is None and not run.manual and run.peers.world_size > 1:
+                self._sender = _Sender(run.peers, self.bucket_cap_mb * 1e6)
         return module
+
+    def _stop_sending(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     def _divide(self, module: nn.Module, world_size: int) -> None:
         """Give each parameter to the rank that owns least so far."""
@@ -129,24 +148,51 @@ class ShardedDDPStrategy(Strategy):
         for parameter in parameters:  # what is averaged already must not be averaged with the rest again
             if getattr(parameter.grad, _AVERAGED, False):
                 before[parameter], parameter.grad = parameter.grad, None
-        run.differentiate(loss)
-        self._average([p for p, reached in zip(parameters, _reached(parameters, run), strict=True) if reached], run)
+        if self._sender is None:
+            run.differentiate(loss)
+            reached = _reached([parameter.grad is not None for parameter in parameters], run)
+            self._average([p for p, some in zip(parameters, reached, strict=True) if some], run)
+        else:
+            self._average_during(loss, parameters, run)
         for parameter, gradient in before.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return True
 
+    def _average_during(self, loss, parameters, run):
+        """Differentiate `loss`, and send buckets meanwhile; keep the averages that this rank owns."""
+        sender = self._sender
+        sender.begin(parameters)
+        try:
+            run.differentiate(loss)
+            averages, reached = sender.finish(lambda parameter: self._owners[parameter] == run.peers.rank)
+            # A parameter may get a gradient after its bucket was sent, from another part of the graph.
+            late = [parameter.grad is not None for parameter in parameters]
+        finally:
+            sender.end()
+        flags = _reached([*reached, *late], run)
+        reached, late = flags[: len(parameters)], flags[len(parameters) :]
+        self._average([p for p, some in zip(parameters, late, strict=True) if some], run)
+        for parameter, some in zip(parameters, reached, strict=True):
+            if some and (average := averages.get(parameter)) is not None:
+                parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
+                setattr(parameter.grad, _AVERAGED, True)
+
     def _average(self, parameters, run):
-        """Average the gradients of `parameters`; keep those that this rank owns."""
+        """Average the gradients of `parameters` over the ranks; keep those that this rank owns."""
+        if not parameters:
+            return
         for parameter in parameters:
             if parameter.grad is None:  # this rank's loss did not reach it, another's did
                 parameter.grad = torch.zeros_like(parameter)
         if self._reduce is not None:
             self._average_in_buckets(parameters)
         else:
+            groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
             with run.peers.traffic.sent_by("gradients"):
-                futures = [run.peers.average_async(parameter.grad) for parameter in parameters]
-            for future in futures:
-                future.wait()
+                futures = [run.peers.average_async(_joined([p.grad for p in group])) for group in groups]
+            for group, future in zip(groups, futures, strict=True):
+                for parameter, part in zip(group, _parted(future.wait(), group), strict=True):
+                    parameter.grad.copy_(part)
         for parameter in parameters:
             if self._owners[parameter] == run.peers.rank:
                 setattr(parameter.grad, _AVERAGED, True)
@@ -155,7 +201,7 @@ class ShardedDDPStrategy(Strategy):
 
     def _average_in_buckets(self, parameters):
         """Average the gradients of `parameters` through the comm hooks, in flat buckets."""
-        groups = _buckets(parameters, (self.bucket_cap_mb or 25.0) * 1e6)
+        groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
         arrivals = []
         for index, group in enumerate(groups):
             sizes = [parameter.numel() for parameter in group]
@@ -174,16 +220,17 @@ class ShardedDDPStrategy(Strategy):
     def clip_gradients(self, optimizer, max_norm, max_value, run):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if max_value is not None:
-            for gradient in gradients:
-                gradient.clamp_(-max_value, max_value)
+            if gradients:
+                torch._foreach_clamp_min_(gradients, -max_value)
+                torch._foreach_clamp_max_(gradients, max_value)
             return 0.0
         squares = torch.zeros((), device=run.device, dtype=torch.float64)
-        for gradient in gradients:
-            squares += torch.linalg.vector_norm(gradient).double() ** 2
+        if gradients:
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         total = run.peers.unchecked.all_reduce(squares, "sum").sqrt()
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+        for dtype in {gradient.dtype for gradient in gradients}:
+            torch._foreach_mul_([each for each in gradients if each.dtype == dtype], factor.to(dtype))
         return total
 
     @hookimpl(wrapper=True)
@@ -191,11 +238,24 @@ class ShardedDDPStrategy(Strategy):
         # Without gradients an optimizer passes by what this rank does not own, and keeps no state for it.
         stepped = yield
         if stepped:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        run.peers.unchecked.broadcast(parameter.data, self._owners[parameter])
+                self._share(parameters, run)
         return stepped
+
+    def _share(self, parameters, run) -> None:
+        """Give all ranks the values that the owners of `parameters` have, a message for each bucket."""
+        peers = run.peers.unchecked
+        for owner in range(run.peers.world_size):
+            theirs = [parameter for parameter in parameters if self._owners[parameter] == owner]
+            for group in _buckets(theirs, self.bucket_cap_mb * 1e6):
+                if len(group) == 1:
+                    peers.broadcast(group[0].data, owner)
+                    continue
+                values = [parameter.data for parameter in group]
+                message = peers.broadcast(_joined(values), owner)
+                if run.peers.rank != owner:
+                    torch._foreach_copy_(values, list(_parted(message, group)))
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -260,10 +320,104 @@ def _outline(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reached(parameters, run) -> list[bool]:
-    """Return for each parameter whether any rank has a gradient for it: all ranks must send the same ones."""
-    flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=run.device)
-    return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if parameters else []
+class _Sender:
+    """Sends the gradients of a backward in buckets, as they come; see [Note: buckets during backward]."""
+
+    def __init__(self, peers: Collectives, limit: float) -> None:
+        self._peers, self._limit = peers, limit
+        self._ids: list[int] = []
+        self._groups: list[list[nn.Parameter]] = []
+        self._handles: list[Any] = []
+        #: Gradients that each bucket waits for; None while no backward is to be sent.
+        self._missing: list[int] | None = None
+        self._arrived: set[nn.Parameter] = set()
+        self._sent: list[Any] = []
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """Send what the next backward adds up in the gradients of `parameters`."""
+        if [id(parameter) for parameter in parameters] != self._ids:
+            self._lay_out(parameters)
+        self._missing, self._arrived, self._sent = [len(group) for group in self._groups], set(), []
+
+    def _lay_out(self, parameters: list[nn.Parameter]) -> None:
+        self.close()
+        self._ids, self._groups = [id(parameter) for parameter in parameters], _buckets(parameters, self._limit)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+            for index, group in enumerate(self._groups)
+            for parameter in group
+        ]
+
+    def _arrive(self, index: int, parameter: nn.Parameter) -> None:
+        missing = self._missing
+        if missing is None or parameter in self._arrived:
+            return
+        self._arrived.add(parameter)
+        missing[index] -= 1
+        while len(self._sent) < len(missing) and not missing[len(self._sent)]:
+            self._send()
+
+    def _send(self) -> None:
+        """Send the next bucket, which holds the gradients from here on."""
+        group = self._groups[len(self._sent)]
+        self._arrived.update(parameter for parameter in group if parameter.grad is not None)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in group]
+        for parameter in group:
+            parameter.grad = None
+        with self._peers.traffic.sent_by("gradients"):
+            self._sent.append(self._peers.average_async(_joined(gradients)))
+
+    def finish(self, wanted: Callable[[nn.Parameter], bool]) -> tuple[dict[nn.Parameter, torch.Tensor], list[bool]]:
+        """Send the other buckets; return the averages that are `wanted`, and which parameters had a gradient here, in
+        the order of `begin`.
+        """
+        while len(self._sent) < len(self._groups):
+            self._send()
+        averages = {}
+        for index, group in enumerate(self._groups):
+            future, self._sent[index] = self._sent[index], None  # its bucket is freed as soon as it was copied from
+            for parameter, part in zip(group, _parted(future.wait(), group), strict=True):
+                if wanted(parameter):
+                    averages[parameter] = torch.empty_like(parameter).copy_(part)
+        arrived = {id(parameter) for parameter in self._arrived}
+        return averages, [number in arrived for number in self._ids]
+
+    def end(self) -> None:
+        """Leave gradients alone until the next `begin`."""
+        self._missing, self._arrived, self._sent = None, set(), []
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._ids = [], []
+
+
+def _check_dense(module: nn.Module) -> None:
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ConfigError(
+            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and strategy ddp_sharded sends dense ones",
+            expected="sparse=False there",
+            do='set it, or choose strategy="ddp"',
+        )
+
+
+def _reached(here: list[bool], run) -> list[bool]:
+    """Return for each flag whether it is set on any rank. Collective."""
+    flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: nobody waits for a GPU
+    return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if here else []
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return `tensors` of one dtype as one message, which is a copy."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parted(message: torch.Tensor, like: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the views of `message` that `_joined` made it of, in the shapes of `like`."""
+    parts = message.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
 def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
