@@ -360,9 +360,11 @@ class FSDPStrategy(Strategy):
     @hookimpl
     def clip_gradients(self, optimizer, max_norm, max_value):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shards = [_local(gradient) for gradient in gradients]
         if max_value is not None:
-            for gradient in gradients:
-                _local(gradient).clamp_(-max_value, max_value)
+            if shards:
+                torch._foreach_clamp_min_(shards, -max_value)
+                torch._foreach_clamp_max_(shards, max_value)
             return 0.0
         # Shards have to be summed over the ranks, whole gradients must not be.
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -371,8 +373,9 @@ class FSDPStrategy(Strategy):
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            _local(gradient).mul_(factor.to(_local(gradient).device))
+        for device, dtype in {(shard.device, shard.dtype) for shard in shards}:
+            alike = [shard for shard in shards if (shard.device, shard.dtype) == (device, dtype)]
+            torch._foreach_mul_(alike, factor.to(device, dtype))
         return total
 
     def _average_scalars(self, run):
@@ -882,10 +885,21 @@ def _send_through_hooks(units: list[nn.Module], reduce: Callable[[Bucket], Any])
         # Each bucket is the last of its kind: FSDP goes on with the result at once.
         bucket = Bucket(buffer=reduced, index=index, parameters=parameters, gradients=gradients)
         reduced.copy_(reduce(bucket).wait())
+        _keep_for_this_stream(reduced)
 
     for index, unit in enumerate(units):
         assert isinstance(unit, FSDPModule), "it was sharded"
         unit.set_all_reduce_hook(functools.partial(average, index, unit))
+
+
+def _keep_for_this_stream(reduced: torch.Tensor) -> None:
+    """Have the allocator keep the memory of `reduced` until what the present stream does with it is done.
+
+    FSDP calls hooks on the stream of its all-reduce, and made `reduced` on that of its reduce-scatter. For its own
+    all-reduce it holds on to the tensor; after a hook the next unit's reduce-scatter might get the memory too soon.
+    """
+    if reduced.device.type != "cpu":
+        reduced.record_stream(torch.accelerator.current_stream(reduced.device))
 
 
 def _shards_in(unit: FSDPModule, reduced: torch.Tensor) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
