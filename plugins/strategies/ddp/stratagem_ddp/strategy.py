@@ -152,9 +152,9 @@ class DDPStrategy(Strategy):
                 expected="false: which parameters a loss reaches may change from call to call",
             )
         search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
+        # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
         replica = _Replica(
             module,
-            device_ids=None if run.device.type == "cpu" else [run.device],
             process_group=run.peers.group,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=search,
