@@ -17,6 +17,7 @@ from attrs import asdict, define
 from torch.nn.utils.rnn import PackedSequence
 
 from stratagem.errors import ConfigError
+from stratagem.readback import as_numbers
 from stratagem.world import Collectives, fingerprint
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ class MetricBook:
         waiting_in = f"log({', '.join(map(repr, metrics))}, sync_dist=True)"  # noqa: F841 - `world.where` reads it
         collectives = self.collectives.duplicate("log")
         ops = {name: getattr(metric.reduce_fx, "__name__", str(metric.reduce_fx)) for name, metric in metrics.items()}
-        header = torch.tensor(fingerprint(f"{ops} {moment}"), device=collectives.device)
-        values = [_coded(metric.last).to(collectives.device) for metric in metrics.values()]
+        header = torch.tensor(fingerprint(f"{ops} {moment}"))
+        values = _coded_on_cpu([metric.last for metric in metrics.values()])
         # Of one size, whatever a rank logged: messages of different sizes abort.
         padding = header.new_zeros(2 * max(0, _FIRST - len(values)))
         message = torch.cat([header, *values[:_FIRST], padding])
@@ -278,9 +279,8 @@ class MetricBook:
     def by_loader(self, values: dict[str, Tensor], count: int) -> list[dict[str, float]]:
         """Return what `epoch_values` returned as numbers for each of `count` loaders, under both names."""
         found: list[dict[str, float]] = [{} for _ in range(count)]
-        for shown, value in values.items():
+        for shown, number in as_numbers(values).items():
             name, metric = self._shown[shown]
-            number = float(value)
             index = metric.loader.rpartition("_")[2]
             for result in found if not index else [found[int(index)]]:
                 result[shown] = result[name] = number
@@ -442,6 +442,16 @@ def _coded(value: Any) -> Tensor:
     return torch.cat([torch.full_like(bits, whole), bits])
 
 
+def _coded_on_cpu(values: list[Any]) -> list[Tensor]:
+    """Return `_coded` of each of `values`, on the CPU: in one copy from a device, however many there are."""
+    coded = [_coded(value) for value in values]
+    for device in {each.device for each in coded} - {torch.device("cpu")}:
+        places = [place for place, each in enumerate(coded) if each.device == device]
+        for place, copy in zip(places, torch.stack([coded[place] for place in places]).cpu(), strict=True):
+            coded[place] = copy
+    return coded
+
+
 def _decoded(coded: Tensor) -> Tensor:
     """Return the values in `coded`, (n, 2): (n,) in int64 if all of them are integers, else in float64."""
     flags, bits = coded.unbind(1)
@@ -480,7 +490,7 @@ def _epoch_value(name: str, metric: Metric, collectives: Collectives | None) -> 
         return _reduced(name, values, metric.reduce_fx)
     total = _tensor(metric.total)
     if metric.reduce_fx == "mean":
-        sums = torch.stack([total.double(), torch.tensor(metric.weight, dtype=torch.float64, device=total.device)])
+        sums = torch.stack([total.double(), torch.full((), metric.weight, dtype=torch.float64, device=total.device)])
         if collectives:
             sums = collectives.all_reduce(sums.cpu(), "sum").to(total.device)
         return sums[0] / sums[1]

@@ -27,6 +27,7 @@ from stratagem.optimization import LRSchedulerConfig
 from stratagem.options import read_accumulation, read_duration
 from stratagem.places import place
 from stratagem.plugin import ACCUMULATION, CheckpointFormat
+from stratagem.readback import as_numbers
 from stratagem.resolver import with_callbacks
 from stratagem.run import Run
 from stratagem.session import Job, Session
@@ -659,7 +660,7 @@ class Trainer:
         self.logged_metrics.update(values)
         if not values or not self.is_global_zero or self.run.implemented("log_metrics") is None:
             return
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = as_numbers(values)
         step = self.global_step if step is None else step
         self.run.hook.log_metrics(metrics={"epoch": self.current_epoch, **numbers}, step=step, run=self.run)
 

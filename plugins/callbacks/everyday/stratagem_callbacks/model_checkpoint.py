@@ -19,6 +19,7 @@ from stratagem.launch import interrupted_by_watcher
 from stratagem.monitoring import monitored
 from stratagem.options import at_least, at_least_or_unlimited, not_empty
 from stratagem.places import is_remote, place
+from stratagem.readback import as_numbers
 from stratagem_callbacks.occupied import occupy, vacate
 
 
@@ -271,7 +272,7 @@ class ModelCheckpoint(Callback):
 
     def _path(self, trainer: Any, doomed: list[str]) -> str:
         """Return where to save: not where something is that is to be kept."""
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values = as_numbers(trainer.callback_metrics)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
         folder, suffix = self.folder(trainer), trainer.checkpoint_format.suffix

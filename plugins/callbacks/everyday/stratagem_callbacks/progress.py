@@ -11,6 +11,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.options import more_than
+from stratagem.readback import Readback
 from stratagem.resolver import in_notebook
 
 
@@ -28,6 +29,8 @@ class ProgressBar(Callback):
     _began: float = field(init=False, default=0.0)
     _first_batch: int = field(init=False, default=0)
     _alone: bool = field(init=False, default=False)
+    #: What the next update shows, on its way from the device.
+    _coming: Readback | None = field(init=False, default=None)
 
     @hookimpl
     def on_train_start(self, trainer):
@@ -46,7 +49,10 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_train_batch_end(self, trainer, batch_idx):
-        if time.perf_counter() >= self._due:
+        # On a GPU the numbers of a batch are there some batches later; to read them now would wait for all of it.
+        if self._coming is None and time.perf_counter() >= self._due:
+            self._coming = Readback(trainer.progress_bar_metrics)
+        if self._coming is not None and self._coming.ready:
             self._show(trainer, batch_idx + 1)
 
     @hookimpl
@@ -141,7 +147,7 @@ class ProgressBar(Callback):
         return _Rewritten()
 
     def _close(self) -> None:
-        view, self._view, self._due = self._view, None, math.inf
+        view, self._view, self._due, self._coming = self._view, None, math.inf, None
         if view is not None:
             view.close()
 
@@ -154,7 +160,11 @@ class ProgressBar(Callback):
         rate = (done - self._first_batch) / seconds if seconds > 0 else 0.0
         epochs, total = trainer.max_epochs, trainer.num_training_batches
         title = f"epoch {trainer.current_epoch + 1}" + (f"/{epochs}" if epochs > 0 else "")
-        self._view.show(title, done, _end_of(trainer, done, total), rate, _numbers(trainer), final)
+        coming, self._coming = self._coming, None
+        if coming is None or final:
+            coming = Readback(trainer.progress_bar_metrics)
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in coming.numbers().items())
+        self._view.show(title, done, _end_of(trainer, done, total), rate, numbers, final)
 
 
 def _end_of(trainer: Any, done: int, total: float) -> float:
@@ -163,11 +173,6 @@ def _end_of(trainer: Any, done: int, total: float) -> float:
         return total
     left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     return min(total, done + left)
-
-
-def _numbers(trainer: Any) -> str:
-    # The only place that reads tensors: on a GPU each read waits for the device.
-    return "  ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
 
 
 class _Lines:
