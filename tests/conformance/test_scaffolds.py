@@ -12,14 +12,10 @@ import pytest
 from stratagem.plugin import KINDS
 from stratagem.scaffold import write
 
-#: A kind whose tests start processes, and one whose tests do not; `make test-all` tries every kind.
-SAMPLE = ("strategy", "callback")
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in SAMPLE else pytest.mark.sweep) for kind in KINDS]
-)
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_tests_of_a_new_plugin_pass_untouched(kind, tmp_path):
     folder = write(kind, f"my_{kind}", tmp_path)
     # As installed: importable, and its entry point on the path.

@@ -153,6 +153,7 @@ def _gan(rank, world_size, strategy, toggles):
     return weights_of(trainer), [parameter.requires_grad for parameter in module.parameters()]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("toggles", [False, True], ids=["plain", "toggling"])
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
 def test_a_gan(strategy, world_size, toggles):
@@ -185,6 +186,7 @@ def _stream(rank, world_size, strategy, extra, accumulate):
     return weights_of(trainer), trainer.global_step
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("extra", [0, 2], ids=["even", "uneven"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)

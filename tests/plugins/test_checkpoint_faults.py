@@ -91,6 +91,7 @@ def _save(rank, world_size, checkpoint, path, value, victim=-1, at=-1, act=kill,
         return calls.calls if said == "done" else said
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.sweep)])

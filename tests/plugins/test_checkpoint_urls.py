@@ -87,6 +87,7 @@ def _continue(rank, world_size, strategy, checkpoint, url, batches):
     return weights_of(trainer)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_saved_to_a_bucket_by_two_and_read_by_three(checkpoint, asynchronous, bucket):
@@ -163,6 +164,7 @@ def _large(value):
     return {"state_dict": {"w": torch.full((30_000_000,), float(value))}}  # 120 MB: uploaded in several parts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("checkpoint", "victim", "call"),
     [("sharded", 0, 1), ("sharded", 1, 2), ("sharded", 0, 3), ("full", 0, 1), ("full", 0, 2), ("full", 0, 4)],

@@ -35,6 +35,7 @@ def _run(tmp_path, shell_words, *words):
     )  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "strategy", "callbacks"),

@@ -107,6 +107,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["subprocess", "spawn", "fork"])
 def test_every_launch_mode_trains_as_one_process(launcher, tmp_path):

@@ -117,6 +117,7 @@ def unlaunched():
     return {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONWARNINGS")}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["configuration", "3_offload"])
 def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):

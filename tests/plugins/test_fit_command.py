@@ -381,6 +381,7 @@ def test_predict_writes_with_the_callback(capsys):
     assert torch.cat(batches).shape == (64, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_measuring_in_two_processes_prints_one_table(strategy):
@@ -390,6 +391,7 @@ def test_measuring_in_two_processes_prints_one_table(strategy):
     assert re.fullmatch(r"val_loss +\d+\.\d+\n", result.stdout)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_two_processes_train_as_one_with_twice_the_batch(strategy):
@@ -422,6 +424,7 @@ def test_an_error_while_building_says_what_was_being_built():
     assert result.stderr.rstrip().endswith("ValueError: not today\nwhile building model (command line)")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 @pytest.mark.parametrize(("how", "said"), [("error", "my own mistake"), ("known", "a known mistake")])
@@ -437,6 +440,7 @@ def test_an_error_of_the_other_process_comes_home_with_its_traceback(strategy, h
     assert any(line.strip().startswith("File ") and "net.py" in line for line in rest)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 @pytest.mark.parametrize("processes", [1, 2])

@@ -103,6 +103,7 @@ def assert_gone(marker, limit_s=15):
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_every_launcher_trains_as_one_process_and_tests_in_the_same_script(tmp_path, strategy):
     result = run([sys.executable, script(tmp_path, strategy, options=ALL)])
@@ -244,6 +245,7 @@ def test_tied_parameters_and_buffers_without_values_come_home():
     assert model.net[0].weight.note == "mine"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_a_checkpoint_saved_at_home_holds_all_that_resuming_needs(tmp_path, strategy, checkpoint):
@@ -399,6 +401,7 @@ def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     assert "after the fit" in result.stderr
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_processes_die_with_their_parent(tmp_path, strategy, number):
@@ -471,6 +474,7 @@ def finish(process, tmp_path, limit_s=60):
     return process.returncode, output, errors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("death", "message"),
     [

@@ -232,6 +232,7 @@ def test_different_reductions_are_refused_on_both_ranks():
         assert said.startswith("ConfigError: log('x') was called with reduce_fx='max' on rank 1 and 'sum' on rank 0")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["train", "validate"])
 @pytest.mark.parametrize("batch", [0, 1])
