@@ -59,12 +59,24 @@ class Entry:
 
 def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
     """Return the installed plugins (of one `kind`), sorted; `hidden` also those that allow and deny lists hide."""
-    return [entry for entry in _scan() if kind in (None, entry.kind) and (hidden or _allowed(entry))]
+    listed = _scan() if hidden else _visible(os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, ""))
+    return [entry for entry in listed if kind in (None, entry.kind)]
 
 
 def refresh() -> None:
     """Forget what was discovered: packages were installed or removed while this process runs."""
+    global _generation
+    _generation += 1
     _scan.cache_clear()
+    _visible.cache_clear()
+
+
+def generation() -> int:
+    """Return how often discovery was refreshed: what was computed from installed plugins holds for one number."""
+    return _generation
+
+
+_generation = 0
 
 
 def find(kind: str, name: str) -> Entry:
@@ -135,14 +147,20 @@ def _core_requirement(distribution: Distribution) -> str:
     return ""
 
 
-def _names(variable: str) -> set[str]:
-    return {name.strip().lower() for name in os.environ.get(variable, "").split(",") if name.strip()}
+@cache
+def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
+    """Return what the allow and deny lists, as they are in the environment, leave of the installed plugins."""
+    allowed, denied = _names(allow), _names(deny)
+    found = []
+    for entry in _scan():
+        titles = {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
+        if not titles & denied and (not allowed or titles & allowed):
+            found.append(entry)
+    return tuple(found)
 
 
-def _allowed(entry: Entry) -> bool:
-    titles = {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
-    allowed = _names(ALLOW_VARIABLE)
-    return not (titles & _names(DENY_VARIABLE)) and (not allowed or bool(titles & allowed))
+def _names(text: str) -> set[str]:
+    return {name.strip().lower() for name in text.split(",") if name.strip()}
 
 
 def check_core_version(entry: Entry) -> None:
@@ -153,12 +171,17 @@ def check_core_version(entry: Entry) -> None:
     """
     from stratagem import __version__
 
-    if not all(_satisfies(__version__, clause) for clause in entry.core_requirement.split(",") if clause.strip()):
+    if not _fits(__version__, entry.core_requirement):
         raise PluginError(
             f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} needs stratagem "
             f"{entry.core_requirement} and this is {__version__}",
             do=f"install another version of {entry.distribution} or of stratagem",
         )
+
+
+@cache
+def _fits(version: str, requirement: str) -> bool:
+    return all(_satisfies(version, clause) for clause in requirement.split(",") if clause.strip())
 
 
 def _satisfies(version: str, clause: str) -> bool:

@@ -6,6 +6,7 @@ plugin is known by name (`catalog.toml` holds the defaults).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
@@ -743,15 +744,17 @@ def _check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
 
 def _alternatives(word: str, asker: Choice | None) -> str:
     """Name the installed strategies that provide `word`, without presets; imports them, which only an error may."""
-    able = []
-    for entry in registry.entries("strategy"):
-        try:
-            is_preset = not isinstance(entry.load(), type)
-            provided = make(entry, {}).capabilities.provides
-        except Exception:  # noqa: BLE001, S112 - a broken package is no alternative
-            continue
-        if word in provided and not is_preset:
-            able.append(entry.name)
+    entries = registry.entries("strategy")
+    able = [entry.name for entry in entries if word in _provided_without_options(entry, registry.generation())]
     if not able:
         return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")
     return f"choose a strategy that does: {', '.join(able)}"
+
+
+@functools.cache
+def _provided_without_options(entry: registry.Entry, generation: int) -> frozenset[str]:  # noqa: ARG001 - a cache's key
+    """Return what a strategy provides; nothing for a preset, or a package that cannot be imported or needs options."""
+    try:
+        return make(entry, {}).capabilities.provides if isinstance(entry.load(), type) else frozenset()
+    except Exception:  # noqa: BLE001 - a broken package is not an alternative
+        return frozenset()

@@ -38,10 +38,11 @@ class Saver:
         #: Conversations apart from training's: the thread's, and that of the steps that ask for it.
         self._apart: tuple[Collectives, Collectives] | None = None
 
-    def connect(self) -> None:
-        """Make the groups that saves in the background use, where there are none yet. Collective."""
+    def connect(self) -> tuple[Collectives, Collectives]:
+        """Return the groups that saves in the background use, made by the first call. Collective."""
         if self._apart is None:
             self._apart = (self._collectives.apart(), self._collectives.apart())
+        return self._apart
 
     def submit(self, write: Callable[[Collectives], None], background: bool) -> None:
         """Call `write` with collectives to use: now, or in the background. Collective.
@@ -53,13 +54,13 @@ class Saver:
         if not background:
             write(self._collectives)
             return
-        self.connect()
+        group, _ = self.connect()
         self._error, self._afterwards, self._over = None, [], False
         if not self._finishes_at_exit:
             self._finishes_at_exit = True
             # Later, at atexit, no thread pool takes anything any more, neither ours nor that of an object store.
             getattr(threading, "_register_atexit", atexit.register)(_finish, weakref.ref(self))
-        self._thread = threading.Thread(target=self._work, args=(write, self._apart[0]), name="stratagem-save")
+        self._thread = threading.Thread(target=self._work, args=(write, group), name="stratagem-save")
         self.busy = True
         self._thread.start()
 
