@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(items):
 def clean_environment(unlaunched, monkeypatch, tmp_path):
     """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a group that an earlier test left behind
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,7 @@ class TestFSDPNoShard(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.sweep
 class TestFSDPOffload(StrategyConformance):
     plugin = "fsdp_cpu_offload"
     world_sizes = (2,)

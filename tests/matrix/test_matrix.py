@@ -81,6 +81,7 @@ def test_every_reason_is_a_sentence_that_names_both_sides():
 # --- Yes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cell", FEW, ids=title)
 def test_yes_of_every_pair_works(cell, tmp_path):
     works(cell, tmp_path)

@@ -79,6 +79,7 @@ def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
         assert compared == 16
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", OFFLOADS)
 def test_what_is_offloaded_to_the_cpu_trains_the_same(strategy):
     pairs = ((Net, Net), (AdamW, AdamW), (CPUAdam, AdamW))
@@ -103,6 +104,7 @@ def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
     return relative_difference(weights, expected), tolerance_of(policy)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("strategy", STAGES)
 def test_sixteen_bits_stay_close(strategy, precision):
@@ -142,6 +144,7 @@ def _sometimes(rank, world_size, strategy, accumulate):
     return relative_difference(_train(make, world_size, strategy, accumulate, None)[0], expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulate", ACCUMULATE)
 @pytest.mark.parametrize("strategy", [*STAGES, "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])
 def test_a_parameter_without_a_gradient_is_not_stepped_with_its_last_one(strategy, accumulate):

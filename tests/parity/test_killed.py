@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("kind", "strategy", "devices", "workers", "how"), CASES)
 def test_it_ends_as_if_nothing_had_happened(tmp_path, kind, strategy, devices, workers, how):
     arguments = (kind, strategy, devices, workers)

@@ -55,6 +55,7 @@ def test_training_needs_no_standard_streams(tmp_path, closed, strategy, callback
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "show", "no-such-plugin"], ["--version"]])
 def test_commands_need_no_standard_streams(tmp_path, words):
     done = _run(tmp_path, ">&- 2>&-", "-m", "stratagem", *words)

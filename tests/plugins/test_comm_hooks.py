@@ -431,6 +431,7 @@ def assert_small_gaps(stacks, world_size):
         assert gap(weights, batches) < allowed(stack), f"{stack} on {world_size} ranks"
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_each_hook_trains_about_as_far_as_exact_averages(world_size):

@@ -124,6 +124,7 @@ def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
     assert [line for line in heard_of(case, tmp_path).splitlines() if "building deepspeed's cpu_adam" not in line] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_the_users_own_warnings_are_heard(tmp_path):
     heard = heard_of("warning of the user's", tmp_path)
@@ -131,6 +132,7 @@ def test_the_users_own_warnings_are_heard(tmp_path):
     assert heard.count("all_gather_into_tensor` is deprecated") == 2, heard  # one each rank
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_a_level_turns_deepspeeds_log_on_again(tmp_path):
     assert "[INFO]" in heard_of("at level INFO", tmp_path)

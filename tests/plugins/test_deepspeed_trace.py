@@ -89,6 +89,7 @@ def _goes_another_way(rank, world_size, way, gathers):
     return said, time.monotonic() - began
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("way", "gathers"), [*((way, True) for way in WAYS), ("later", False), ("in validation", False)]
 )

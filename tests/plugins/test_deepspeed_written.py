@@ -91,6 +91,7 @@ def _written(rank, world_size, write, make_strategy):
     return train(world_size, make_strategy, Writes(write))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("write", "make_strategy"),
     [
@@ -173,6 +174,7 @@ def _clipped(rank, world_size, stage, callback, make=Net):
     return outcome(lambda: train(world_size, lambda: of_stage(stage), callback(), make))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("callback", "make"), [(Clips, Net), (lambda: Writes(_nothing), ClipsItself)])
 def test_gradients_changed_at_parameters_are_refused(stage, callback, make):

@@ -482,6 +482,7 @@ def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mode", "expected"), [("power", 16), ("binsearch", 20)])
 def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expected):
     finder, module = BatchSizeFinder(mode=mode), Tunable()

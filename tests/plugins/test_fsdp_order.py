@@ -208,6 +208,7 @@ def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
         check(said, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_come_to_differ_are_refused_on_all_ranks(name):
     check([each for (each,) in run_in_processes(_refused, 2, [name], 3, Layers, 1, limit_s=40)], name)

@@ -210,6 +210,7 @@ def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
     assert (len(seen), len(set(seen))) == (48, 48)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("fork", "ddp"), ("fork", "ddp_sharded"), ("fork", "fsdp"), ("spawn", "ddp")]
 )
@@ -360,6 +361,7 @@ def test_a_hanging_sibling_is_ended():
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
     step = f"if batch_idx == 2 and self.global_rank == {rank}: raise ValueError('out of order')"
@@ -539,6 +541,7 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
 def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeypatch, abort, expected):
     """A library may abort a process that is done; an abort in the middle is a failure like any other."""
@@ -584,6 +587,7 @@ def test_a_store_begins_after_the_last_fork(tmp_path):
     assert (code, output) == (0, "[False, False]\n"), errors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
     body = """

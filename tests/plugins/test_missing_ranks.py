@@ -299,6 +299,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "sentence"),

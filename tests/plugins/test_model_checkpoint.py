@@ -402,6 +402,7 @@ WAITING = """
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("devices", "words", "said"),
     [

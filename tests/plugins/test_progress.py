@@ -154,6 +154,7 @@ trainer.fit(Net(), joined_batches(20, 8))
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("devices", "callbacks"), [(1, []), (2, []), (1, ["tqdm"])], ids=str)
 def test_a_real_notebook_shows_it(devices, callbacks):
     """One line that is written over, for tqdm its own; also where training happens in copies of the kernel."""

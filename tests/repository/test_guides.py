@@ -1179,6 +1179,7 @@ def output(*processes):
     return "".join(out for out, _ in said)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
