@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 BUNDLE = Path(__file__).parents[2]
-#: Tests that run on the CPU of a GPU machine too: that GPUs are visible must change nothing for them.
+#: Tests that train on the CPU of the GPU machine, which has another torch and another Python than the ones of `make test`.
 CPU_PART = (
-    "tests/core", "tests/parity/test_ddp.py", "tests/parity/test_resume.py", "tests/parity/test_fsdp.py",
-    "tests/plugins/test_launchers.py", "tests/plugins/test_precision.py", "tests/plugins/test_ddp_sharded.py",
-    "tests/plugins/test_checkpoint_full.py", "tests/plugins/test_accelerators.py",
+    "tests/core", "tests/parity/test_ddp.py", "tests/parity/test_resume.py", "tests/plugins/test_accelerators.py",
+    "tests/plugins/test_checkpoint_full.py",
 )  # fmt: skip
 #: Left out there: they look at the repository's sources, or start programs that pip installs.
 NOT_IN_A_BUNDLE = ("tests/core/test_scaffold.py",)
@@ -190,7 +189,7 @@ def test(
     both = not (arguments.gpu_only or arguments.cpu_only)
     if not arguments.cpu_only:
         limit = arguments.seconds * (GPU_SHARE if both else 1)
-        workers = min(4, cores) if machine["devices"] else 1
+        workers = max(1, min(8, cores // 2)) if machine["devices"] else 1
         options = ["tests/gpu", f"-n{workers}", "--dist=loadgroup", *more]
         results, parts["gpu"] = pytest("gpu", options, environment, limit)
         tests += results

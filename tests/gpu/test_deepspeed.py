@@ -37,10 +37,10 @@ class OnTheCPU(Net):
         return DeepSpeedCPUAdam(self.parameters(), lr=3e-3, eps=1e-3, weight_decay=1e-2)
 
 
-def _train(rank, world_size, make, strategy, precisions, talk):
+def _train(rank, world_size, make, strategy, precisions):
     results = []
     for precision in precisions:
-        options = {"name": strategy, **talk} | ({"initial_scale_power": 6} if precision == "16-mixed" else {})
+        options = {"name": strategy} | ({"initial_scale_power": 6} if precision == "16-mixed" else {})
         trainer = sg.Trainer(
             max_epochs=1, strategy=options, devices=world_size, precision=precision, gradient_clip_val=1.0,
             accelerator=DEVICE, logger=False, enable_progress_bar=False, enable_checkpointing=False,
@@ -61,7 +61,7 @@ def _check(results):
 
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_stage_trains_as_plain_pytorch(strategy):
-    (results,) = run_ranks(_train, 1, "AdamW", strategy, PRECISIONS, {}, limit_s=COMPILING_S)
+    (results,) = run_ranks(_train, 1, "AdamW", strategy, PRECISIONS, limit_s=COMPILING_S)
     _check(results)
 
 
@@ -69,21 +69,21 @@ def test_a_stage_trains_as_plain_pytorch(strategy):
 @pytest.mark.xdist_group("fused_adam")
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_stage_with_fused_adam(strategy):
-    (results,) = run_ranks(_train, 1, "Fused", strategy, PRECISIONS, {}, limit_s=COMPILING_S)
+    (results,) = run_ranks(_train, 1, "Fused", strategy, PRECISIONS, limit_s=COMPILING_S)
     _check(results)
 
 
 @pytest.mark.xdist_group("cpu_adam")
 @pytest.mark.parametrize("strategy", OFFLOADS)
 def test_an_offloaded_stage_with_its_own_optimizer(strategy):
-    (results,) = run_ranks(_train, 1, "OnTheCPU", strategy, ("32-true", "bf16-mixed"), {}, limit_s=COMPILING_S)
+    (results,) = run_ranks(_train, 1, "OnTheCPU", strategy, ("32-true", "bf16-mixed"), limit_s=COMPILING_S)
     _check(results)
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_two_gpus(strategy):
-    for results in run_ranks(_train, 2, "Fused", strategy, PRECISIONS, {}, one_gpu=False, limit_s=COMPILING_S):
+    for results in run_ranks(_train, 2, "Fused", strategy, PRECISIONS, one_gpu=False, limit_s=COMPILING_S):
         _check(results)
 
 

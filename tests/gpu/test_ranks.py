@@ -78,7 +78,7 @@ def talk():
 @pytest.mark.gpu
 def test_nccl_lets_two_ranks_share_a_gpu(talk):
     if talk:
-        pytest.xfail("NCCL refuses, and the tests of this file ran over gloo")
+        pytest.xfail("this NCCL refuses: the ranks of this file that share a GPU talked over gloo")
 
 
 def _backend(rank, world_size, options):
@@ -290,8 +290,7 @@ def _loses_a_rank(rank, world_size, options):
     fit(Net(), share_of(rank, world_size), strategy={"name": "ddp", **options}, devices=world_size, callbacks=[_Dies()])
 
 
-def test_a_killed_rank_is_named_within_a_minute(talk):
-    ranks = Ranks(_loses_a_rank, 2, talk)
+def _check_that_it_is_named(ranks):
     try:
         (code,) = ranks.wait(120, [1])
         assert code == -signal.SIGKILL, ranks.output()
@@ -305,6 +304,15 @@ def test_a_killed_rank_is_named_within_a_minute(talk):
     assert code not in (None, 0), output[-4000:]
     assert told_after < TOLD_WITHIN_S
     assert "rank 1" in output
+
+
+def test_a_killed_rank_is_named_within_a_minute(talk):
+    _check_that_it_is_named(Ranks(_loses_a_rank, 2, talk))
+
+
+@pytest.mark.gpu(2)
+def test_a_killed_rank_on_another_gpu_is_named_within_a_minute():
+    _check_that_it_is_named(Ranks(_loses_a_rank, 2, {}, one_gpu=False))
 
 
 # --- Contexts ----------------------------------------------------------------------------------------------------
