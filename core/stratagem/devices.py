@@ -8,8 +8,12 @@ value            an accelerator with numbered devices (cuda)  one without (cpu)
 -1, "-1"         all                                          refused
 [1, 3], "1,3"    exactly those                                refused
 "2,"             device 2                                     refused
+"GPU-8932f937"   the one with that identifier                 refused
 0, "0", []       refused                                      refused
 ===============  ===========================================  =========================
+
+Identifiers ("GPU-..." and "MIG-...", as `nvidia-smi -L` prints them, alone or in a list) are looked up among those that
+CUDA_VISIBLE_DEVICES lists.
 
 In the `gpus=` argument of older trainers a digit string was an index: ``gpus="3"`` meant device 3. Here it is a count.
 """
@@ -28,6 +32,7 @@ from stratagem.plugin import Accelerator
 #: More processes than this on one machine are a slip of the hand.
 MAX_LOCAL_PROCESSES = 1024
 
+_IDENTIFIER = r"[A-Z]+-[\w/.-]+"
 _GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", or "auto"'
 
 
@@ -47,7 +52,7 @@ def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
     if _is_integer(value):
         return _first(value, available)
     if isinstance(value, Sequence):
-        return _exactly(value, available)
+        return _exactly([accelerator.number_of(each) if isinstance(each, str) else each for each in value], available)
     raise ConfigError(f"devices is {shown(value)}", expected=_GRAMMAR)
 
 
@@ -144,6 +149,8 @@ def _parse_text(text: str) -> Any:
         return int(stripped)
     if re.fullmatch(r"\d+(\s*,\s*\d+)*\s*,?", stripped):
         return [int(part) for part in stripped.split(",") if part.strip()]
+    if re.fullmatch(rf"{_IDENTIFIER}(\s*,\s*{_IDENTIFIER})*\s*,?", stripped):
+        return [part.strip() for part in stripped.split(",") if part.strip()]
     raise ConfigError(f"devices is {text!r}", expected=_GRAMMAR)
 
 

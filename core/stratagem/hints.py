@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,21 @@ def warn_of_slow_choices(module: nn.Module, run: Run) -> None:
         )
     if slow:
         warnings.warn(text, stacklevel=2)
+
+
+def warn_of_another_order(run: Run) -> None:
+    """Warn if `devices` names numbers that mean other GPUs to ``nvidia-smi``."""
+    wanted = run.settings.devices
+    is_count = isinstance(wanted, int) or (isinstance(wanted, str) and "," not in wanted)
+    if run.device.type != "cuda" or is_count or "CUDA_DEVICE_ORDER" in os.environ:
+        return
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    if len(names) > 1:
+        warnings.warn(
+            f"devices is {wanted!r} among GPUs of several kinds ({', '.join(names)}): CUDA numbers the fastest first, "
+            "nvidia-smi by place. Set CUDA_DEVICE_ORDER=PCI_BUS_ID in the environment for the same numbers",
+            stacklevel=2,
+        )
 
 
 def _convolves_slowly(module: nn.Module) -> bool:

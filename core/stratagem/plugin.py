@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pluggy
 from attrs import define, field, frozen
 
+from stratagem.errors import ConfigError
 from stratagem.identity import class_key, options_key
 from stratagem.places import modified_at
 from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
@@ -310,6 +311,14 @@ class Accelerator(Plugin):
     def device(self, index: int) -> torch.device:
         """The torch device with this number."""
         raise NotImplementedError
+
+    def number_of(self, identifier: str) -> int:
+        """Return the number of the visible device that has this identifier, such as a UUID.
+
+        Raises:
+            ConfigError: there is no such device, or devices of this kind have numbers alone.
+        """
+        raise ConfigError(f"devices names {identifier!r}", expected="numbers: this accelerator knows no identifiers")
 
     def activate(self, device: torch.device) -> None:
         """Make `device` this process's current one; called once, before the processes connect."""

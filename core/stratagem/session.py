@@ -17,7 +17,7 @@ from stratagem.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.data import DataModule, in_order, seed_loader_workers, several
 from stratagem.errors import ConfigError
 from stratagem.feed import Feed, agreed_size, length
-from stratagem.hints import warn_of_slow_choices
+from stratagem.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.loops import TrainLoop, evaluate
 from stratagem.module import Module, build, logged_hyperparameters, overrides
 from stratagem.optimization import needs_closure, read
@@ -125,6 +125,7 @@ class Session:
             lightning_names.warn_of_uncalled(self.module)
         if run.is_global_zero and not self.settings.barebones:
             warn_of_slow_choices(self.module, run)
+            warn_of_another_order(run)
         run.prepare(self.module, self._make_optimizers)
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()

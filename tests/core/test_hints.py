@@ -11,7 +11,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem import session
-from stratagem.hints import warn_of_slow_choices
+from stratagem.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.plugin import PrecisionPolicy
 from stratagem.settings import RunSettings
 from stratagem.testing.reference import Net, joined_batches
@@ -67,6 +67,27 @@ def test_convolutions_in_another_order_are_told(monkeypatch, module, capability,
     found = hints(monkeypatch, module, HALF, capability)
 
     assert ["memory_format=torch.channels_last" in each for each in found] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("names", "devices", "order", "told"),
+    [
+        ("ab", [1], None, True), ("ab", "0,1", None, True), ("aa", [1], None, False), ("ab", 2, None, False),
+        ("ab", [1], "PCI_BUS_ID", False), ("ab", "2", None, False),
+    ],
+)  # fmt: skip
+def test_numbers_that_mean_other_gpus_elsewhere_are_told(monkeypatch, names, devices, order, told):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if order is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    run = types.SimpleNamespace(device=torch.device("cuda"), settings=RunSettings(devices=devices))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_another_order(run)
+
+    assert ["CUDA_DEVICE_ORDER=PCI_BUS_ID" in str(each.message) for each in caught] == [True] * told
 
 
 @pytest.mark.parametrize("barebones", [False, True])

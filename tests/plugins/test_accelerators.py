@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from stratagem.devices import parse_devices
 from stratagem.errors import ConfigError
 
 accelerators = pytest.importorskip("stratagem_accelerators")
@@ -33,9 +35,10 @@ def test_each_provides_its_device_and_its_backend():
 
 
 def test_counting_does_not_start_cuda():
+    started = torch.cuda.is_initialized()
     CUDAAccelerator().count()
 
-    assert not torch.cuda.is_initialized()
+    assert torch.cuda.is_initialized() == started
 
 
 @pytest.mark.parametrize(("mps", "cuda", "expected"), [(1, 2, "mps"), (0, 2, "cuda"), (1, 0, "mps")])
@@ -52,3 +55,61 @@ def test_gpu_without_one_is_refused(monkeypatch):
 
     with pytest.raises(ConfigError, match="accelerator is 'gpu' and torch sees none"):
         accelerators.gpu()
+
+
+MIG = "MIG-5c8a0c2d-1f7e-5b3a-9d1c-0a2b3c4d5e6f"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "devices", "expected"),
+    [
+        ("GPU-8932f937-aa,GPU-b7c1-bb", 2, "GPU-b7c1", (1,)), ("GPU-8932f937-aa,GPU-b7c1-bb", 2, ["GPU-b7c1", 0], (1, 0)),
+        (MIG, 1, MIG, (0,)), (f" {MIG} ", 1, "MIG-5c8a,", (0,)), ("GPU-8932f937-aa,GPU-b7c1-bb", 2, "GPU-b7,GPU-89", (1, 0)),
+    ],
+)  # fmt: skip
+def test_devices_are_known_by_the_identifiers_that_are_visible(monkeypatch, visible, count, devices, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    assert parse_devices(devices, CUDAAccelerator()) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "message"),
+    [
+        (None, MIG, f"devices names '{MIG}', and CUDA_VISIBLE_DEVICES is not set, .*with CUDA_VISIBLE_DEVICES={MIG} and"),
+        ("GPU-89,GPU-8a", "GPU-8", "CUDA_VISIBLE_DEVICES is 'GPU-89,GPU-8a', where CUDA sees 1;"),
+        ("MIG-a,MIG-b", ["MIG-b"], "of several MIG slices a process sees the first"),
+        ("GPU-89", ["GPU-89", 0], "each device once"),
+    ],
+)  # fmt: skip
+def test_devices_that_are_not_visible_are_refused(monkeypatch, visible, devices, message):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    with pytest.raises(ConfigError, match=message):
+        parse_devices(devices, CUDAAccelerator())
+
+
+@pytest.mark.parametrize("accelerator", [CPUAccelerator(), MPSAccelerator()])
+def test_other_devices_have_no_identifiers(monkeypatch, accelerator):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="devices (names|is) .*numbers?"):
+        parse_devices("GPU-8", accelerator)
+
+
+@pytest.mark.parametrize(("order", "refused"), [("PCI_BUS", True), ("PCI_BUS_ID", False), ("FASTEST_FIRST", False)])
+def test_an_order_that_cuda_does_not_know_is_refused(monkeypatch, order, refused):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    with (
+        pytest.raises(ConfigError, match="CUDA_DEVICE_ORDER is 'PCI_BUS'.*did you mean 'PCI_BUS_ID'")
+        if refused
+        else nullcontext()
+    ):
+        CUDAAccelerator().activate(torch.device("cuda", 0))
+
+    assert bool(chosen) is not refused

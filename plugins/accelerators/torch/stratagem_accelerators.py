@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 from attrs import define
 
 from stratagem import Accelerator, Capabilities
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, nearest
 from stratagem.plugin import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS
+
+#: What CUDA_DEVICE_ORDER may be; CUDA takes anything else for the first, without a message.
+_ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
 
 
 @define(eq=False, kw_only=True)
@@ -43,9 +48,28 @@ class CUDAAccelerator(Accelerator):
 
         return torch.device("cuda", index)
 
+    def number_of(self, identifier):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        listed = [name.strip() for name in (visible or "").split(",")]
+        found = [number for number, name in enumerate(listed) if name and name.startswith(identifier)]
+        if len(found) == 1 and found[0] < self.count():
+            return found[0]
+        shown = "not set" if visible is None else repr(visible)
+        raise ConfigError(
+            f"devices names {identifier!r}, and CUDA_VISIBLE_DEVICES is {shown}, where CUDA sees {self.count()}",
+            expected="numbers, or how one identifier there begins; of several MIG slices a process sees the first",
+            do=f'start the program with CUDA_VISIBLE_DEVICES={identifier} and leave devices at "auto"',
+        )
+
     def activate(self, device):
         import torch
 
+        order = os.environ.get("CUDA_DEVICE_ORDER")
+        if order not in (None, *_ORDERS):
+            raise ConfigError(
+                f"CUDA_DEVICE_ORDER is {order!r}", expected=" or ".join(map(repr, _ORDERS)),
+                do=nearest(order, _ORDERS) or "unset it",
+            )  # fmt: skip
         torch.cuda.set_device(device)
 
 
