@@ -39,7 +39,7 @@ class Saver:
         self._apart: tuple[Collectives, Collectives] | None = None
 
     def connect(self) -> tuple[Collectives, Collectives]:
-        """Return the groups that saves in the background use, made by the first call. Collective."""
+        """Return the collectives that saves in the background use; made in the first call. Collective."""
         if self._apart is None:
             self._apart = (self._collectives.apart(), self._collectives.apart())
         return self._apart
@@ -54,13 +54,13 @@ class Saver:
         if not background:
             write(self._collectives)
             return
-        group, _ = self.connect()
+        apart = self.connect()
         self._error, self._afterwards, self._over = None, [], False
         if not self._finishes_at_exit:
             self._finishes_at_exit = True
             # Later, at atexit, no thread pool takes anything any more, neither ours nor that of an object store.
             getattr(threading, "_register_atexit", atexit.register)(_finish, weakref.ref(self))
-        self._thread = threading.Thread(target=self._work, args=(write, group), name="stratagem-save")
+        self._thread = threading.Thread(target=self._work, args=(write, apart[0]), name="stratagem-save")
         self.busy = True
         self._thread.start()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import xxhash
-from attrs import define
+from attrs import define, field
 
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.checkpoint import publish_file, remove_file, sidecar, verify_file
+from stratagem.cpu_copies import CPUCopies
 from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, refusals
 
@@ -27,6 +28,7 @@ class FullCheckpoint(CheckpointFormat):
 
     #: Write in the background: training waits only while the state is copied.
     async_save: bool = False
+    _copies: CPUCopies = field(init=False, factory=CPUCopies)
 
     suffix: ClassVar[str] = ".ckpt"
 
@@ -36,9 +38,10 @@ class FullCheckpoint(CheckpointFormat):
         run.saver.wait()  # one copy at a time
         if run.is_global_zero:
             try:
-                plain = _loadable(state, copy=self.async_save)
+                plain = _loadable(state, self._copies.take if self.async_save else _on_cpu)
             except CheckpointError as caught:
                 error = caught
+            self._copies.wait()
         run.collectives.fail_together(error)
 
         def write(collectives):
@@ -62,6 +65,10 @@ class FullCheckpoint(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         return state
+
+    @hookimpl
+    def teardown(self):
+        self._copies = CPUCopies()
 
     def recognises(self, path: Path) -> bool:
         if is_remote(path):
@@ -122,8 +129,14 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
 
 
-def _loadable(value: Any, copy: bool, path: str = "") -> Any:
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu()
+
+
+def _loadable(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor], path: str = "") -> Any:
     """Return `value` in types that the weights-only loader accepts, small views of large tensors cut out.
+
+    All tensors are on the CPU: a file of CUDA tensors could not be read on a machine without a GPU.
 
     Raises:
         CheckpointError: names the place of a value of any other type.
@@ -131,14 +144,14 @@ def _loadable(value: Any, copy: bool, path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
         detached = value.detach()
         is_view = detached.untyped_storage().nbytes() > detached.numel() * detached.element_size()
-        return detached.to("cpu", copy=True) if copy or is_view else detached
+        return detached.to("cpu", copy=True) if is_view else on_cpu(detached)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, _PLAIN):
                 raise _foreign(f"a key of {path or 'the checkpoint'}", key)
-        return {key: _loadable(item, copy, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+        return {key: _loadable(item, on_cpu, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_loadable(item, copy, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = [_loadable(item, on_cpu, f"{path}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) in _PLAIN:
         return value

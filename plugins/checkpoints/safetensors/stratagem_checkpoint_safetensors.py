@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 import xxhash
-from attrs import define
+from attrs import define, field
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
 from stratagem import CheckpointFormat, hookimpl
 from stratagem.checkpoint import publish_file, remove_file, verify_file
+from stratagem.cpu_copies import CPUCopies
 from stratagem.encoding import decode, encode
 from stratagem.errors import CheckpointError
 from stratagem.places import is_remote, refusals
@@ -39,6 +40,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
 
     #: Write in the background: training waits only while the state is copied.
     async_save: bool = False
+    _copies: CPUCopies = field(init=False, factory=CPUCopies)
 
     suffix: ClassVar[str] = ".safetensors"
 
@@ -50,7 +52,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
             try:
                 content = _Content(state)
                 if self.async_save:
-                    content.copy()
+                    content.copy(self._copies)
             except CheckpointError as caught:
                 error = caught
         run.collectives.fail_together(error)
@@ -76,6 +78,10 @@ class SafetensorsCheckpoint(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         return state
+
+    @hookimpl
+    def teardown(self):
+        self._copies = CPUCopies()
 
     def recognises(self, path: Path) -> bool:
         if not path.is_file():
@@ -112,9 +118,10 @@ class _Content:
         self.tensors[name] = tensor
         return number
 
-    def copy(self) -> None:
+    def copy(self, copies: CPUCopies) -> None:
         """Take the tensors out of reach of what training does next."""
-        self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        self.tensors = {name: copies.take(tensor) for name, tensor in self.tensors.items()}
+        copies.wait()
 
     def serialized(self) -> bytes:
         own: dict[str, torch.Tensor] = {}

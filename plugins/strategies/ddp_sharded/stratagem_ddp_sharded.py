@@ -289,7 +289,7 @@ class ShardedDDPStrategy(Strategy):
             return absent if mine is None else mine
         tensor = torch.empty(shape.size, dtype=shape.dtype, device=run.device) if mine is None else mine
         tensor = run.peers.broadcast(tensor.contiguous(), owner)
-        return tensor if run.needs_values else absent
+        return tensor.cpu() if run.needs_values else absent  # together they are larger than what a rank may hold
 
     @hookimpl
     def load_optimizer_state(self, state, optimizer, module, run):

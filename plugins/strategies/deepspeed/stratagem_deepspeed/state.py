@@ -131,14 +131,14 @@ def _wide(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     narrow = isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.detach().float() if narrow else value.detach()
+    return value.detach().cpu().float() if narrow else value.detach()  # a copy, which belongs on the CPU
 
 
 def _check_complete(zero: Any, run: Any) -> None:
     """Make sure that the ranks' parts make up every parameter: a hole would be saved as zeros. Collective."""
     groups, pieces = _layout(zero)
     stepped = [parameter for parameters in groups for parameter in parameters]
-    lengths = torch.tensor([pieces(parameter).length for parameter in stepped], device=run.device)
+    lengths = torch.tensor([pieces(parameter).length for parameter in stepped])
     found = run.collectives.all_reduce(lengths, "sum").tolist()
     holes = sum(1 for length, each in zip(found, stepped, strict=True) if length != shape_of(each).numel())
     if holes:

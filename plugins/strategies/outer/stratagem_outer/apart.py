@@ -272,7 +272,7 @@ class Apart(Plugin):
         self._check_frozen()
         with torch.inference_mode(False), torch.no_grad():
             apart = self._apart(run)
-            self._own = {name: tensor.clone() for name, tensor in apart.items()}
+            self._own = _on_cpu(apart)
             parameters = {name: tensor for name, tensor in apart.items() if name in self._trained}
             buffers = {name: tensor for name, tensor in apart.items() if name not in self._trained}
             for name, mean in means(parameters, self._across, run.device):
@@ -320,7 +320,7 @@ class Apart(Plugin):
     def optimizer_state(self, optimizer, run):
         with torch.no_grad():
             moments = self._moments(optimizer)
-            own = {name: tensor.clone() for name, tensor in moments.items()}
+            own = _on_cpu(moments)
             for name, mean in means(moments, self._across, run.device):
                 moments[name].copy_(mean)
             try:
@@ -411,12 +411,12 @@ def _is_averaged(tensor: Tensor) -> bool:
 
 
 def _apart_from(state: Any, live: Mapping[str, Tensor]) -> Any:
-    """Return `state` with copies of the tensors that lie in the memory of `live`, which is about to change."""
+    """Return `state` with copies, on the CPU, of the tensors in the memory of `live`, which is about to change."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
 
     def kept(value: Any) -> Any:
         if isinstance(value, Tensor) and not value.is_meta:
-            return value.clone() if local(value).untyped_storage().data_ptr() in memory else value
+            return _on_cpu(value) if local(value).untyped_storage().data_ptr() in memory else value
         return {key: kept(each) for key, each in value.items()} if isinstance(value, dict) else value
 
     return {key: kept(value) for key, value in state.items()}
