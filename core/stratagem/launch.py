@@ -57,7 +57,7 @@ _HELD = (signal.SIGTERM, signal.SIGINT)
 #: What gloo, NCCL and the store say when the other side is gone. Whole words: "cannot restore" is somebody's own error.
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|\bsocket|remote process exited|timed out waiting"
-    r"|application timeout|\bnccl|recvvalue failed|\b(tcp|file|hash|prefix)?store\b"
+    r"|application timeout|operation timeout|\b(work)?nccl|recvvalue failed|\b(tcp|file|hash|prefix)?store\b"
 )
 
 
@@ -498,6 +498,15 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any
         report(error, int(os.environ.get("RANK", "0")), folder)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def tell_launcher(error: BaseException, rank: int) -> None:
+    """Leave the report of `error` for the launcher of this process, or print it where there is none to read it."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if folder is not None and os.path.isdir(folder) and os.environ.get(PARENT_VARIABLE) != str(os.getpid()):
+        report(error, rank, Path(folder))
+    else:
+        traceback.print_exception(error)
 
 
 def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None:

@@ -51,8 +51,12 @@ NOTE_S = 2.0
 AT_ONCE_S = 0.05
 STORE_S = 1.0
 
-_TIMED_OUT = re.compile(r"timed out waiting|application timeout|timed? ?out after", re.IGNORECASE)
-_MILLISECONDS = re.compile(r"(\d+) ?ms")
+_TIMED_OUT = re.compile(
+    r"timed out (waiting|in blocking)|application timeout|timed? ?out after|operation timeout|before timing out",
+    re.IGNORECASE,
+)
+#: NCCL tells the timeout in its description of the call, and then how long the call took.
+_MILLISECONDS = re.compile(r"Timeout\(ms\)=(\d+)|(\d+) ?(?:ms|milliseconds)\b")
 #: So many ranks are named in a sentence; of more, the number is told.
 _NAMED = 4
 
@@ -97,9 +101,11 @@ class Neighbours:
         peers = [Peer(*each[:4]) for each in everybody]
         return cls([peer for peer in peers if peer.rank != world.rank], door, world, everybody[0][-1])
 
-    def knock(self, limit_s: float = KNOCK_S) -> tuple[dict[int, Answer], bool]:
-        """Return how the door of each rank answers, and whether the store does. Not collective."""
-        doors: dict[int, tuple[str, int]] = {p.rank: (p.address, p.port) for p in self.peers if p.port is not None}
+    def knock(self, limit_s: float = KNOCK_S, ranks: set[int] | None = None) -> tuple[dict[int, Answer], bool]:
+        """Return how the door of each rank (of `ranks`) answers, and whether the store does. Not collective."""
+        doors: dict[int, tuple[str, int]] = {
+            p.rank: (p.address, p.port) for p in self.peers if p.port is not None and (ranks is None or p.rank in ranks)
+        }
         if self._world.main_port is not None:
             doors[-1] = (self._world.main_address, self._world.main_port)
         answers = _knock(doors, time.monotonic() + limit_s)
@@ -123,6 +129,8 @@ def explained(error: BaseException, run: Run) -> BaseException:
     """Return the error to raise in place of `error`: what is known of its cause, if another rank's end is what it tells
     of. The others learn what this rank ended with.
     """
+    if run.watchdog is not None:
+        run.watchdog.failed = True
     if run.world_size == 1 or _SETTLED in vars(error):
         return error
     cause = _cause(error, run)
@@ -131,7 +139,7 @@ def explained(error: BaseException, run: Run) -> BaseException:
 
 
 def _cause(error: BaseException, run: Run) -> BaseException:
-    post = _Post(run)
+    post = _Post(run.collectives)
     if is_echo(error):
         knows_nobody = run.neighbours is None or isinstance(error, PeerError)
         return post.note(NOTE_S) or error if knows_nobody else _look_around(error, run, post)
@@ -237,7 +245,7 @@ def _waited_s(error: BaseException, run: Run) -> float:
     if _TIMED_OUT.search(str(error)) is None:
         return 0.0
     told = _MILLISECONDS.search(str(error))
-    return int(told[1]) / 1000 if told else run.stack.join_timeout().total_seconds()
+    return int(told[1] or told[2]) / 1000 if told else run.stack.join_timeout().total_seconds()
 
 
 # --- Notes -------------------------------------------------------------------------------------------------------
@@ -246,17 +254,17 @@ def _waited_s(error: BaseException, run: Run) -> float:
 class _Post:
     """Notes to and from other ranks, by way of the store. If it keeps us waiting once, it is not asked again."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self.is_open = run, True
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives, self.is_open = collectives, True
 
     def note(self, limit_s: float) -> PeerError | None:
         """Return the note of another rank as an error, if one comes within `limit_s`."""
-        note = self._ask(lambda: self._run.collectives.read_note(limit_s), limit_s + STORE_S)
+        note = self._ask(lambda: self._collectives.read_note(limit_s), limit_s + STORE_S)
         return None if note is None else PeerError(note, do="this rank stops with it")
 
     def leave_note(self, text: str) -> None:
         """Tell the others `text`, unless somebody has told them something already."""
-        self._ask(lambda: self._run.collectives.leave_note(text), STORE_S)
+        self._ask(lambda: self._collectives.leave_note(text), STORE_S)
 
     def sign(self, alive: set[int]) -> set[int]:
         """Sign the board; return who of those `alive` has signed, once all have or the time is up.
@@ -266,8 +274,8 @@ class _Post:
         deadline, signed = time.monotonic() + SIGN_S, set[int]()
 
         def sign_and_read() -> None:
-            board = self._run.collectives.board()
-            board.put(f"signed/{self._run.rank}", "")
+            board = self._collectives.board()
+            board.put(f"signed/{self._collectives.rank}", "")
             while signed != alive and time.monotonic() < deadline:
                 signed.update(rank for rank in alive - signed if board.get(f"signed/{rank}") is not None)
                 time.sleep(0.02)

@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 from stratagem.errors import ConfigError
 from stratagem.identity import class_key, options_key
 from stratagem.places import modified_at
-from stratagem.world import DEFAULT_TIMEOUT, Mesh, World
+from stratagem.world import Mesh, World
 
 if TYPE_CHECKING:
     import torch
@@ -217,9 +217,9 @@ class Strategy(Plugin):
         """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
         return False
 
-    def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others to appear."""
-        return DEFAULT_TIMEOUT
+    def join_timeout(self) -> timedelta | None:
+        """How long a rank waits for the others to appear; None leaves it to the backend."""
+        return None
 
     def mesh(self, world: World) -> Mesh:
         """How this strategy arranges the processes; every process reads its own data unless overridden."""

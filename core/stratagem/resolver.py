@@ -35,7 +35,7 @@ from stratagem.plugin import (
 )
 from stratagem.settings import CHOICES, PluginOption
 from stratagem.verification import applying, check_similar
-from stratagem.world import DEFAULT_TIMEOUT
+from stratagem.world import DEFAULT_TIMEOUT, NCCL_TIMEOUT
 
 #: What each kind must answer to be of any use.
 _DUTIES = {
@@ -94,9 +94,10 @@ class Stack:
         return strategy
 
     def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others: the outermost strategy that was told decides."""
+        """How long a rank waits for the others: the outermost strategy that was told decides, else the backend."""
         answers = [choice.plugin.join_timeout() for choice in self.strategies]
-        return next((answer for answer in answers if answer != DEFAULT_TIMEOUT), DEFAULT_TIMEOUT)
+        default = NCCL_TIMEOUT if "nccl" in self.accelerator.plugin.backend else DEFAULT_TIMEOUT
+        return next((answer for answer in answers if answer is not None), default)
 
     @property
     def num_processes(self) -> int:

@@ -59,6 +59,7 @@ from stratagem.seeding import random_state, restore_random_state
 from stratagem.settings import RunSettings, gather
 from stratagem.transfer import CopyStream
 from stratagem.verification import applying, check_optimizer, check_weights_fit, with_new_options
+from stratagem.watchdog import Watchdog
 from stratagem.wire import Level, Wire
 from stratagem.world import Collectives, Mesh, World
 
@@ -136,6 +137,8 @@ class Run:
         self.peers: Collectives = self.collectives
         #: Where the other processes can be reached, to tell which one is gone.
         self.neighbours: Neighbours | None = None
+        #: Ends this process if it waits for a rank that is gone; None where collectives raise then.
+        self.watchdog: Watchdog | None = None
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
@@ -313,6 +316,8 @@ class Run:
             agree(self.collectives, facts)
         if self.collectives.world_size > 1:
             self.neighbours = Neighbours.meet(world, self.collectives)
+            if not self.collectives.reports_lost_ranks:
+                self.watchdog = Watchdog(self).start()
         size, every = self.team_world.world_size, range(world.world_size)
         teams = [list(every[first : first + size]) for first in every[::size]]
         self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
@@ -359,6 +364,8 @@ class Run:
             self.model, self.optimizers, self._wires, self.copy_stream = None, [], [], None
             for handle in self._handles:
                 handle.release()
+            if self.watchdog is not None:
+                self.watchdog.close()
             if self.neighbours is not None:
                 self.neighbours.close()
             self.collectives.close()
@@ -820,7 +827,7 @@ class Run:
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours"}
+        bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours", "watchdog"}
         bound |= {"_numerics", "copy_stream", *(f"_{name}" for name in _STEP_HOOKS)}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
-#: torch's own default for collectives on gloo and NCCL alike.
+#: torch's own defaults for collectives on gloo, and on NCCL: GPUs that wait cost more.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 @frozen(kw_only=True)
@@ -268,6 +269,10 @@ class Collectives:
             )  # fmt: skip
         return Board()
 
+    def with_own_connection(self) -> Collectives:
+        """Return these collectives for the notes of another thread, which do not wait for calls of this one."""
+        return self
+
     def duplicate(self, purpose: str) -> Collectives:
         """Return collectives of the same ranks over a group of their own, for CPU tensors: the same ones for one
         `purpose`.
@@ -325,6 +330,9 @@ class TorchCollectives(Collectives):
         whole = with_gloo(backend, device)
         _allow_connections(world.world_size)
         _choose_interface(world)
+        if "nccl" in whole:
+            for name, value in _NCCL_TRACES.items():
+                os.environ.setdefault(name, value)
         try:
             dist.init_process_group(
                 whole, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout,
@@ -589,6 +597,11 @@ class TorchCollectives(Collectives):
     def board(self) -> Board:
         return _StoreBoard(self._store.clone())  # a connection of its own: a wait on the other one would block it
 
+    def with_own_connection(self) -> Collectives:
+        same = copy.copy(self)
+        same._store, same._owns_group = self._store.clone(), False
+        return same
+
     def apart(self) -> Collectives:
         self._same_call("apart")
         return self._on_cpu()
@@ -804,6 +817,8 @@ def _not_joined(world: World, error: Exception) -> LaunchError:
     )
 
 
+#: Each rank writes its last calls to a file when a collective of NCCL times out.
+_NCCL_TRACES = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 #: Files that a process may need beside the connections of its groups.
 _OTHER_FILES = 512
 

@@ -32,6 +32,7 @@ from stratagem.launch import (
     root_cause,
     start_for_good,
 )
+from stratagem.neighbours import _waited_s
 
 WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
 
@@ -330,3 +331,34 @@ def test_an_error_of_starting_reaches_the_thread_that_asked():
     thread.join()
 
     assert caught
+
+
+# What torch says of NCCL's timeouts and aborts.
+NCCL_TIMEOUT = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, "
+    "Timeout(ms)=600000) ran for 600026 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "waited_s"),
+    [
+        (NCCL_TIMEOUT, 600.0),
+        ("Work WorkNCCL(SeqNum=3, OpType=BROADCAST, Timeout(ms)=5000) timed out in blocking wait.", 5.0),
+        ("WorkNCCL ran for 7000 milliseconds before timing out", 7.0),
+        ("[gloo] Timed out waiting 2000ms for recv operation to complete", 2.0),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+            0.0,
+        ),
+    ],
+)
+def test_what_nccl_says_of_another_rank_is_an_echo_with_its_timeout(text, waited_s):
+    error = RuntimeError(text)
+
+    assert is_echo(error)
+    assert _waited_s(error, None) == waited_s
+
+
+def test_words_of_a_users_error_are_not_taken_for_nccls():
+    assert not is_echo(RuntimeError("the operation needs a larger table"))

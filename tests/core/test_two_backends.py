@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem import world as world_module
+from stratagem.accelerators import CPUAccelerator
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.metrics import MetricBook
 from stratagem.testing import run_in_processes
@@ -255,3 +256,30 @@ def test_an_older_torch_gathers_under_its_own_name(monkeypatch):
     talk.close()
 
     assert found == [0.0, 1.0, 2.0]
+
+
+class Pretended(CPUAccelerator):
+    backend = "nccl"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "strategy", "minutes"),
+    [
+        (Pretended(), "ddp", 10), (Pretended(), {"name": "ddp", "timeout": 1800}, 30), (Pretended(), "local_sgd", 10),
+        ("cpu", "ddp", 30),
+    ],
+)  # fmt: skip
+def test_ranks_wait_less_long_over_nccl_unless_told(accelerator, strategy, minutes):
+    run = sg.Run(strategy=strategy, accelerator=accelerator, devices=2)
+
+    assert run.stack.join_timeout() == timedelta(minutes=minutes)
+
+
+def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorded, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
+    TorchCollectives.connect(World(), CUDA, backend="nccl").close()
+
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

@@ -40,7 +40,7 @@ from stratagem.plugin import (
 )
 from stratagem.state import logical_optimizer_state, physical_optimizer_state
 from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.world import DEFAULT_TIMEOUT, Collectives, TorchCollectives
+from stratagem.world import Collectives, TorchCollectives
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
@@ -60,8 +60,9 @@ class ShardedDDPStrategy(Strategy):
     #: Gradients, and parameters after a step, that are sent in one message, in megabytes: larger buckets mean fewer
     #: messages, and more memory while they are under way.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -94,7 +95,7 @@ class ShardedDDPStrategy(Strategy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     @hookimpl

@@ -42,7 +42,7 @@ from stratagem.plugin import (
     MULTI_PROCESS,
     NO_SYNC,
 )
-from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
+from stratagem.world import TorchCollectives
 
 _WITHIN_A_PROCESS = frozenset(
     {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}
@@ -71,8 +71,9 @@ class DDP2Strategy(Strategy):
     gradient_as_bucket_view: bool = False
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a node waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a node waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = field(default=None, validator=not_empty)
 
@@ -86,13 +87,13 @@ class DDP2Strategy(Strategy):
         if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
             self.timeout = timedelta(seconds=self.timeout)
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     @hookimpl
     def connect(self, world, run):
         backend = self.process_group_backend or run.stack.accelerator.plugin.backend
-        return TorchCollectives.connect(world, run.device, backend=backend, timeout=self.timeout)
+        return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
 
     @hookimpl
     def wrap_model(self, module, run):

@@ -51,7 +51,7 @@ from stratagem.recomputation import recompute
 from stratagem.selection import check_policy, children_first, select
 from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.world import DEFAULT_TIMEOUT, Mesh, TorchCollectives
+from stratagem.world import Mesh, TorchCollectives, backends_of
 
 _M_MMAP_THRESHOLD = -3
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.
@@ -83,8 +83,9 @@ class FSDPStrategy(Strategy):
     state_dict_type: Literal["full", "sharded"] | None = None
     #: Dtypes to compute and to reduce in: a torch MixedPrecisionPolicy (or MixedPrecision); else the precision decides.
     mixed_precision: Any = None
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -144,7 +145,7 @@ class FSDPStrategy(Strategy):
             return 'set strategy.fsdp.sharding_strategy to "HYBRID_SHARD": averages over replicas pass comm hooks'
         return ""
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     def default_checkpoint(self) -> str | None:

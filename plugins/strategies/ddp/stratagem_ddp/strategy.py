@@ -31,7 +31,7 @@ from stratagem.plugin import (
     WITHIN_TEAM,
 )
 from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.world import DEFAULT_TIMEOUT, TorchCollectives
+from stratagem.world import TorchCollectives
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
 
@@ -54,8 +54,9 @@ class DDPStrategy(Strategy):
     find_unused_parameters: bool | None = None
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
     process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
@@ -126,7 +127,7 @@ class DDPStrategy(Strategy):
     def default_launcher(self) -> str | None:
         return None if self.start_method is None else _LAUNCHERS[self.start_method]
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     @hookimpl

@@ -17,7 +17,6 @@ from stratagem.errors import ConfigError
 from stratagem.options import at_least, duration, not_empty
 from stratagem.plugin import PrecisionPolicy
 from stratagem.tuning import gloo_options, nccl_options
-from stratagem.world import DEFAULT_TIMEOUT
 from stratagem_deepspeed import config as configuration
 from stratagem_deepspeed import given as user
 
@@ -150,8 +149,9 @@ class DeepSpeedOptions(Strategy):
     #: "deepspeed" saves its own directory, which only DeepSpeed reads and only at the same world size. By default what
     #: ``Trainer(checkpoint=)`` says, which every strategy reads.
     state_dict_type: Literal["deepspeed"] | None = None
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
     #: torch.distributed backend; by default the one that fits the device.
     process_group_backend: str | None = field(default=None, validator=not_empty)
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network

@@ -73,7 +73,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     # --- Before any process starts -------------------------------------------------------------------------------
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     def default_checkpoint(self) -> str | None:

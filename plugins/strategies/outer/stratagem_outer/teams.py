@@ -11,7 +11,6 @@ from stratagem import Capabilities, Strategy, hookimpl
 from stratagem.errors import ConfigError
 from stratagem.options import at_least, duration
 from stratagem.plugin import MULTI_PROCESS, TEAMS, WITHIN_TEAM
-from stratagem.world import DEFAULT_TIMEOUT
 from stratagem_outer.apart import Apart
 
 
@@ -24,8 +23,9 @@ class OuterStrategy(Apart, Strategy):
     #: Processes that train one model together, by the strategy inside. By default those of a node, whose link is fast,
     #: or each by itself where the strategy inside is for one process.
     team_size: int | None = field(default=None, validator=at_least(1))
-    #: How long a process waits for the others before it gives up, in seconds or as a timedelta.
-    timeout: timedelta = field(default=DEFAULT_TIMEOUT, validator=duration)
+    #: How long a process waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
 
     capabilities = Capabilities(provides={MULTI_PROCESS, TEAMS}, requires={WITHIN_TEAM}, conflicts={TEAMS})
 
@@ -34,7 +34,7 @@ class OuterStrategy(Apart, Strategy):
         if isinstance(given, int | float):
             self.timeout = timedelta(seconds=given)
 
-    def join_timeout(self) -> timedelta:
+    def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     def processes_per_team(self, world, inner) -> int:

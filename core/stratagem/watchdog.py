@@ -1,0 +1,135 @@
+"""End a process that waits for a rank that is gone, where no collective raises: NCCL's wait on the GPU.
+
+[Note: lost ranks under NCCL]
+gloo raises as soon as a connection breaks. A kernel of NCCL goes on waiting, the main thread waits for the kernel, and
+torch aborts the process when the timeout is over, with no word about who is gone. So a thread probes the endpoints of
+the next ranks every few seconds, and reads the failure report in the store. It ends the process once both are true:
+
+* a rank failed (its report says so), or its process or machine is gone and it did not say that it left in order;
+* the main thread has not moved for a while: a rank that is not waiting may still have something to finish.
+
+Before it ends, the process leaves its own report for the ranks that see less, and stays until they have read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stratagem import neighbours
+from stratagem.errors import PeerError
+from stratagem.launch import tell_launcher
+from stratagem.world import where
+
+if TYPE_CHECKING:
+    from stratagem.run import Run
+
+#: How often ranks are probed.
+INTERVAL_S = 5.0
+#: How long the main thread has to stand still.
+STUCK_S = 15.0
+#: How many of the next ranks each rank probes: all ranks together probe each one so often.
+PROBED = 2
+#: Probes in a row without an answer after which a machine counts as gone; a busy one may miss one.
+SILENT_PROBES = 3
+
+
+def end_process(error: PeerError, rank: int) -> None:
+    """Report `error` and end this process: nothing else gets its main thread out of a wait for the GPU."""
+    tell_launcher(error, rank)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
+
+
+class Watchdog:
+    """Looks for lost ranks while `run` is connected; see [Note: lost ranks under NCCL]."""
+
+    def __init__(
+        self, run: Run, interval_s: float = INTERVAL_S, stuck_s: float = STUCK_S,
+        die: Callable[[PeerError, int], Any] = end_process,
+    ) -> None:  # fmt: skip
+        assert run.neighbours is not None, "there are other ranks"
+        self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
+        self._rank, self._world_size, self._neighbours = run.rank, run.world_size, run.neighbours
+        self._post = neighbours._Post(run.collectives.with_own_connection())
+        self._board = run.collectives.board()
+        self._closing = threading.Event()
+        self._silent: dict[int, int] = {}
+        self._place: Any = None
+        self._since = time.monotonic()
+        #: What is known of the cause, until the main thread has stood still for long enough.
+        self.cause: PeerError | None = None
+        #: An error went through the run: this rank does not leave in order.
+        self.failed = False
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="stratagem-watchdog")
+
+    def start(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop, and tell the other ranks that this one leaves in order. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if not self.failed:
+            self._post._ask(lambda: self._board.put(f"left/{self._rank}", ""), neighbours.STORE_S)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self.interval_s):
+            self._look_at_main_thread()
+            self.cause = self.cause or self._lost()
+            if self.cause is None or time.monotonic() - self._since < self.stuck_s:
+                continue
+            self._post.leave_note(self.cause.found)
+            if not self._closing.wait(2 * self.interval_s):  # for the others to read it
+                self._die(self.cause, self._rank)
+            return
+
+    def _look_at_main_thread(self) -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = []
+        while frame is not None:
+            place.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        if place != self._place:
+            self._place, self._since = place, time.monotonic()
+
+    def _lost(self) -> PeerError | None:
+        """Return what another rank reports, or which ranks are gone; None if all is well as far as can be seen."""
+        if (known := self._post.note(neighbours.AT_ONCE_S)) is not None:
+            return known
+        next_ranks = {(self._rank + step) % self._world_size for step in range(1, PROBED + 1)} - {self._rank}
+        if not self._gone(next_ranks):
+            return None
+        everybody = {peer.rank for peer in self._neighbours.peers}
+        lost = self._gone(everybody)  # a machine may have taken several with it
+        gone, silent = (
+            [peer for peer in self._neighbours.peers if lost.get(peer.rank) == kind] for kind in ("gone", "silent")
+        )
+        run = self._run()
+        if run is None or not (gone or silent):
+            return None
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        return neighbours._finding(RuntimeError(), run, silent, gone, [], where(main), {})
+
+    def _gone(self, ranks: set[int]) -> dict[int, neighbours.Answer]:
+        """Return which of `ranks` are gone without having left in order."""
+        answers, _ = self._neighbours.knock(ranks=ranks)
+        lost: dict[int, neighbours.Answer] = {}
+        for rank, answer in answers.items():
+            self._silent[rank] = self._silent.get(rank, 0) + 1 if answer == "silent" else 0
+            if answer == "gone" or self._silent[rank] >= SILENT_PROBES:
+                lost[rank] = answer
+        return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank)}
+
+    def _left_in_order(self, rank: int) -> bool:
+        return self._post._ask(lambda: self._board.get(f"left/{rank}"), neighbours.STORE_S) is not None
