@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, wrap
+from torch.distributed.tensor import DTensor
 
 import stratagem as sg
+import stratagem_fsdp
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of
+from stratagem.world import TorchCollectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -411,3 +414,47 @@ def test_a_module_that_an_earlier_trainer_sharded_trains_on():
 
     for weights in run_in_processes(_trained_three_times, 2, batches, limit_s=30):
         assert relative_difference(weights, plain.state_dict()) < 1e-6
+
+
+# --- Groups and offloaded shards ---------------------------------------------------------------------------------
+
+
+def _meshes_and_shards(rank, world_size):
+    run = sg.Run(
+        strategy={"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1), "timeout": 47},
+        devices=world_size, accelerator="cpu",
+    )  # fmt: skip
+    run.connect()
+    mesh = run.stack.strategy._device_mesh
+    timeouts = [
+        mesh.get_group(axis)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for axis in mesh.mesh_dim_names
+    ]
+    ranks = [torch.distributed.get_process_group_ranks(mesh.get_group(axis)) for axis in mesh.mesh_dim_names]
+    model = torch.distributed.tensor.distribute_tensor(torch.zeros(3, 2), mesh["shard"])
+    made = []
+    from_local = DTensor.from_local
+    DTensor.from_local = lambda *_, **__: made.append("moved to the mesh's device")
+    like = stratagem_fsdp._like(torch.arange(6, dtype=torch.bfloat16).view(3, 2), model)
+    DTensor.from_local = from_local
+    run.close()
+    return timeouts, ranks, made, like.to_local().tolist(), str(like.dtype)
+
+
+def test_the_groups_of_several_axes_have_the_runs_timeout_and_shards_stay_where_they_are():
+    for rank, found in enumerate(run_in_processes(_meshes_and_shards, 2)):
+        timeouts, ranks, made, values, dtype = found
+        assert timeouts == [47.0, 47.0]
+        assert ranks == [[0, 1], [rank]]
+        assert made == []
+        assert (values, dtype) == ([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], "torch.bfloat16")
+
+
+def test_offload_over_a_group_of_the_users_without_a_cpu_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(TorchCollectives, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(stratagem_fsdp, "backends_of", lambda group: {"cuda": "nccl"})
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "nccl")
+    run = sg.Run(strategy="fsdp_cpu_offload", accelerator="cpu", devices=1)
+
+    with pytest.raises(ConfigError, match="cpu_offload is True and the process group's backend is 'nccl'"):
+        run.connect()

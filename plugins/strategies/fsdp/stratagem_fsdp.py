@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import linecache
+import math
 import re
 import threading
 import time
@@ -18,14 +19,16 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from attrs import define, field
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem import Capabilities, Strategy, hookimpl
@@ -189,16 +192,22 @@ class FSDPStrategy(Strategy):
             collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
         if run.device.type == "cpu" or self.cpu_offload:
             _return_large_blocks()
-        self._device_mesh, self._order = self._arranged(run), None
+        if self.cpu_offload and "cpu" not in backends_of(None):
+            raise ConfigError(
+                f"strategy.fsdp.cpu_offload is True and the process group's backend is {dist.get_backend()!r}",
+                expected="one that also sends the CPU's tensors",
+                do=f'call init_process_group("cpu:gloo,{run.device.type}:{backend}"), or leave that to the trainer',
+            )
+        self._device_mesh, self._order = self._arranged(run, collectives), None
         return collectives
 
-    def _arranged(self, run):
+    def _arranged(self, run, collectives):
         """Return the mesh of this rank's team: the axes that FSDP shards over, and replicates over unless hooks do."""
         replicas, shards = self._layout(run.team_world)
         teams = run.world.world_size // (replicas * shards)
         sizes = {"team": teams, "replicate": replicas, "shard": shards}
         axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "shard"]
-        mesh = init_device_mesh(run.device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+        mesh = _mesh(run.device.type, {axis: sizes[axis] for axis in axes}, collectives)
         wanted = ("shard",) if run.stack.comm_hooks else tuple(axis for axis in axes if axis != "team")
         return mesh if wanted == tuple(axes) else mesh[wanted]
 
@@ -441,6 +450,21 @@ class FSDPStrategy(Strategy):
 def cpu_offload() -> FSDPStrategy:
     """``fsdp_cpu_offload``"""
     return FSDPStrategy(cpu_offload=True)
+
+
+def _mesh(device_type: str, axes: dict[str, int], collectives: Any) -> DeviceMesh:
+    """Return a mesh of all ranks whose groups have the run's timeout. Collective.
+
+    torch splits the groups of several axes from a communicator that is connected already, gloo's with NCCL's options,
+    which gloo does not take; and with its own timeout.
+    """
+    names, sizes = tuple(axes), tuple(axes.values())
+    if len(sizes) == 1:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    ranks = torch.arange(math.prod(sizes), dtype=torch.int).view(sizes)
+    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(sizes)]
+    groups = [collectives.split(each).group for each in lines]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _mark(module: nn.Module, **overrides: Any) -> nn.Module:
@@ -1033,10 +1057,9 @@ def _like(value: Any, model: Any) -> Any:
     for dimension, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         if size != value.shape[dimension]:
             part = part.narrow(dimension, min(offset, value.shape[dimension] - size), size)
-    part = part.to(model.to_local().device)
-    return DTensor.from_local(
-        part, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
-    )
+    # Not by `from_local`, which moves shards that are offloaded to the mesh's device.
+    spec = DTensorSpec(model.device_mesh, model.placements, TensorMeta(model.shape, model.stride(), part.dtype))
+    return DTensor(part.to(model.to_local().device), spec, requires_grad=False)
 
 
 def _copied(value: Any) -> Any:
