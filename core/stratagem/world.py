@@ -444,7 +444,7 @@ class TorchCollectives(Collectives):
         self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
         work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: _settled(future, tensor))  # gloo's holds complex ones as real
+        return work.get_future().then(lambda future: self._settled(future, tensor))  # gloo's holds complex ones as real
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         import torch
@@ -467,7 +467,7 @@ class TorchCollectives(Collectives):
         # torch 2.13 renamed it, and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: _settled(future, whole))
+        return work.get_future().then(lambda future: self._settled(future, whole))
 
     def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch
@@ -476,7 +476,17 @@ class TorchCollectives(Collectives):
         self._count("exchange", tensor)
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor.contiguous(), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: _settled(future, pieces))
+        return work.get_future().then(lambda future: self._settled(future, pieces))
+
+    def _settled(self, future: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`, which a message was received in, once any stream may read it."""
+        import torch
+
+        future.value()  # raises what went wrong on the way
+        if tensor.device.type == "cuda" and self._backends.get("cuda") == "gloo":
+            # gloo sends from the CPU; its future is done when the copy back is queued, on a stream of its own.
+            torch.cuda.synchronize(tensor.device)
+        return tensor
 
     def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
         import torch
@@ -667,11 +677,6 @@ def _call(frame: FrameType) -> str:
     if module == "torch.distributed.distributed_c10d" and not name.startswith("_") and name != "wrapper":
         return f"torch.distributed.{name}()"
     return _TORCH_CALLS.get(module, {}).get(name, "")
-
-
-def _settled(future: Any, tensor: torch.Tensor) -> torch.Tensor:
-    future.value()  # raises what went wrong on the way
-    return tensor
 
 
 #: How often this process has met others. All ranks meet equally often.

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import stratagem_ddp
 from stratagem.testing import run_in_processes, synchronizations_per_step
 from stratagem.testing.reference import Net, joined_batches, part
+from stratagem.world import TorchCollectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 BATCHES = joined_batches(8, 16)
@@ -166,3 +167,24 @@ def test_ddp_leaves_batches_to_the_run_on_a_gpu(monkeypatch):
 
     assert options.get("device_ids") is None
     assert options["bucket_cap_mb"] == 25.0
+
+
+class _OnCUDA(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("gloo", True), ("nccl", False)])
+def test_a_future_of_gloo_is_done_when_the_copy_back_to_the_gpu_is(backend, waits, monkeypatch):
+    """gloo only queues that copy, on a stream that its future does not tell: NCCL's future tells."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    collectives = object.__new__(TorchCollectives)
+    collectives._backends = {"cpu": "gloo", "cuda": backend}
+    done = torch.futures.Future()
+    done.set_result(None)
+    received = torch.ones(2).as_subclass(_OnCUDA)
+
+    assert collectives._settled(done, received) is received
+    assert waited == ([torch.device("cuda", 0)] if waits else [])
+    collectives._settled(done, torch.ones(2))
+    assert len(waited) == waits
