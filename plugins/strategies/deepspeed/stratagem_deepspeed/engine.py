@@ -364,7 +364,8 @@ class Arrivals:
         seen = self._order if ordered else sorted(set(self._order))
         self._order = []
         mine = int.from_bytes(hashlib.sha256(repr(seen).encode()).digest()[:7], "big")
-        extremes = self._run.collectives.all_reduce(torch.tensor([mine, -mine]), "max").tolist()
+        # A CPU tensor, which does not wait for a GPU; unchecked, as every rank does this in each backward.
+        extremes = self._run.collectives.unchecked.all_reduce(torch.tensor([mine, -mine]), "max").tolist()
         if extremes[0] != -extremes[1]:
             order = ", in the same order" if ordered else ""
             raise ConfigError(
@@ -441,7 +442,8 @@ def _norms(engine: Any) -> list[torch.Tensor]:
 
 def _combined(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return one norm for all; DeepSpeed says -1 for one that is not finite."""
-    each = torch.stack([torch.as_tensor(norm, dtype=torch.float32).cpu() for norm in norms])
+    device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
+    each = torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in norms]).cpu()
     return torch.linalg.vector_norm(each) if bool((each >= 0).all()) else torch.tensor(torch.inf)
 
 
