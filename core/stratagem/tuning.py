@@ -51,6 +51,10 @@ class Library:
     reread: frozenset[str] = frozenset()
     #: What to do instead of setting an option that sounds right and does not exist.
     instead: Mapping[str, str] = field(factory=dict)
+    #: The first release that reads an option, of those that are younger than the oldest one in use.
+    since: Mapping[str, tuple[int, ...]] = field(factory=dict)
+    #: Return the release that this process uses; None if it has none.
+    installed: Callable[[], tuple[int, ...] | None] = lambda: None
     #: Other variables that it reads and whose values are not known here.
     undocumented: re.Pattern[str] = re.compile(r"(?!)")
 
@@ -61,6 +65,13 @@ class Library:
     def reads(self, option: str) -> bool:
         """Whether the library knows `option`, documented or not."""
         return option in self.rules or self.undocumented.fullmatch(option) is not None
+
+    def too_old_for(self, option: str) -> tuple[str, str] | None:
+        """Return the release that is installed and the first that reads `option`; None if the installed one may."""
+        since, installed = self.since.get(option), self.installed() if option in self.since else None
+        if since is None or installed is None or installed >= since:
+            return None
+        return ".".join(map(str, installed)), ".".join(map(str, since))
 
 
 @frozen(kw_only=True)
@@ -213,6 +224,11 @@ def _check_effect(wish: _Wish, backend: str) -> None:
             f"{wish.path} is set and the process group's backend is {backend!r}", expected="NCCL",
             do="drop it, or train on CUDA devices",
         )  # fmt: skip
+    if (releases := wish.library.too_old_for(wish.option)) is not None:
+        raise ConfigError(
+            f"{wish} and {wish.library.title} is of release {releases[0]}, which does not read it",
+            expected=f"{releases[1]} or later", do="drop it, or install a torch that comes with a later release",
+        )  # fmt: skip
     _check_environment(wish)
     _check_first_reading(wish)
     if wish.option == "socket_ifname":
@@ -289,6 +305,9 @@ def _remark(name: str) -> Remark | None:
     for library in LIBRARIES:
         if name.startswith(library.prefix):
             option = name.removeprefix(library.prefix).lower()
+            if (releases := library.too_old_for(option)) is not None:
+                text = f"{library.title} {releases[0]} does not read it; {releases[1]} is the first that does"
+                return Remark(text=text, is_mistake=True)
             if library.reads(option) or option.upper() in _TORCHS_OLD_NAMES:
                 return None
             is_a_guests = library is NCCL and option.startswith(_GUESTS)
@@ -396,11 +415,50 @@ _GUESTS: Final = ("fastrak_", "gpudirecttcpx_", "ibext_", "mscclpp_", "msccl_", 
 
 _TIMEOUT: Final = "how long ranks wait for each other is the strategy's option `timeout`"
 
+#: Found in the libraries of these releases, and not in those before; all read what 2.27 reads.
+_NCCL_SINCE: Final = {
+    option: release
+    for release, options in {
+        (2, 28): "netdevs_policy nvtx_disable set_cpu_stack_size single_proc_mem_reg_enable",
+        (2, 28, 7): "env_plugin",
+        (2, 29): "allgatherv_enable enable_version_check multi_segment_register num_rma_ctx socket_poll_timeout_msec",
+        (2, 30): "check_mode disable_mem_manager elastic_buffer_register ib_device_pci_order ib_ooo_rq "
+        "ib_prepost_receive_work_requests ib_receiver_side_matching_scheme ibverbs_lib ignore_collnet_mismatch "
+        "ignore_net_mismatch ipc_use_abstract_socket lsa_team_size multi_rank_gpu_enable no_cache param_dump_all",
+        (2, 31): "dev_api_jit enqueue_rearch_enable graph_stream_ordering ib_pkey_value ib_query_port_speed "
+        "ib_subnet_aware_routing ib_subnet_prefix_len num_rma_int_ctx pat_ndims run_diagnostics run_ras_diagnostics "
+        "topo_split_mlopart",
+        (2, 32): "ib_mlx_vendor_id ib_rail_policy ib_sort_merge_nics",
+    }.items()
+    for option in _words(options)
+}
+
+
+def _installed_nccl() -> tuple[int, ...] | None:
+    """Return the release of the library that is loaded; torch only knows with which one it was built."""
+    import ctypes
+
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        release: tuple[int, ...] = torch.cuda.nccl.version()[:3]
+        return release
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
 NCCL: Final = Library(
     name="nccl",
     title="NCCL",
     prefix="NCCL_",
     rules=_NCCL_RULES,
+    since=_NCCL_SINCE,
+    installed=lambda: _installed_nccl(),
     instead={
         "timeout": _TIMEOUT,
         "comm_timeout": _TIMEOUT,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem import tuning
@@ -78,6 +81,58 @@ def test_options_may_come_as_text(monkeypatch):
     strategy = sg.Trainer(strategy="ddp", devices=2, **QUIET).strategy
 
     assert strategy.nccl == {"min_nchannels": 8, "debug": "WARN", "p2p_disable": True}
+
+
+# --- The installed release ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "options", "said"),
+    [
+        ((2, 28, 9), {"multi_rank_gpu_enable": 1}, "is 1 and NCCL is of release 2.28.9, which does not read it; expected 2.30 or"),
+        ((2, 27, 5), {"debug": "INFO", "env_plugin": "x"}, "nccl.env_plugin is 'x' and NCCL is of release 2.27.5, .* 2.28.7 or later"),
+        ((2, 30, 3), {"multi_rank_gpu_enable": 1, "env_plugin": "x"}, None),
+        ((2, 27, 5), {"debug": "INFO"}, None), (None, {"multi_rank_gpu_enable": 1}, None),
+    ],
+)  # fmt: skip
+def test_options_that_the_installed_release_does_not_read_are_refused(monkeypatch, installed, options, said):
+    monkeypatch.setattr(tuning, "_installed_nccl", lambda: installed)
+    run = a_run(nccl=options)
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        assert len(connect(run)) == len(options)
+    tuning.take_back(run)
+    assert tuning_variables() == {}
+
+
+def test_a_variable_that_the_installed_release_does_not_read_is_remarked(monkeypatch):
+    monkeypatch.setattr(tuning, "_installed_nccl", lambda: (2, 28, 9))
+    found = tuning.remarks(["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_ENV_PLUGIN"])
+
+    assert list(found) == ["NCCL_MULTI_RANK_GPU_ENABLE"]
+    assert found["NCCL_MULTI_RANK_GPU_ENABLE"].text == "NCCL 2.28.9 does not read it; 2.30 is the first that does"
+
+
+def test_the_release_is_that_of_the_library_which_is_loaded(monkeypatch):
+    assert torch.distributed.is_nccl_available() or tuning._installed_nccl() is None
+
+    class Library:
+        def ncclGetVersion(self, number):  # noqa: N802 - NCCL's
+            number._obj.value = 22809
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    assert tuning._installed_nccl() == (2, 28, 9)
+
+    def absent(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5, "suffix"))
+    assert tuning._installed_nccl() == (2, 27, 5)
+
+
+def test_every_option_with_a_first_release_is_one():
+    assert all(tuning.NCCL.reads(option) for option in tuning._NCCL_SINCE)
 
 
 # --- In force ----------------------------------------------------------------------------------------------------
