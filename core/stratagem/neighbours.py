@@ -84,7 +84,9 @@ class Neighbours:
     """The other ranks of a run, and this one's door; see [Note: knocking]."""
 
     def __init__(self, peers: list[Peer], door: socket.socket | None, world: World, token: bytes = b"") -> None:
-        self.peers, self._door, self._world, self._token = peers, door, world, token
+        self.peers, self._door, self._world = peers, door, world
+        #: Known to the ranks of this run alone.
+        self.token = token
         #: What this rank was doing when a collective failed, while it looks for the cause.
         self.failed_in = ""
         if door is not None:
@@ -115,7 +117,7 @@ class Neighbours:
     def ask(self, ranks: set[int], limit_s: float = ASK_S) -> dict[int, str]:
         """Return what the main threads of `ranks` are doing, for those that tell. Not collective."""
         asked = [peer for peer in self.peers if peer.rank in ranks and peer.port is not None]
-        return _ask_all(asked, self._token, time.monotonic() + limit_s)
+        return _ask_all(asked, self.token, time.monotonic() + limit_s)
 
     def close(self) -> None:
         """Close the door: for others this process is gone."""

@@ -59,15 +59,17 @@ class Watchdog:
         assert run.neighbours is not None, "there are other ranks"
         self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
         self._rank, self._world_size, self._neighbours = run.rank, run.world_size, run.neighbours
-        self._post = neighbours._Post(run.collectives.with_own_connection())
-        self._board = run.collectives.board()
+        collectives = run.collectives.with_own_connection()
+        self._post, self._board = neighbours._Post(collectives), run.collectives.board()
+        #: A process group of the user's may hold the report of an earlier run.
+        self._earlier = collectives.read_note(0.0)
         self._closing = threading.Event()
         self._silent: dict[int, int] = {}
         self._place: Any = None
         self._since = time.monotonic()
         #: What is known of the cause, until the main thread has stood still for long enough.
         self.cause: PeerError | None = None
-        #: An error went through the run: this rank does not leave in order.
+        #: An error went through the run: this rank waits for nobody any more, and does not leave in order.
         self.failed = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stratagem-watchdog")
 
@@ -81,10 +83,12 @@ class Watchdog:
             return
         self._closing.set()
         if not self.failed:
-            self._post._ask(lambda: self._board.put(f"left/{self._rank}", ""), neighbours.STORE_S)
+            self._post._ask(lambda: self._board.put(self._left(self._rank), ""), neighbours.STORE_S)
 
     def _watch(self) -> None:
         while not self._closing.wait(self.interval_s):
+            if self.failed:
+                return
             self._look_at_main_thread()
             self.cause = self.cause or self._lost()
             if self.cause is None or time.monotonic() - self._since < self.stuck_s:
@@ -105,7 +109,8 @@ class Watchdog:
 
     def _lost(self) -> PeerError | None:
         """Return what another rank reports, or which ranks are gone; None if all is well as far as can be seen."""
-        if (known := self._post.note(neighbours.AT_ONCE_S)) is not None:
+        known = self._post.note(neighbours.AT_ONCE_S)
+        if known is not None and known.found != self._earlier:
             return known
         next_ranks = {(self._rank + step) % self._world_size for step in range(1, PROBED + 1)} - {self._rank}
         if not self._gone(next_ranks):
@@ -132,4 +137,8 @@ class Watchdog:
         return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank)}
 
     def _left_in_order(self, rank: int) -> bool:
-        return self._post._ask(lambda: self._board.get(f"left/{rank}"), neighbours.STORE_S) is not None
+        return self._post._ask(lambda: self._board.get(self._left(rank)), neighbours.STORE_S) is not None
+
+    def _left(self, rank: int) -> str:
+        """Return where `rank` says that it leaves this run in order."""
+        return f"left/{self._neighbours.token.hex()}/{rank}"

@@ -91,16 +91,19 @@ def _report(rank, world_size):
     run.connect()
     started = run.watchdog
     watchdog = Watchdog(run, interval_s=60)
+    run.collectives.barrier()
     if rank == 1:
         explained(ValueError("no such file"), run)
     run.collectives.barrier()
-    return started, str(watchdog._lost())
+    said = str(watchdog._lost())
+    return started, said, Watchdog(run, interval_s=60)._lost()
 
 
 def test_what_another_rank_reports_is_the_cause():
-    (started, said), _ = run_in_processes(_report, 2)
+    (started, said, later), _ = run_in_processes(_report, 2)
 
     assert started is None, "gloo raises"
+    assert later is None, "it is the report of an earlier run"
     assert said == "rank 1 failed with ValueError: no such file; this rank stops with it."
 
 
