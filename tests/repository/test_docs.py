@@ -51,6 +51,22 @@ def test_the_tutorial_runs(tmp_path):
     assert (tmp_path / "run" / "stratagem_logs" / "version_0" / "metrics.csv").exists()
 
 
+def test_the_snippets_about_devices_run():
+    names = {"sg": sg, "model": Net(), "batches": joined_batches(2, 8)}
+    before = torch.get_float32_matmul_precision()
+    for source, deterministic, precision in zip(
+        snippets("docs/devices.md"), (True, False), (before, "high"), strict=True
+    ):
+        exec(
+            source.replace("sg.Trainer(", 'sg.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, '),
+            names,
+        )
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.get_float32_matmul_precision() == precision
+        names["trainer"].close()
+    assert torch.get_float32_matmul_precision() == before
+
+
 def plugins() -> dict[str, type]:
     """The three plugins of docs/writing-a-plugin.md."""
     found: dict[str, type] = {}
