@@ -566,6 +566,44 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted_on_all
         assert relative_difference(weights, without) < limit, hook
 
 
+class Fused(Net):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.fused)
+
+
+def test_a_fused_optimizer_skips_the_same_steps_on_the_device():
+    """It takes the flag from there, and leaves parameters and moments as they are: nobody reads it before the step."""
+    batches = poisoned(joined_batches(6, 16), 3, math.nan)
+    hooks = [chosen("fp16_compress"), chosen("int8"), chosen("topk"), [chosen("powersgd"), "bf16_compress"]]
+    make = {fused: type("Net", (Fused,), {"fused": fused}) for fused in (False, True)}
+    asked, told = (poison(hooks, batches, make[fused]) for fused in (False, True))
+
+    for (hook, before), (_, after) in zip(asked, told, strict=True):
+        assert [result["used"] for result in after] == [[0, 1, 2, 4, 5]] * 2, hook
+        assert [len(result["warned"]) for result in after] == [1, 0], hook
+        assert relative_difference(weights_on_all_ranks(list(after)), before[0]["weights"]) < 1e-5, hook
+
+
+def test_what_the_device_skipped_is_counted_when_that_is_known(monkeypatch):
+    class Late(Readback):
+        asked = 0
+
+        @property
+        def ready(self):
+            self.asked += 1
+            return self.asked > 2
+
+    monkeypatch.setattr(stratagem_comm_hooks.lossy, "Readback", Late)
+    batches = poisoned(joined_batches(6, 16), 3, math.nan)
+    make = type("Net", (Fused,), {"fused": True})
+    ((_, results),) = poison([chosen("int8")], batches, make)
+
+    for rank, result in enumerate(results):
+        assert result["used"] == [0, 1, 2, 3, 4]  # counted two batches later
+        assert len(result["warned"]) == (1 if rank == 0 else 0)
+        assert all(bool(tensor.isfinite().all()) for tensor in result["weights"].values())
+
+
 def test_a_stack_skips_what_overflows_below():
     batches = joined_batches(4, 16)
     batches[2][1].mul_(1e6)

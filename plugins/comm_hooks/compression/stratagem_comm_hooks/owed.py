@@ -161,7 +161,7 @@ class Owed:
     def norm(self) -> float:
         """Return the norm of all that is owed."""
         tensors = [*self.rests.values(), *(chunk.rest for chunk in self.chunks.values())]
-        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+        norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]  # fp32, or fp64 under 64-true
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def state(self) -> dict[str, Any]:
