@@ -203,6 +203,11 @@ def test_the_snippets_about_testing_run():
         exec(source, {"__name__": "snippet"})
 
 
+def test_the_snippets_about_waiting_run():
+    for source in snippets("docs/synchronization.md"):
+        exec(source, {"__name__": "snippet"})
+
+
 def test_the_snippets_about_checkpoints_run(tmp_path):
     from stratagem.callbacks import ModelCheckpoint
 
