@@ -218,7 +218,7 @@ def _wishes(strategy: Strategy, run: Run) -> list[_Wish]:
 
 def _check_effect(wish: _Wish, backend: str) -> None:
     """Refuse a value that nobody would read, or that another one contradicts."""
-    # gloo's count beside other backends as well: what is saved in the background is agreed upon over gloo.
+    # gloo's have an effect beside other backends, too: objects and decisions travel over it.
     if wish.library is NCCL and NCCL.name not in backend:
         raise ConfigError(
             f"{wish.path} is set and the process group's backend is {backend!r}", expected="NCCL",

@@ -94,7 +94,7 @@ class FSDPStrategy(Strategy):
     #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
     #: slows down another; by default NCCL finds out by itself.
     nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
-    #: gloo's likewise. With NCCL they matter for what is saved in the background, which gloo synchronises.
+    #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
     gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
     #: Of the first FSDP; its second implementation always limits them.
     limit_all_gathers: bool = field(default=True)
