@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class _Fused(torch.autograd.Function):
         return y, mean, variance, count
 
     @staticmethod
+    @once_differentiable  # the kernels have no derivative
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, inverse, counts = ctx.saved_tensors
         grad, (of_x, of_weight, of_bias) = _dense(gradients[0]), ctx.needs_input_grad[:3]

@@ -1,4 +1,4 @@
-"""What would make training on a GPU faster and is left to the user, told once when a fit starts."""
+"""Warnings at the start of a fit about choices of the user's that keep a GPU slow, or mean another one."""
 
 from __future__ import annotations
 

@@ -8,11 +8,15 @@ be recorded there: it would be given to the next copy while kernels still read i
 
 No batch is read earlier than without it, so nothing changes for resuming, nor for methods of the user's that see a
 batch before or after its transfer.
+
+Recorded memory is free again when the kernels are done, not when they are queued. A process far ahead of the GPU would
+fill it with batches, so it waits where it is more than a few batches ahead.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from typing import Any, Final
 
 import torch
@@ -20,6 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stratagem.data import map_batch, move_leaf
 
+#: Batches whose copies and kernels may be queued at a time.
+_AHEAD: Final = 4
 #: Smaller copies out of pageable memory do not wait.
 _STAGED_BYTES: Final = 64 * 1024
 
@@ -30,20 +36,29 @@ class CopyStream:
     def __init__(self, device: torch.device, hints: bool = False) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        #: Still to look whether batches come in memory that can be copied from without waiting.
-        self._is_to_look = hints
+        #: Of the latest batches: reached when kernels of the batch before are done.
+        self._reached: deque[torch.cuda.Event] = deque()
+        #: The kind of memory that batches come in has yet to be checked.
+        self._check_is_due = hints
 
     def __call__(self, batch: Any) -> Any:
         """Return `batch` on the device, ready for the current stream."""
         current, copied = torch.cuda.current_stream(self.device), []
+        if len(self._reached) < _AHEAD:
+            reached = torch.cuda.Event(blocking=True)
+        else:
+            reached = self._reached.popleft()
+            reached.synchronize()
 
         def move(leaf: Any) -> Any:
             tensors = _copied_tensors(leaf)
-            if not tensors:  # nobody knows what else would have to be recorded
-                with torch.cuda.stream(current):
+            if not tensors:
+                if not hasattr(leaf, "to"):
+                    return leaf
+                with torch.cuda.stream(current):  # nobody knows what would have to be recorded
                     return move_leaf(leaf, self.device)
-            if self._is_to_look:
-                self._look_at_memory(tensors)
+            if self._check_is_due:
+                self._check_memory(tensors)
             moved = move_leaf(leaf, self.device)
             copied.extend(_copied_tensors(moved, self.device.type))
             return moved
@@ -53,11 +68,13 @@ class CopyStream:
         current.wait_stream(self._stream)
         for tensor in copied:
             tensor.record_stream(current)
+        reached.record(current)
+        self._reached.append(reached)
         return result
 
-    def _look_at_memory(self, tensors: list[torch.Tensor]) -> None:
+    def _check_memory(self, tensors: list[torch.Tensor]) -> None:
         large = [tensor for tensor in tensors if tensor.nbytes > _STAGED_BYTES]
-        self._is_to_look = not large
+        self._check_is_due = not large
         if any(not tensor.is_pinned() for tensor in large):
             warnings.warn(
                 f"batches come in pageable memory: this process waits for each copy to {self.device}. "

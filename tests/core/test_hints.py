@@ -1,4 +1,4 @@
-"""What keeps a GPU slow is told where it is one that could be faster, and where nobody has decided it."""
+"""A fit warns of what keeps a GPU slow, where that GPU could be faster and nobody has decided it."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class Streams:
     """Pretend streams of one device, and what they are told, in order."""
 
     def __init__(self, monkeypatch):
-        self.log, self.current, self.recorded = [], "compute", []
+        self.log, self.current, self.recorded, self.batches = [], "compute", [], 0
         for name, replacement in {
-            "Stream": lambda device: Stream(self, "copy"), "stream": self.enter,
+            "Stream": lambda device: Stream(self, "copy"), "stream": self.enter, "Event": lambda blocking: Event(self),
             "current_stream": lambda device=None: Stream(self, self.current),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, replacement)
@@ -65,6 +65,19 @@ class Stream:
 @pytest.fixture
 def streams(monkeypatch):
     return Streams(monkeypatch)
+
+
+@define
+class Event:
+    streams: Streams
+    recorded: int | None = None
+
+    def record(self, stream):
+        self.recorded = self.streams.batches = self.streams.batches + 1
+
+    def synchronize(self):
+        if self.recorded is not None:
+            self.streams.log.append(f"the process waits for batch {self.recorded}")
 
 
 META = torch.device("meta")
