@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stratagem as sg
+import stratagem_comm_hooks.lossy
 from stratagem.comm_hooks import (
     AllReduce,
     BatchedPowerSGD,
@@ -25,6 +26,7 @@ from stratagem.comm_hooks import (
 )
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.plugin import Bucket
+from stratagem.readback import Readback
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Gan,
@@ -39,6 +41,7 @@ from stratagem.testing.reference import (
 from stratagem.testing.training import train, weights_on_all_ranks
 from stratagem.traffic import wire_bytes
 from stratagem.world import Collectives
+from stratagem_comm_hooks.owed import Chunk, Owed
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 CPU = {"accelerator": "cpu"}
@@ -915,6 +918,46 @@ def test_nothing_is_a_dead_end_for_a_warm_start(value, epsilon):
     result = reduce(one_bucket(3.0)).wait()
 
     assert torch.allclose(result, torch.full((NUMBERS,), 3.0), atol=1e-4)
+
+
+def _on_another_machine(rank, world_size, name):
+    if rank == 1:
+        torch.backends.cpu.get_cpu_capability = lambda: "ABACUS"
+    trainer = sg.Trainer(max_epochs=1, strategy="ddp", devices=world_size, comm_hook=name, **QUIET)
+    try:
+        trainer.fit(Net(), part(joined_batches(2, 8), rank, world_size))
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
+def test_low_rank_factors_are_refused_on_ranks_that_compute_otherwise(name):
+    """Each rank makes them orthonormal for itself: other bits would let the replicas drift apart."""
+    for said in run_in_processes(_on_another_machine, 2, name):
+        assert said.startswith(f"comm_hook '{name}' computes on rank 0 with cpu ")
+        assert "and on rank 1 with cpu ABACUS, torch" in said
+    assert run_in_processes(_on_another_machine, 2, "int8") == ["trained"] * 2
+
+
+def test_what_is_owed_follows_the_loss_scale_on_the_device():
+    owed = Owed(rests={"a": torch.ones(2), "b": torch.ones(1, dtype=torch.float64)})
+    owed.chunks["c"] = Chunk([("c", 1)], 0, 1, torch.full((1,), 3.0))
+
+    def scaled(factor, loss=0.3):
+        owed.follow(torch.tensor(loss * factor).double() / torch.tensor(loss).double())
+        return owed.rests["a"].tolist(), owed.rests["b"].tolist(), owed.chunks["c"].rest.tolist()
+
+    assert scaled(1024.0) == ([1.0, 1.0], [1.0], [3.0])  # the first scale: nothing to compare with
+    assert scaled(1024.0, 0.7) == ([1.0, 1.0], [1.0], [3.0])
+    assert scaled(512.0)[0] == pytest.approx([0.5, 0.5])
+    assert scaled(512.0, 0.0)[0] == pytest.approx([0.5, 0.5])  # a loss of 0 tells no scale
+    assert scaled(math.inf)[0] == pytest.approx([0.5, 0.5])
+    assert scaled(2048.0)[2] == pytest.approx([6.0])
+    owed.drop(torch.tensor(0.0))
+    assert owed.rests["a"].tolist() == pytest.approx([2.0, 2.0])
+    owed.drop(torch.tensor(1.0))
+    assert owed.norm() == 0.0
 
 
 def test_nothing_is_lost_on_one_rank():

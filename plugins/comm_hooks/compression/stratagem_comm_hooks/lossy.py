@@ -110,13 +110,17 @@ class Lossy(CommHook):
         finite = watch.look()
         if finite is None:
             return (yield)
-        bad = (~finite).float()
-        optimizer.grad_scale, optimizer.found_inf = None, bad
+        bad, above = (~finite).float(), getattr(optimizer, "found_inf", None)
+        optimizer.grad_scale, optimizer.found_inf = None, bad if above is None else torch.maximum(bad, above)
         try:
             stepped = yield
+            bad = optimizer.found_inf  # with what the hooks below this one have found
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            if above is None:
+                del optimizer.grad_scale, optimizer.found_inf
         self.drop(bad, run)
+        if above is not None:  # the hook above counts
+            return stepped
         skipped = Readback({"skipped": bad})
         if not skipped.ready:
             watch.late.append(skipped)
