@@ -93,8 +93,8 @@ class _FunctionLauncher(Launcher):
 
     @hookimpl
     def launch(self, main, run):
-        self._check(run)
         self._prepare(run)
+        self._check(run)  # after the imports, which may ask the driver, too
         main = self._pack(main)
         world, store = reserve_store(run.world)
         folder = reports_folder()
