@@ -39,7 +39,7 @@ def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> N
     import torch
 
     if device_type == "cuda":
-        _set_workspace(undo)
+        _set_workspace()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     undo.callback(lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1]))
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -50,7 +50,7 @@ def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> N
         setattr(cudnn, name, value)
 
 
-def _set_workspace(undo: ExitStack) -> None:
+def _set_workspace() -> None:
     import torch
 
     found = os.environ.get(_WORKSPACE)
@@ -61,8 +61,7 @@ def _set_workspace(undo: ExitStack) -> None:
                 f"matrix products may differ from run to run. Set {_WORKSPACE}={_REPEATABLE[0]} in the environment",
                 stacklevel=2,
             )
-        os.environ[_WORKSPACE] = _REPEATABLE[0]
-        undo.callback(os.environ.pop, _WORKSPACE, None)
+        os.environ[_WORKSPACE] = _REPEATABLE[0]  # it stays: what cuBLAS has read cannot be taken back
     elif found not in _REPEATABLE:
         raise ConfigError(
             f"deterministic is set and {_WORKSPACE} is {found!r} in the environment",
