@@ -279,9 +279,9 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 def move_leaf(leaf: Any, device: torch.device) -> Any:
     """Return a part of a batch on `device`: a tensor, an object with ``.to``, or anything else as it is."""
     if isinstance(leaf, torch.Tensor):
-        return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+        return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.device.type == "cpu")
     if isinstance(leaf, PackedSequence):
-        return leaf.to(device, non_blocking=device.type != "cpu")
+        return leaf.to(device, non_blocking=leaf.data.device.type == "cpu")
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 

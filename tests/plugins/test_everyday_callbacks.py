@@ -416,6 +416,32 @@ def test_a_run_overwrites_what_it_wrote_itself(tmp_path, name):
     assert steps_in(tmp_path / "checkpoints") == {f"{name}.ckpt": made.global_step}
 
 
+class Elsewhere:
+    """Stands for what a GPU holds: it knows where it was moved to."""
+
+    device = torch.device("cuda")
+
+    def to(self, device):
+        moved = Elsewhere()
+        moved.device = torch.device(device)
+        return moved
+
+
+class Predicts(Net):
+    def predict_step(self, batch, batch_idx):
+        return {"score": [Elsewhere()]}
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_predictions_are_kept_and_written_on_the_cpu(tmp_path, monkeypatch, interval):
+    written = []
+    monkeypatch.setattr(torch, "save", lambda value, file: written.append(value))
+    trainer(tmp_path, PredictionWriter(dirpath=tmp_path, write_interval=interval)).predict(Predicts(), [data(4)])
+    value = written[0] if interval == "batch" else written[0][0][0]
+
+    assert value["score"][0].device.type == "cpu"
+
+
 def test_predictions_are_written_by_each_rank(tmp_path):
     def predict(rank, world_size, folder, interval):
         writer = PredictionWriter(dirpath=folder, write_interval=interval)

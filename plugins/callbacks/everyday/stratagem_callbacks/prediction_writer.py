@@ -16,7 +16,7 @@ from stratagem.places import create_beside
 
 @define(eq=False, kw_only=True)
 class PredictionWriter(Callback):
-    """Writes what `predict_step` returns with ``torch.save``; each rank its own share.
+    """Writes what `predict_step` returns with ``torch.save``, on the CPU; each rank its own share.
 
     ``rank{r}_loader{l}_batch{b}.pt`` for each batch, or ``rank{r}.pt`` at the end: for each loader a list of batches.
     """
@@ -41,6 +41,11 @@ class PredictionWriter(Callback):
 
     @hookimpl
     def on_predict_batch_end(self, trainer, outputs, batch_idx, dataloader_idx):
+        import torch
+
+        from stratagem.data import move_batch
+
+        outputs = move_batch(outputs, torch.device("cpu"))  # a file with CUDA tensors needs a GPU to be read
         if self.write_interval == "batch":
             name = f"rank{trainer.global_rank}_loader{dataloader_idx}_batch{batch_idx}.pt"
             _write(self.dirpath / name, outputs)
