@@ -477,13 +477,21 @@ def _mark(module: nn.Module, **overrides: Any) -> nn.Module:
     return module
 
 
+def _groups(state: Any) -> list[Any]:
+    """Return the groups in which a unit with this `state` sends its parameters; torch before 2.13 has one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 def _count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any, order: _Order) -> None:
     """Have `units` count in `traffic` what they send, and tell `order` before they do."""
     for unit in units:
         assert isinstance(unit, FSDPModule), "it was sharded"
         unit.set_custom_all_gather(_CountingAllGather(traffic, order, order.number(unit)))
         unit.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(unit._get_fsdp_state()):
             order.watch_gradients(unit, group)
         if num_replicas > 1:  # FSDP calls it when it has averaged over replicas itself
             unit.set_all_reduce_hook(
@@ -532,7 +540,7 @@ class _KeptWhole:
 
     def watch(self, state: Any) -> None:
         """Have the unit with this `state` tell of each backward."""
-        for group in state._fsdp_param_groups:
+        for group in _groups(state):
             group.pre_backward = functools.partial(self._begin, group, type(group).pre_backward)
         finish = type(state)._root_post_backward_final_callback
         state._root_post_backward_final_callback = functools.partial(self._finish, state, finish)
@@ -544,7 +552,7 @@ class _KeptWhole:
         begin(group, *arguments)
 
     def _finish(self, state: Any, finish: Any) -> None:
-        groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+        groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
         if self._is_last:
             for group in self._kept:  # gradients may have arrived since the unit's own backward was over
                 group._training_state = TrainingState.IDLE
@@ -564,7 +572,7 @@ class _KeptWhole:
     @contextlib.contextmanager
     def computing(self, root: Any) -> Iterator[None]:
         """Within, `root` computes even where a backward of the step's has ended its forward for FSDP."""
-        self._root_groups = [] if root is None else root._get_fsdp_state()._fsdp_param_groups
+        self._root_groups = [] if root is None else _groups(root._get_fsdp_state())
         try:
             yield
         finally:
@@ -618,7 +626,7 @@ def _shards_of(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     names: dict[int, str] = {}
     units: dict[str, str] = {}
     for prefix, part in root.named_modules():
-        for group in part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ():
+        for group in _groups(part._get_fsdp_state()) if isinstance(part, FSDPModule) else ():
             for each in group.fsdp_params if not group.is_unsharded else ():
                 name = names[id(each.sharded_param)] = each._param_fqn.removeprefix("module.")
                 units[name] = prefix.removeprefix("module").removeprefix(".")
@@ -929,7 +937,7 @@ def _keep_for_this_stream(reduced: torch.Tensor) -> None:
 
 def _shards_in(unit: FSDPModule, reduced: torch.Tensor) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """Return the parameters whose gradients' shards lie in `reduced`, and these; nothing if some were not reached."""
-    groups = unit._get_fsdp_state()._fsdp_param_groups
+    groups = _groups(unit._get_fsdp_state())
     trained = [each for group in groups for each in group.fsdp_params if each.sharded_param.requires_grad]
     shapes = [each.padded_sharded_param_size for each in trained]
     sizes = [shape.numel() for shape in shapes]
