@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from stratagem.errors import ConfigError
 _INITIAL = "_stratagem_initial"
 _RESETS = ("reset_parameters", "_reset_parameters")
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided"}
+#: Initializers that compute without asking whether there is memory: those of torch before 2.13.
+_UNASKING = {name for name in ("orthogonal_", "sparse_") if "is_meta" not in getattr(nn.init, name).__code__.co_names}
 _IS_META = torch.Tensor.is_meta.__get__
 _NO_WRITE = {"requires_grad_", "share_memory_", "rename_", "detach_"}
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
@@ -124,6 +127,8 @@ class _Watch(TorchFunctionMode):
         self._parameters: dict[int, nn.Parameter] = {}
         #: What was passed to register_parameter, and what stands for it there.
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], int, nn.Parameter]] = {}
+        #: The call of one of `_UNASKING` that was noted last.
+        self._initializing: FrameType | None = None
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what to register for `parameter`: one without memory if it has no values yet."""
@@ -172,7 +177,7 @@ class _Watch(TorchFunctionMode):
         parameter = self._parameters.get(address)
         if parameter is None:
             parameter = self._replacement_at(address)
-        if parameter is None:
+        if parameter is None or self._in_initializer(parameter):
             return
         rest = arguments if named is not None else arguments[1:]
         others = {name: value for name, value in options.items() if name != named}
@@ -191,11 +196,26 @@ class _Watch(TorchFunctionMode):
     def _asked(self, target: torch.Tensor) -> None:
         """An initializer of torch's that does nothing without memory: note that it was called."""
         frame = sys._getframe(2)
-        function = getattr(nn.init, frame.f_code.co_name, None)
         parameter = self._parameters.get(_address(target))
-        if frame.f_globals.get("__name__") != nn.init.__name__ or function is None or parameter is None:
-            return
-        code = frame.f_code
+        known = frame.f_globals.get("__name__") == nn.init.__name__ and hasattr(nn.init, frame.f_code.co_name)
+        if known and parameter is not None:
+            self._called(frame, target, parameter)
+
+    def _in_initializer(self, parameter: nn.Parameter) -> bool:
+        """Whether one of `_UNASKING` is writing to `parameter`: its call is noted once, and no single write of it."""
+        frame: FrameType | None = sys._getframe(3) if _UNASKING else None
+        while frame is not None:
+            if frame.f_code.co_name in _UNASKING and frame.f_globals.get("__name__") == nn.init.__name__:
+                if frame is not self._initializing:
+                    self._initializing = frame
+                    self._called(frame, frame.f_locals["tensor"], parameter)
+                return True
+            frame = frame.f_back
+        return False
+
+    def _called(self, frame: FrameType, target: torch.Tensor, parameter: nn.Parameter) -> None:
+        """Note the call of torch's initializer in `frame`, for `target`."""
+        function, code = getattr(nn.init, frame.f_code.co_name), frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         options = {name: frame.f_locals[name] for name in names if frame.f_locals[name] is not target}
         passed_as = next(name for name in names if frame.f_locals[name] is target)
