@@ -29,8 +29,13 @@ CPU_PART = (
     "tests/core", "tests/parity/test_ddp.py", "tests/parity/test_resume.py", "tests/plugins/test_accelerators.py",
     "tests/plugins/test_checkpoint_full.py",
 )  # fmt: skip
-#: Left out there: they look at the repository's sources, or start programs that pip installs.
-NOT_IN_A_BUNDLE = ("tests/core/test_scaffold.py",)
+#: Left out there: they look at the repository's sources, or count memory that a torch with CUDA takes for itself.
+NOT_IN_A_BUNDLE = (
+    "tests/core/test_scaffold.py",
+    "tests/core/test_advice.py::test_commands_that_messages_name_exist",
+    "tests/core/test_advice.py::test_plugins_that_messages_tell_to_choose_exist",
+    "tests/core/test_initialization.py::test_a_model_larger_than_one_process_may_hold_trains_on_two",
+)
 SELECTION = "not gpu and not slow and not sweep"
 #: Share of the seconds that the GPU part may take; the rest is the CPU part's.
 GPU_SHARE = 0.65
@@ -194,9 +199,8 @@ def test(
         results, parts["gpu"] = pytest("gpu", options, environment, limit)
         tests += results
     if not arguments.gpu_only:
-        # That part's processes see no GPU.
         workers = arguments.workers or min(8, cores)
-        left_out = [f"--ignore={name}" for name in NOT_IN_A_BUNDLE]
+        left_out = [f"--deselect={name}" for name in NOT_IN_A_BUNDLE]
         options = [*CPU_PART, *left_out, "-m", SELECTION, f"-n{workers}", "--dist=loadgroup", *more]
         hidden = environment | {"CUDA_VISIBLE_DEVICES": ""}
         results, parts["cpu"] = pytest("cpu", options, hidden, end - time.monotonic())

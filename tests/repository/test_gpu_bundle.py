@@ -52,7 +52,9 @@ def test_the_page_names_the_options(run):
 
 def test_every_selected_file_exists(run):
     for name in (*run.CPU_PART, *run.NOT_IN_A_BUNDLE):
-        assert (ROOT / name).exists(), name
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), name
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
 def test_outcomes_are_written_as_they_come_and_tabled(run, tmp_path):
