@@ -35,10 +35,10 @@ gpu-bundle: $(STAMP)-dev
 	$(BIN)/python tests/gpu/bundle.py
 
 test-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
-	PYTHON=$(BARE) gpu-bundle/run test
+	PYTHON=$(BARE) gpu-bundle/run test $(ARGUMENTS)
 
 bench-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
-	PYTHON=$(BARE) gpu-bundle/run bench
+	PYTHON=$(BARE) gpu-bundle/run bench $(ARGUMENTS)
 
 gpu-bundle/run:
 	$(MAKE) gpu-bundle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.data import ShardedSampler
 from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import (
     Net,
@@ -180,31 +178,6 @@ def test_packed_sequences_reach_the_device():
     assert relative_difference(weights, module.state_dict()) < OTHER_ORDER
 
 
-class Drawing(torch.utils.data.Sampler):
-    """A sampler of the user's own, which draws from torch's generator."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __iter__(self):
-        return iter(torch.randperm(self.size).tolist())
-
-
-@pytest.mark.gpu
-def test_a_sampler_of_the_users_own_leaves_the_gpus_generator_alone():
-    """Dropout draws from it: a generator that is set back at each epoch repeats itself."""
-    torch.cuda.manual_seed(7)
-    torch.randn(3, device=DEVICE)
-    before = torch.cuda.get_rng_state()
-    shares = [list(ShardedSampler(Drawing(32), 2, shard)) for shard in range(2)]
-
-    assert sorted(itertools.chain(*shares)) == list(range(32))
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
 # --- Memory ------------------------------------------------------------------------------------------------------
 
 
@@ -251,10 +224,9 @@ class Large(Net):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("name", ["full", "sharded"])
 @pytest.mark.parametrize("strategy", ["single_device", "ddp_sharded", "fsdp"])
-def test_saving_takes_no_memory_on_the_gpu(strategy, name, asynchronous, tmp_path):
+def test_an_asynchronous_save_takes_no_memory_on_the_gpu(strategy, name, tmp_path):
     """At most the largest tensor, whole, and its copy: parameters, moments and gradients stay where they are."""
     peaks = []
     model = Large()
@@ -269,9 +241,8 @@ def test_saving_takes_no_memory_on_the_gpu(strategy, name, asynchronous, tmp_pat
             trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
             peaks.append(torch.cuda.max_memory_allocated() - before)
 
-    checkpoint = {"name": name, "async_save": asynchronous}
     batches = [(torch.randn(4, 512), torch.randn(4, 1))] * 2
-    fit(model, batches, strategy=strategy, checkpoint=checkpoint, callbacks=[Saves()])
+    fit(model, batches, strategy=strategy, checkpoint={"name": name, "async_save": True}, callbacks=[Saves()])
 
     assert len(peaks) == 2
     assert max(peaks) < 2 * largest + 2**20
