@@ -316,7 +316,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_cuda else device.type, "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if on_cuda else None, "python": platform.python_version(),
         "torch": torch.__version__, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_cuda else None,
     }  # fmt: skip
