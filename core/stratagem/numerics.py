@@ -26,13 +26,16 @@ def switch(settings: RunSettings, device_type: str) -> ExitStack:
     Raises:
         ConfigError: the process was switched otherwise, in a way that contradicts `settings`.
     """
-    with ExitStack() as undo:
+    undo = ExitStack()
+    try:
         if settings.deterministic:
             _make_deterministic(settings.deterministic == "warn", device_type, undo)
         if settings.float32_matmul_precision is not None:
             _set_precision(settings.float32_matmul_precision, undo)
-        return undo.pop_all()
-    raise AssertionError("an ExitStack with callbacks alone swallows no exception")
+    except BaseException:
+        undo.close()
+        raise
+    return undo
 
 
 def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> None:
