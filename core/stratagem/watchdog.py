@@ -6,7 +6,8 @@ torch aborts the process when the timeout is over, with no word about who is gon
 the next ranks every few seconds, and reads the failure report in the store. It ends the process once both are true:
 
 * a rank failed (its report says so), or its process or machine is gone and it did not say that it left in order;
-* the main thread has not moved for a while: a rank that is not waiting may still have something to finish.
+* the main thread has not moved for a while: a rank that is not waiting may still have something to finish. Where the
+  store went with the lost rank, which may have left in order, that takes three times as long.
 
 Before it ends, the process leaves its own report for the ranks that see less, and stays until they have read it.
 """
@@ -67,6 +68,8 @@ class Watchdog:
         self._silent: dict[int, int] = {}
         self._place: Any = None
         self._since = time.monotonic()
+        #: The store could be asked whether those that are gone left in order.
+        self._sure = True
         #: What is known of the cause, until the main thread has stood still for long enough.
         self.cause: PeerError | None = None
         #: An error went through the run: this rank waits for nobody any more, and does not leave in order.
@@ -91,7 +94,8 @@ class Watchdog:
                 return
             self._look_at_main_thread()
             self.cause = self.cause or self._lost()
-            if self.cause is None or time.monotonic() - self._since < self.stuck_s:
+            limit_s = self.stuck_s if self._sure else 3 * self.stuck_s
+            if self.cause is None or time.monotonic() - self._since < limit_s:
                 continue
             self._post.leave_note(self.cause.found)
             if not self._closing.wait(2 * self.interval_s):  # for the others to read it
@@ -137,7 +141,9 @@ class Watchdog:
         return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank)}
 
     def _left_in_order(self, rank: int) -> bool:
-        return self._post._ask(lambda: self._board.get(self._left(rank)), neighbours.STORE_S) is not None
+        told = self._post._ask(lambda: (self._board.get(self._left(rank)),), neighbours.STORE_S)
+        self._sure = told is not None
+        return told is not None and told[0] is not None
 
     def _left(self, rank: int) -> str:
         """Return where `rank` says that it leaves this run in order."""

@@ -67,7 +67,9 @@ def _leave(rank, world_size):
     _wait_for(store, "closed")
     found += [run.neighbours.knock()[0], watchdog._lost()]
     watchdog._board = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
-    found.append(watchdog._lost())
+    found += [watchdog._lost(), watchdog._sure]
+    watchdog._board = None  # the store went with it
+    found += [watchdog._lost(), watchdog._sure]
     store.put("looked", "")
     return [str(each) if isinstance(each, PeerError) else each for each in found]
 
@@ -78,12 +80,14 @@ def _wait_for(board, key):
 
 
 def test_a_rank_that_leaves_in_order_is_not_lost():
-    before, answers, in_order, lost = run_in_processes(_leave, 2)[0]
+    before, answers, in_order, lost, sure, lost_too, sure_too = run_in_processes(_leave, 2)[0]
 
     assert before is None
     assert answers == {1: "gone"}
     assert in_order is None
     assert lost.startswith("rank 0 lost its connection: rank 1 (")
+    assert lost_too == lost
+    assert (sure, sure_too) == (True, False)
 
 
 def _report(rank, world_size):
