@@ -203,9 +203,27 @@ def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
     plan.divide([plan.absent])
     before = [bytes(part.tolist()) for _, part in plan.parts]
     queued.clear()
-    memory = plan.copy(None)
+    memory = plan.copy([])
 
     assert queued == ["pin", "copy", "copy", "copy", "wait"]
     assert [bytes(part.tolist()) for _, part in plan.parts] == before
-    assert plan.copy(memory) is memory
+    again = plan.copy(memory)
+    assert [block.data_ptr() for block in again] == [block.data_ptr() for block in memory]
     assert queued[5:] == ["copy", "copy", "copy", "wait"]
+
+
+def test_blocks_of_memory_hold_what_a_rank_writes_wherever_they_end(monkeypatch):
+    monkeypatch.setattr("stratagem_checkpoint_sharded.layout.BLOCK", 10)
+    plan = Plan(_three(), 0, 1)
+    plan.divide([plan.absent])
+    before = _bytes_at(plan)
+    sizes = [block.numel() for block in plan.copy([])]
+
+    assert sizes == [10] * 6 + [4]
+    assert _bytes_at(plan) == before
+    plan.copy([torch.zeros(3, dtype=torch.uint8), torch.zeros(70, dtype=torch.uint8)])
+    assert _bytes_at(plan) == before
+
+
+def _bytes_at(plan):
+    return {offset + at: byte for offset, part in plan.parts for at, byte in enumerate(part.tolist())}

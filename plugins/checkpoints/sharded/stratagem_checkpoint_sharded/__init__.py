@@ -37,7 +37,7 @@ class ShardedCheckpoint(CheckpointFormat):
     #: Write in the background: training waits only while each rank copies its part of the state, into memory that is
     #: kept for the next time.
     async_save: bool = False
-    _memory: Any = field(init=False, default=None)
+    _memory: Any = field(init=False, factory=list)
 
     suffix: ClassVar[str] = ".ckpt"
     takes_shards: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class ShardedCheckpoint(CheckpointFormat):
 
     @hookimpl
     def teardown(self):
-        self._memory = None
+        self._memory = []
 
     def recognises(self, path: Path) -> bool:
         return has_tag(path)

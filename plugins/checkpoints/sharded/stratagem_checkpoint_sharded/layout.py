@@ -18,6 +18,8 @@ from stratagem.errors import CheckpointError
 ALIGNMENT = 64
 #: Bytes that share a checksum, at most.
 PIECE = 64 << 20
+#: Bytes of a block of memory that is kept for copies, at most: torch rounds pinned ones up to a power of two.
+BLOCK = 1 << 30
 #: Bytes up to which tensors share a piece, and up to which they are read at once rather than mapped.
 SMALL = 1 << 20
 
@@ -58,23 +60,31 @@ class Plan:
         self.parts = list(self._mine(writers))
         self._sources = []
 
-    def copy(self, memory: torch.Tensor | None) -> torch.Tensor:
-        """Take this rank's part out of reach of what training does next: into `memory`, if it is large enough.
+    def copy(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Take this rank's part out of reach of what training does next: into the blocks of `memory`, and more of them.
 
         Returns:
-            The memory that was used, for the next time: filling memory that is there takes a fifth of the time.
+            The blocks that were used, for the next time: filling memory that is there takes a fifth of the time.
         """
-        size = sum(part.numel() for _, part in self.parts)
         devices = {part.device for _, part in self.parts if is_pinnable(part)}
-        if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        begin, copies = 0, []
+        left = sum(part.numel() for _, part in self.parts)
+        blocks, copies, used = list(memory), [], 0
+        number = 0
         for offset, part in self.parts:
-            copies.append((offset, memory[begin : begin + part.numel()].copy_(part, non_blocking=True)))
-            begin += part.numel()
+            at = 0
+            while at < part.numel():
+                if number == len(blocks):
+                    blocks.append(torch.empty(min(left, BLOCK), dtype=torch.uint8, pin_memory=bool(devices)))
+                block = blocks[number]
+                length = min(part.numel() - at, block.numel() - used)
+                copy = block[used : used + length].copy_(part[at : at + length], non_blocking=True)
+                copies.append((offset + at, copy))
+                at, used, left = at + length, used + length, left - length
+                if used == block.numel():
+                    number, used = number + 1, 0
         wait_for(devices)
         self.parts = copies
-        return memory
+        return blocks
 
     def _place(self, tensor: torch.Tensor, _: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
