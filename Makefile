@@ -12,7 +12,7 @@ DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[serve
           tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic scikit-learn jsonschema
 
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
-BARE   := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo $(PYTHON) || echo .venv-gpu/bin/python)
+BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
 .PHONY: demo ops test test-all gpu-bundle test-gpu bench-gpu lint types clean
 
