@@ -256,17 +256,17 @@ def _waited_s(error: BaseException, run: Run) -> float:
 class _Post:
     """Notes to and from other ranks, by way of the store. If it keeps us waiting once, it is not asked again."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives, self.is_open = collectives, True
+    def __init__(self, collectives: Collectives, store_s: float = STORE_S) -> None:
+        self._collectives, self.is_open, self._store_s = collectives, True, store_s
 
     def note(self, limit_s: float) -> PeerError | None:
         """Return the note of another rank as an error, if one comes within `limit_s`."""
-        note = self._ask(lambda: self._collectives.read_note(limit_s), limit_s + STORE_S)
+        note = self._ask(lambda: self._collectives.read_note(limit_s), limit_s + self._store_s)
         return None if note is None else PeerError(note, do="this rank stops with it")
 
     def leave_note(self, text: str) -> None:
         """Tell the others `text`, unless somebody has told them something already."""
-        self._ask(lambda: self._collectives.leave_note(text), STORE_S)
+        self._ask(lambda: self._collectives.leave_note(text), self._store_s)
 
     def sign(self, alive: set[int]) -> set[int]:
         """Sign the board; return who of those `alive` has signed, once all have or the time is up.
@@ -286,6 +286,10 @@ class _Post:
         if signed != alive:
             time.sleep(max(0.0, deadline - time.monotonic()))
         return set(signed)
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """Return what `call`, a question to the store, returns; None if it fails or takes too long."""
+        return self._ask(call, self._store_s)
 
     def _ask(self, call: Callable[[], Any], limit_s: float) -> Any:
         """Return what `call` returns; None if it fails, or takes longer, as it does where the store's host is stuck."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 INTERVAL_S = 5.0
 #: How long the main thread has to stand still.
 STUCK_S = 15.0
+#: How long the store may take to answer. No one waits for it, so a busy one has time.
+STORE_S = 8.0
 #: How many of the next ranks each rank probes: all ranks together probe each one so often.
 PROBED = 2
 #: Probes in a row without an answer after which a machine counts as gone; a busy one may miss one.
@@ -61,7 +63,7 @@ class Watchdog:
         self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
         self._rank, self._world_size, self._neighbours = run.rank, run.world_size, run.neighbours
         collectives = run.collectives.with_own_connection()
-        self._post, self._board = neighbours._Post(collectives), run.collectives.board()
+        self._post, self._board = neighbours._Post(collectives, STORE_S), run.collectives.board()
         #: A process group of the user's may hold the report of an earlier run.
         self._earlier = collectives.read_note(0.0)
         self._closing = threading.Event()
@@ -86,7 +88,7 @@ class Watchdog:
             return
         self._closing.set()
         if not self.failed:
-            self._post._ask(lambda: self._board.put(self._left(self._rank), ""), neighbours.STORE_S)
+            self._post.ask(lambda: self._board.put(self._left(self._rank), ""))
 
     def _watch(self) -> None:
         while not self._closing.wait(self.interval_s):
@@ -141,7 +143,7 @@ class Watchdog:
         return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank)}
 
     def _left_in_order(self, rank: int) -> bool:
-        told = self._post._ask(lambda: (self._board.get(self._left(rank)),), neighbours.STORE_S)
+        told = self._post.ask(lambda: (self._board.get(self._left(rank)),))
         self._sure = told is not None
         return told is not None and told[0] is not None
 

@@ -100,7 +100,9 @@ def _report(rank, world_size):
         explained(ValueError("no such file"), run)
     run.collectives.barrier()
     said = str(watchdog._lost())
-    return started, said, Watchdog(run, interval_s=60)._lost()
+    later = Watchdog(run, interval_s=60)._lost()
+    run.collectives.barrier()  # neither is gone before
+    return started, said, later
 
 
 def test_what_another_rank_reports_is_the_cause():
