@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -299,9 +300,9 @@ def map_batch(
         return change(batch)
     if isinstance(batch, dict):
         items = {key: map_batch(item, change, is_leaf) for key, item in batch.items()}
-        if type(batch) is dict:
-            return items
-        changed = copy.copy(batch)  # a defaultdict is not made of its items alone
+        if not isinstance(batch, defaultdict):
+            return type(batch)(items)  # a copy might keep attributes that hold the tensors from before
+        changed = copy.copy(batch)  # its first argument makes the missing values
         changed.update(items)
         return changed
     parts = [map_batch(item, change, is_leaf) for item in batch]

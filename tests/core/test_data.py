@@ -203,6 +203,21 @@ def test_a_dictionary_with_a_default_keeps_it():
     assert moved["y"] == []
 
 
+class Attributes(dict):
+    """Keys can be read as attributes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+def test_attributes_of_a_dictionary_are_moved_with_its_keys():
+    moved = move_batch(Attributes(x=torch.ones(1)), torch.device("meta"))
+
+    assert moved.x is moved["x"]
+    assert moved.x.device.type == "meta"
+
+
 def test_a_packed_sequence_has_as_many_samples_as_sequences():
     assert infer_batch_size([packed()]) == 2
 
