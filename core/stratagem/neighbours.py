@@ -302,7 +302,11 @@ class _Post:
         if not self.is_open:
             return None
         thread = threading.Thread(target=attempt, daemon=True, name="stratagem-note")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on no thread starts while the interpreter ends
+            attempt()
+            return outcome[0] if outcome else None
         thread.join(limit_s)
         self.is_open = not thread.is_alive()
         return outcome[0] if outcome else None

@@ -101,6 +101,12 @@ class Saver:
         if int(self._apart[1].all_reduce(done, "min")):
             self.wait()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether this rank's part of a save runs in the background."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def wait(self) -> None:
         """Return when no save is under way.
 

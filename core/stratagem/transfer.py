@@ -35,6 +35,8 @@ class CopyStream:
 
     def __init__(self, device: torch.device, hints: bool = False) -> None:
         self.device = device
+        #: How many were copied.
+        self.batches = 0
         self._stream = torch.cuda.Stream(device)
         #: Of the latest batches: reached when kernels of the batch before are done.
         self._reached: deque[torch.cuda.Event] = deque()
@@ -43,6 +45,7 @@ class CopyStream:
 
     def __call__(self, batch: Any) -> Any:
         """Return `batch` on the device, ready for the current stream."""
+        self.batches += 1
         current, copied = torch.cuda.current_stream(self.device), []
         if len(self._reached) < _AHEAD:
             reached = torch.cuda.Event(blocking=True)

@@ -9,12 +9,14 @@ the next ranks every few seconds, and reads the failure report in the store. It 
 * the main thread has not moved for a while: a rank that is not waiting may still have something to finish. Where the
   store went with the lost rank, which may have left in order, that takes three times as long.
 
-Before it ends, the process leaves its own report for the ranks that see less, and stays until they have read it.
+It does not end the process while a save runs in the background. Before it ends, the process leaves its own report for
+the ranks that see less, and stays until they have read it; if the main thread moves after all, it goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -72,8 +74,8 @@ class Watchdog:
         self._since = time.monotonic()
         #: The store could be asked whether those that are gone left in order.
         self._sure = True
-        #: What is known of the cause, until the main thread has stood still for long enough.
-        self.cause: PeerError | None = None
+        #: When this process told the others that it is about to end, and the report that it left for that.
+        self._told_at, self._own = math.inf, ""
         #: An error went through the run: this rank waits for nobody any more, and does not leave in order.
         self.failed = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stratagem-watchdog")
@@ -95,28 +97,47 @@ class Watchdog:
             if self.failed:
                 return
             self._look_at_main_thread()
-            self.cause = self.cause or self._lost()
-            limit_s = self.stuck_s if self._sure else 3 * self.stuck_s
-            if self.cause is None or time.monotonic() - self._since < limit_s:
-                continue
-            self._post.leave_note(self.cause.found)
-            if not self._closing.wait(2 * self.interval_s):  # for the others to read it
-                self._die(self.cause, self._rank)
-            return
+            cause = self._lost()  # each time: a machine that was silent may answer again
+            stuck = time.monotonic() - self._since >= (self.stuck_s if self._sure else 3 * self.stuck_s)
+            if cause is None or not stuck or self._is_saving():
+                self._told_at = math.inf
+            elif self._told_at == math.inf:
+                self._tell(cause)
+            elif time.monotonic() - self._told_at >= 2 * self.interval_s:  # for the others to read it
+                self._die(cause, self._rank)
+                return
+
+    def _tell(self, cause: PeerError) -> None:
+        """Leave the report of `cause`, unless it is another rank's, which stands."""
+        self._told_at = time.monotonic()
+        known = self._post.note(neighbours.AT_ONCE_S)
+        if known is None or known.found != cause.found:
+            self._own = cause.found
+            self._post.leave_note(cause.found)
+
+    def _is_saving(self) -> bool:
+        """Whether a save runs in the background. It ends, or fails: it is sent over gloo."""
+        run = self._run()
+        return run is not None and run.saver.is_running
 
     def _look_at_main_thread(self) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        place = []
+        # In a loop, each pass may wait in the same place for the GPU.
+        place: list[Any] = [self._batches()]
         while frame is not None:
             place.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         if place != self._place:
             self._place, self._since = place, time.monotonic()
 
+    def _batches(self) -> int:
+        run = self._run()
+        return 0 if run is None or run.copy_stream is None else run.copy_stream.batches
+
     def _lost(self) -> PeerError | None:
         """Return what another rank reports, or which ranks are gone; None if all is well as far as can be seen."""
         known = self._post.note(neighbours.AT_ONCE_S)
-        if known is not None and known.found != self._earlier:
+        if known is not None and known.found not in (self._earlier, self._own):
             return known
         next_ranks = {(self._rank + step) % self._world_size for step in range(1, PROBED + 1)} - {self._rank}
         if not self._gone(next_ranks):

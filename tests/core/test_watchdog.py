@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import stratagem as sg
+from stratagem import neighbours
 from stratagem.errors import PeerError
 from stratagem.neighbours import explained
 from stratagem.testing import run_in_processes
@@ -113,9 +116,101 @@ def test_what_another_rank_reports_is_the_cause():
     assert said == "rank 1 failed with ValueError: no such file; this rank stops with it."
 
 
-def test_a_moving_main_thread_is_not_stuck():
+class Post:
+    """Keeps the reports that are left."""
+
+    def __init__(self):
+        self.left = []
+
+    def note(self, limit_s):
+        return PeerError(self.left[0]) if self.left else None
+
+    def leave_note(self, text):
+        self.left.append(text)
+
+
+def watching(lost, saving=False):
+    """Return a watchdog whose main thread stands still, and whose probes find `lost`, one after the other."""
     watchdog = object.__new__(Watchdog)
-    watchdog._place, watchdog._since = None, 0.0
+    watchdog.interval_s, watchdog.stuck_s, watchdog.failed = 0.0, 0.0, False
+    watchdog._rank, watchdog._place, watchdog._since = 0, None, 0.0
+    watchdog._told_at, watchdog._own, watchdog._earlier, watchdog.cause = math.inf, "", None, None
+    watchdog._closing, watchdog._post, watchdog.died = threading.Event(), Post(), []
+    run = SimpleNamespace(copy_stream=SimpleNamespace(batches=0), saver=SimpleNamespace(is_running=saving))
+    watchdog.run, watchdog._run = run, lambda: run
+    watchdog._die = lambda error, rank: watchdog.died.append(error)
+    findings = iter(lost)
+
+    def find():
+        found = next(findings, None)
+        if found is None:
+            watchdog._closing.set()
+        return found or None
+
+    watchdog._lost = find
+    return watchdog
+
+
+GONE = PeerError("rank 1 is gone")
+
+
+def test_a_rank_that_stays_gone_ends_this_one():
+    watchdog = watching([GONE] * 5)
+    watchdog._watch()
+
+    assert watchdog.died == [GONE]
+    assert watchdog._post.left == ["rank 1 is gone"]
+
+
+def test_a_machine_that_answers_again_is_not_lost():
+    watchdog = watching([GONE, False, False])
+    watchdog._watch()
+
+    assert watchdog.died == []
+
+
+def test_a_save_in_the_background_is_not_interrupted():
+    watchdog = watching([GONE] * 5, saving=True)
+    watchdog._watch()
+
+    assert watchdog.died == []
+
+
+def _look_twice(watchdog, batches):
+    """Return when the main thread last moved, as seen before and after so many batches; it waits here."""
+    seen = []
+
+    def look():
+        for _ in range(2):
+            watchdog._look_at_main_thread()
+            seen.append(watchdog._since)
+            watchdog.run.copy_stream.batches += batches
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return seen
+
+
+def test_a_loop_that_waits_in_the_same_place_for_each_batch_is_not_stuck():
+    first, second = _look_twice(watching([]), batches=1)
+    assert second > first
+
+    first, second = _look_twice(watching([]), batches=0)
+    assert second == first
+
+
+def test_the_store_is_asked_even_where_no_thread_can_start(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert neighbours._Post(None)._ask(lambda: "told", 1.0) == "told"
+
+
+def test_a_moving_main_thread_is_not_stuck():
+    watchdog = watching([])
     watchdog._look_at_main_thread()
     since = watchdog._since
     watchdog._look_at_main_thread()
