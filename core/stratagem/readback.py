@@ -23,7 +23,7 @@ def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Readback:
-    """`values`, numbers or tensors with one element, on their way to the host: nobody waits for them.
+    """`values`, numbers or tensors with one element, on their way to the host, which does not wait for them.
 
     They are copied behind what is queued on the device. Until `ready`, to read them would wait for that.
     """

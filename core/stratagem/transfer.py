@@ -58,7 +58,7 @@ class CopyStream:
             if not tensors:
                 if not hasattr(leaf, "to"):
                     return leaf
-                with torch.cuda.stream(current):  # nobody knows what would have to be recorded
+                with torch.cuda.stream(current):  # its tensors are not known, so they cannot be recorded
                     return move_leaf(leaf, self.device)
             if self._check_is_due:
                 self._check_memory(tensors)

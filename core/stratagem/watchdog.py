@@ -76,7 +76,7 @@ class Watchdog:
         self._sure = True
         #: When this process told the others that it is about to end, and the report that it left for that.
         self._told_at, self._own = math.inf, ""
-        #: An error went through the run: this rank waits for nobody any more, and does not leave in order.
+        #: An error went through the run: this rank waits for no other any more, and does not leave in order.
         self.failed = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stratagem-watchdog")
 

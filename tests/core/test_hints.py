@@ -1,4 +1,4 @@
-"""A fit warns of what keeps a GPU slow, where that GPU could be faster and nobody has decided it."""
+"""A fit warns of what keeps a GPU slow, where that GPU could be faster and the user has not decided it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_all_tensors_of_a_packed_sequence_are_recorded(streams):
 
 
 class Graph:
-    """An object that moves itself: nobody knows its tensors."""
+    """An object that moves itself: its tensors are not known."""
 
     def __init__(self, x):
         self.x = x

@@ -575,7 +575,7 @@ class Fused(Net):
 
 
 def test_a_fused_optimizer_skips_the_same_steps_on_the_device():
-    """It takes the flag from there, and leaves parameters and moments as they are: nobody reads it before the step."""
+    """It takes the flag from there, and leaves parameters and moments as they are, and the host does not read it before the step."""
     batches = poisoned(joined_batches(6, 16), 3, math.nan)
     hooks = [chosen("fp16_compress"), chosen("int8"), chosen("topk"), [chosen("powersgd"), "bf16_compress"]]
     make = {fused: type("Net", (Fused,), {"fused": fused}) for fused in (False, True)}

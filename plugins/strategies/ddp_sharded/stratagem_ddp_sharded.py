@@ -406,7 +406,7 @@ def _check_dense(module: nn.Module) -> None:
 
 def _reached(here: list[bool], run) -> list[bool]:
     """Return for each flag whether it is set on any rank. Collective."""
-    flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: nobody waits for a GPU
+    flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: no wait for a GPU
     return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if here else []
 
 

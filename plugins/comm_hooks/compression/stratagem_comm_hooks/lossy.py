@@ -29,7 +29,7 @@ class Watch:
     #: What `finite` says is known: the next average belongs to another step.
     looked: bool = False
     warned: bool = False
-    #: Steps that the device has skipped or not: nobody knows yet.
+    #: Whether the device has skipped the latest steps, on the way to the host.
     late: list[Readback] = field(factory=list)
 
     def see(self, average: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Owed:
     def follow(self, scale: Tensor) -> None:
         """Take it that the loss is multiplied with `scale` from now on, and owe accordingly more or less.
 
-        All of it on the device, where nobody waits for it. A loss of 0 has no scale: the last one stays.
+        All of it on the device: the host does not wait. A loss of 0 has no scale: the last one stays.
         """
         before = scale if self.scale is None else self.scale
         ratio = scale / before
