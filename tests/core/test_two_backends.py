@@ -188,6 +188,10 @@ def test_gloo_comes_beside_a_backend_that_serves_a_device_alone(backend, device,
     assert with_gloo(backend, torch.device(device)) == whole
 
 
+def test_a_backend_in_capitals_is_the_same():
+    assert with_gloo("NCCL", CUDA) == with_gloo("nccl", CUDA)
+
+
 def test_the_backend_of_each_device_is_read_from_the_whole_name():
     assert backends_in("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
     assert backends_in("nccl") == {"cuda": "nccl"}
