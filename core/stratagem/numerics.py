@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.errors import ConfigError
 
@@ -44,13 +46,12 @@ def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> N
     if device_type == "cuda":
         _set_workspace()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    undo.callback(lambda: torch.use_deterministic_algorithms(before[0], warn_only=before[1]))
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    put = lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])  # noqa: E731
+    _put("deterministic", before, (True, warn_only), put, undo)
     # A benchmark chooses by time, so another algorithm in another run.
     cudnn = torch.backends.cudnn
     for name, value in (("deterministic", True), ("benchmark", False)):
-        undo.callback(setattr, cudnn, name, getattr(cudnn, name))
-        setattr(cudnn, name, value)
+        _put(f"cudnn.{name}", getattr(cudnn, name), value, functools.partial(setattr, cudnn, name), undo)
 
 
 def _set_workspace() -> None:
@@ -82,5 +83,25 @@ def _set_precision(wanted: str, undo: ExitStack) -> None:
             f"float32_matmul_precision is {wanted!r} and this process has set an fp32_precision of torch.backends",
             expected="one of the two", do="drop one",
         ) from error  # fmt: skip
-    undo.callback(torch.set_float32_matmul_precision, before)
-    torch.set_float32_matmul_precision(wanted)
+    _put("float32_matmul_precision", before, wanted, torch.set_float32_matmul_precision, undo)
+
+
+#: Of each switch, what open runs found it at, in the order in which they switched it.
+_found: dict[str, list[list[Any]]] = {}
+
+
+def _put(name: str, before: Any, wanted: Any, put: Callable[[Any], None], undo: ExitStack) -> None:
+    """Call ``put(wanted)``. Closing `undo` puts `before` back, or has a later run that is still open do it."""
+    found, mine = _found.setdefault(name, []), [before]
+
+    def back() -> None:
+        place = next(place for place, each in enumerate(found) if each is mine)
+        if place == len(found) - 1:
+            put(mine[0])
+        else:
+            found[place + 1][0] = mine[0]
+        del found[place]
+
+    found.append(mine)
+    undo.callback(back)
+    put(wanted)

@@ -360,16 +360,17 @@ class Run:
         try:
             self.saver.wait()
         finally:
-            self.hook.teardown(run=self)
-            self.model, self.optimizers, self._wires, self.copy_stream = None, [], [], None
-            for handle in self._handles:
-                handle.release()
-            if self.watchdog is not None:
-                self.watchdog.close()
-            if self.neighbours is not None:
-                self.neighbours.close()
-            self.collectives.close()
-            self._numerics.close()
+            with contextlib.ExitStack() as rest:  # whatever a plugin raises
+                rest.callback(self._numerics.close)
+                rest.callback(self.collectives.close)
+                if self.neighbours is not None:
+                    rest.callback(self.neighbours.close)
+                if self.watchdog is not None:
+                    rest.callback(self.watchdog.close)
+                self.hook.teardown(run=self)
+                self.model, self.optimizers, self._wires, self.copy_stream = None, [], [], None
+                for handle in self._handles:
+                    handle.release()
 
     def __enter__(self) -> Run:
         self.connect()

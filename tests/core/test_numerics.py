@@ -150,3 +150,31 @@ def test_both_ways_to_set_the_precision_are_refused(monkeypatch):
 def test_a_misspelt_precision_is_refused():
     with pytest.raises(StratagemError, match="float32_matmul_precision is 'hihg'"):
         sg.Trainer(accelerator="cpu", float32_matmul_precision="hihg")
+
+
+def test_runs_may_close_in_any_order():
+    before = state()
+    first = switch(RunSettings(float32_matmul_precision="high", deterministic=True), "cpu")
+    second = switch(RunSettings(float32_matmul_precision="medium", deterministic=True), "cpu")
+    within = state()
+    first.close()
+
+    assert state() == within
+    second.close()
+    assert state() == before
+
+
+class _Fails(sg.Callback):
+    @sg.hookimpl
+    def teardown(self, run):
+        raise ValueError("cannot tear down")
+
+
+def test_switches_are_put_back_after_a_teardown_that_fails():
+    before = state()
+    run = sg.Run(devices=1, accelerator="cpu", float32_matmul_precision="high", plugins=[_Fails()])
+    run.connect()
+    with pytest.raises(ValueError, match="cannot tear down"):
+        run.close()
+
+    assert state() == before
