@@ -134,7 +134,7 @@ def watching(lost, saving=False):
     watchdog = object.__new__(Watchdog)
     watchdog.interval_s, watchdog.stuck_s, watchdog.failed = 0.0, 0.0, False
     watchdog._rank, watchdog._place, watchdog._since = 0, None, 0.0
-    watchdog._told_at, watchdog._own, watchdog._earlier, watchdog.cause = math.inf, "", None, None
+    watchdog._told_at, watchdog._own, watchdog._earlier, watchdog._sure = math.inf, "", None, True
     watchdog._closing, watchdog._post, watchdog.died = threading.Event(), Post(), []
     run = SimpleNamespace(copy_stream=SimpleNamespace(batches=0), saver=SimpleNamespace(is_running=saving))
     watchdog.run, watchdog._run = run, lambda: run
