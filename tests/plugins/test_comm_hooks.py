@@ -679,12 +679,18 @@ class OneSickNumber(Net):
         return loss + (number - number).sqrt() if batch_idx == 2 else loss
 
 
+class OneSickNumberFused(OneSickNumber):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
 @pytest.mark.slow
 def test_ranks_that_hold_other_shards_skip_the_step_as_well():
     strategy = {"name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
     arguments = CPU | {"strategy": strategy}
     every = run_in_processes(_poison, 4, ["int8", "fp16_compress"], OneSickNumber, joined_batches(4, 16), arguments)
-    for results in zip(*every, strict=True):
+    fused = run_in_processes(_poison, 4, ["int8"], OneSickNumberFused, joined_batches(4, 16), arguments)
+    for results in (*zip(*every, strict=True), *zip(*fused, strict=True)):
         weights_on_all_ranks(list(results))
         assert [result["used"] for result in results] == [[0, 1, 3]] * 4
 

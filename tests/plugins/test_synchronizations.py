@@ -128,6 +128,7 @@ def test_a_step_with_a_comm_hook_waits_for_nothing(precision):
     chosen = {"strategy": "ddp", "precision": precision}
     cases = {name: (Fused, chosen | {"comm_hook": hook}) for name, hook in (hooks | {"a stack": stack}).items()}
     _check(cases | {"ddp_sharded": (Fused, {"strategy": "ddp_sharded", "comm_hook": "int8"})}, 2, 0)
+    _check({"replicas": (Fused, {"strategy": REPLICAS, "precision": precision, "comm_hook": "int8"})}, 2, 0)
     if precision == "32-true":
         cases = {name: (Net, chosen | {"comm_hook": hook}) for name, hook in hooks.items()}
         _check(cases | {"replicas": (Net, {"strategy": REPLICAS, "comm_hook": "int8"})}, 2, 1)

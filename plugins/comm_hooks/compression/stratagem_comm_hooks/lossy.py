@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from attrs import define, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem import CommHook, hookimpl
 from stratagem.errors import ConfigError, StratagemError
@@ -108,9 +108,12 @@ class Lossy(CommHook):
         """
         self._count_late(watch, run)
         finite = watch.look()
-        if finite is None:
+        if finite is None and not run.shards_parameters:
             return (yield)
-        bad, above = (~finite).float(), getattr(optimizer, "found_inf", None)
+        bad = torch.zeros((), device=run.device) if finite is None else (~finite).float()
+        if run.shards_parameters:  # a rank saw the averages of its shards alone
+            bad = run.peers.unchecked.all_reduce(bad, "max")
+        above = getattr(optimizer, "found_inf", None)
         optimizer.grad_scale, optimizer.found_inf = None, bad if above is None else torch.maximum(bad, above)
         try:
             stepped = yield
@@ -183,11 +186,9 @@ class Lossy(CommHook):
 
 def _can_skip(optimizer: Any) -> bool:
     """Whether `optimizer` steps or not as a number on the device tells it, exactly: torch's fused ones do."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
     # Skipped in its first step, torch's SGD would go on with momentum that was never set.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return not isinstance(optimizer, torch.optim.SGD) and all(type(p) in (Tensor, nn.Parameter) for p in parameters)
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not is_sgd
 
 
 def is_finite(tensor: Tensor) -> Tensor:
