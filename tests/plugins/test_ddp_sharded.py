@@ -87,6 +87,132 @@ def test_two_synchronised_losses_before_a_step_add_up():
         assert relative_difference(weights, train_module_plainly(Net(), batches)[0]) < 1e-6
 
 
+# --- Messages ----------------------------------------------------------------------------------------------------
+
+
+def _sent_during_backward(rank, world_size):
+    """Return how many messages with gradients had left when backward came to the first layer, and after each step."""
+    sent, before_first, after = [], [], []
+
+    class Counts(sg.Callback):
+        @sg.hookimpl
+        def on_train_start(self, module, run):
+            average = run.peers.average_async
+
+            def counting(tensor):
+                sent.append(tensor.numel())
+                return average(tensor)
+
+            run.peers.average_async = counting
+            module.net[0].weight.register_hook(lambda _: before_first.append(len(sent)))
+
+        @sg.hookimpl
+        def on_train_batch_end(self):
+            after.append(len(sent))
+
+    trainer = sg.Trainer(
+        max_epochs=1, strategy={"name": "ddp_sharded", "bucket_cap_mb": 0.002}, devices=world_size,
+        callbacks=[Counts()], **QUIET,
+    )  # fmt: skip
+    trainer.fit(Net(), share(trainer, joined_batches(3, 24)))
+    return before_first, after, len(list(trainer.module.parameters()))
+
+
+def test_gradients_leave_in_buckets_while_backward_runs():
+    for before_first, after, num_parameters in run_in_processes(_sent_during_backward, 2):
+        per_step = after[0]
+        assert after == [per_step, 2 * per_step, 3 * per_step]
+        assert per_step < num_parameters
+        assert [count - step * per_step for step, count in enumerate(before_first)] == [per_step - 1] * 3
+
+
+class Recomputed(Net):
+    """Uses its middle layer in two parts that are computed again in backward: its gradient comes in two pieces."""
+
+    def forward(self, x):
+        first, act, middle, _, last = self.net
+        hidden = act(first(x))
+        for _ in range(2):
+            hidden = torch.utils.checkpoint.checkpoint(lambda h: act(middle(h)), hidden, use_reentrant=True)
+        return last(hidden)
+
+
+class Decayed(Net):
+    """Has a layer that nothing uses: it has no gradient, so weight decay leaves it alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(4, 4)
+        for parameter in self.unused.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=5e-3, weight_decay=0.5)
+
+
+def _trained(rank, world_size, makes):
+    weights = []
+    for make in makes:
+        for cap in (0.001, 25.0):
+            strategy = {"name": "ddp_sharded", "bucket_cap_mb": cap}
+            trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, **QUIET)
+            trainer.fit(make(), share(trainer, joined_batches(4, 24)))
+            weights.append(weights_of(trainer))
+            trainer.close()
+    return weights
+
+
+def test_gradients_that_come_in_pieces_or_not_at_all_train_as_in_one_process():
+    makes = (Recomputed, Decayed)
+    for weights in run_in_processes(_trained, 2, makes):
+        for index, each in enumerate(weights):
+            make = makes[index // 2]
+            reference, norms = train_module_plainly(make(), joined_batches(4, 24))
+            assert max(norms) > 1
+            assert relative_difference(each, reference) < 1e-6, make
+
+
+class Thawed(sg.Callback):
+    """Trains the first layer from batch 2 on, and the last one until then."""
+
+    @sg.hookimpl
+    def on_train_batch_start(self, module, batch_idx):
+        module.net[0].requires_grad_(batch_idx >= 2)
+        module.net[4].requires_grad_(batch_idx < 2)
+
+
+def _thawed(rank, world_size):
+    strategy = {"name": "ddp_sharded", "bucket_cap_mb": 0.002}
+    trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, callbacks=[Thawed()], **QUIET)
+    trainer.fit(Net(), share(trainer, joined_batches(5, 24)))
+    return weights_of(trainer)
+
+
+def test_buckets_follow_the_parameters_that_are_trained():
+    module, thawed = Net(), Thawed()
+    optimizer = module.configure_optimizers()
+    for index, (x, y) in enumerate(joined_batches(5, 24)):
+        thawed.on_train_batch_start(module, index)
+        optimizer.zero_grad()
+        module.criterion(module(x), y).backward()
+        optimizer.step()
+
+    for weights in run_in_processes(_thawed, 2):
+        assert relative_difference(weights, module.state_dict()) < 1e-6
+
+
+def _sparse(rank, world_size):
+    module = Net()
+    module.words = torch.nn.Embedding(5, 3, sparse=True)
+    trainer = sg.Trainer(max_epochs=1, strategy="ddp_sharded", devices=world_size, **QUIET)
+    return outcome(lambda: trainer.fit(module, share(trainer, joined_batches(1, 8))))
+
+
+def test_sparse_gradients_are_refused_by_name():
+    for said in run_in_processes(_sparse, 2):
+        assert said.startswith("refused: 'words' has sparse gradients, and strategy ddp_sharded sends dense ones")
+
+
 SCRIPT = """
     import torch
     import stratagem as sg
