@@ -8,11 +8,12 @@ import textwrap
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import stratagem as sg
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share
+from stratagem.testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -217,7 +218,7 @@ SCRIPT = """
     import torch
     import stratagem as sg
     from stratagem.testing.reference import Net, joined_batches
-    from stratagem.testing.training import share
+    from stratagem.testing.training import outcome, share, weights_of
 
     class Shared(Net):
         def train_dataloader(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import typing
 
 import pytest
 import torch
@@ -458,3 +459,49 @@ def test_offload_over_a_group_of_the_users_without_a_cpu_backend_is_refused(monk
 
     with pytest.raises(ConfigError, match="cpu_offload is True and the process group's backend is 'nccl'"):
         run.connect()
+
+
+# --- Streams -----------------------------------------------------------------------------------------------------
+
+
+class _Unit(stratagem_fsdp.FSDPModule):
+    """Stands for a unit on a GPU: keeps the hook that FSDP calls on the stream of its all-reduce."""
+
+    def __init__(self):
+        self.set_all_reduce_hook = lambda hook: setattr(self, "hook", hook)
+        parameter = types.SimpleNamespace(
+            sharded_param=nn.Parameter(torch.ones(3)), padded_sharded_param_size=torch.Size([3])
+        )
+        group = types.SimpleNamespace(fsdp_params=[parameter])
+        self._get_fsdp_state = lambda: types.SimpleNamespace(_fsdp_param_groups=[group])
+
+    def __new__(cls):
+        return object.__new__(cls)
+
+
+class _OnCUDA(torch.Tensor):
+    """Records the streams that its memory is kept for."""
+
+    streams: typing.ClassVar = []
+    device = torch.device("cuda", 0)
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(monkeypatch):
+    """It was made on another stream, which would hand it to the next unit meanwhile."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: f"all-reduce stream of {device}")
+    average = torch.futures.Future()
+    average.set_result(torch.full((3,), 5.0))
+    unit, reduced = _Unit(), torch.ones(3).as_subclass(_OnCUDA)
+    stratagem_fsdp._send_through_hooks([unit], lambda bucket: average)
+    unit.hook(reduced)
+
+    assert reduced.tolist() == [5.0] * 3
+    assert _OnCUDA.streams == ["all-reduce stream of cuda:0"]
+
+
+def test_on_the_cpu_there_is_no_stream_to_keep_it_for(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_stream", None)
+    stratagem_fsdp._keep_for_this_stream(torch.ones(3))

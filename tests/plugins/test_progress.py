@@ -15,7 +15,9 @@ import nbformat
 import pytest
 
 import stratagem as sg
+import stratagem_callbacks.progress
 from stratagem.callbacks import ProgressBar
+from stratagem.readback import Readback
 from stratagem.testing.reference import Net, joined_batches
 
 TESTS = Path(__file__).parents[1]
@@ -37,6 +39,24 @@ def test_lines_come_now_and_then(capsys):
     trainer.fit(Net(), joined_batches(5, 8))
 
     assert len(re.findall("batch [1-5]/5", capsys.readouterr().out)) >= 5
+
+
+def test_on_a_gpu_a_line_comes_when_its_numbers_have_arrived(capsys, monkeypatch):
+    """Reading them at once would wait for all that is queued. Here they take two batches."""
+
+    class Slow(Readback):
+        asked = 0
+
+        @property
+        def ready(self):
+            self.asked += 1
+            return self.asked > 2
+
+    monkeypatch.setattr(stratagem_callbacks.progress, "Readback", Slow)
+    trainer = sg.Trainer(max_epochs=1, callbacks=ProgressBar(line_every_s=1e-6), **QUIET)
+    trainer.fit(Net(), joined_batches(7, 8))
+
+    assert re.findall("batch (.)/7", capsys.readouterr().out) == ["3", "6", "7"]
 
 
 def test_it_closes_after_an_exception(capsys):
