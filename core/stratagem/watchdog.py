@@ -90,6 +90,7 @@ class Watchdog:
             return
         self._closing.set()
         if not self.failed:
+            self._post.is_open = True
             self._post.ask(lambda: self._board.put(self._left(self._rank), ""))
 
     def _watch(self) -> None:
@@ -97,6 +98,7 @@ class Watchdog:
             if self.failed:
                 return
             self._look_at_main_thread()
+            self._post.is_open = True  # a store that was slow once is asked again
             cause = self._lost()  # each time: a machine that was silent may answer again
             stuck = time.monotonic() - self._since >= (self.stuck_s if self._sure else 3 * self.stuck_s)
             if cause is None or not stuck or self._is_saving():
@@ -155,18 +157,21 @@ class Watchdog:
 
     def _gone(self, ranks: set[int]) -> dict[int, neighbours.Answer]:
         """Return which of `ranks` are gone without having left in order."""
-        answers, _ = self._neighbours.knock(ranks=ranks)
+        answers, store_answers = self._neighbours.knock(ranks=ranks)
         lost: dict[int, neighbours.Answer] = {}
         for rank, answer in answers.items():
             self._silent[rank] = self._silent.get(rank, 0) + 1 if answer == "silent" else 0
             if answer == "gone" or self._silent[rank] >= SILENT_PROBES:
                 lost[rank] = answer
-        return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank)}
+        return {rank: answer for rank, answer in lost.items() if not self._left_in_order(rank, store_answers)}
 
-    def _left_in_order(self, rank: int) -> bool:
+    def _left_in_order(self, rank: int, store_answers: bool) -> bool:
+        """Whether `rank` said so, or may have: the store's host can be reached and takes long to tell."""
         told = self._post.ask(lambda: (self._board.get(self._left(rank)),))
         self._sure = told is not None
-        return told is not None and told[0] is not None
+        if told is None:
+            return store_answers and not self._post.is_open
+        return told[0] is not None
 
     def _left(self, rank: int) -> str:
         """Return where `rank` says that it leaves this run in order."""

@@ -200,6 +200,21 @@ def test_a_loop_that_waits_in_the_same_place_for_each_batch_is_not_stuck():
     assert second == first
 
 
+@pytest.mark.parametrize("store_answers", [True, False])
+def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
+    told, notes = threading.Event(), {}
+    watchdog = watching([])
+    watchdog._post, watchdog._silent = neighbours._Post(None, 0.05), {}
+    watchdog._neighbours = SimpleNamespace(token=b"", knock=lambda ranks: ({1: "gone"}, store_answers))
+    watchdog._board = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
+
+    for _ in range(2):
+        assert watchdog._gone({1}) == ({} if store_answers else {1: "gone"})
+    told.set()
+    watchdog.close()
+    assert list(notes) == ["left//0"]
+
+
 def test_the_store_is_asked_even_where_no_thread_can_start(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
