@@ -40,6 +40,7 @@ WAITS = {
     "index": ("copy to the device (an index)", lambda x: x[torch.tensor([1, 2])], NUMBERS),
     "masked_select": ("masked_select", lambda x: x.masked_select(x > 1), NUMBERS),
     "equal": ("equal", lambda x: torch.equal(x, x + 1), NUMBERS),
+    "allclose": ("allclose", lambda x: torch.allclose(x, x + 1), NUMBERS),
 }
 FINE = {
     "arithmetic": lambda x: (x * 2 + torch.ones((), device=x.device)).sum(),

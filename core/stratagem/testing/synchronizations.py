@@ -44,9 +44,9 @@ _HOST, _DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 _WAITS = {
     f"aten::{name}"
     for name in (
-        "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique", "_unique2", "unique_dim",
-        "unique_consecutive", "bincount", "_linalg_check_errors", "_linalg_svd", "_linalg_eigh", "linalg_eig",
-        "linalg_lstsq",
+        "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "is_nonzero", "_unique", "_unique2",
+        "unique_dim", "unique_consecutive", "bincount", "_linalg_check_errors", "_linalg_svd", "_linalg_eigh",
+        "linalg_eig", "linalg_lstsq",
     )
 }  # fmt: skip
 #: Functions that make a tensor of none.
