@@ -33,7 +33,7 @@ from stratagem.plugin import Accelerator
 MAX_LOCAL_PROCESSES = 1024
 
 _IDENTIFIER = r"[A-Z]+-[\w/.-]+"
-_GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", or "auto"'
+_GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", identifiers such as "GPU-8f6a", or "auto"'
 
 
 def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:

@@ -144,8 +144,8 @@ class Watchdog:
         next_ranks = {(self._rank + step) % self._world_size for step in range(1, PROBED + 1)} - {self._rank}
         if not self._gone(next_ranks):
             return None
-        everybody = {peer.rank for peer in self._neighbours.peers}
-        lost = self._gone(everybody)  # a machine may have taken several with it
+        others = {peer.rank for peer in self._neighbours.peers}
+        lost = self._gone(others)  # a machine may have taken several with it
         gone, silent = (
             [peer for peer in self._neighbours.peers if lost.get(peer.rank) == kind] for kind in ("gone", "silent")
         )

@@ -308,6 +308,8 @@ class TorchCollectives(Collectives):
         self.timeout = timeout
         #: The group over which ranks compare what they call; None: they do not. See [Note: comparing calls].
         self._comparing: Any = None
+        #: The interface of gloo was chosen for this run in a group of the user's, which stays.
+        self._chose_interface = False
         self._duplicates: dict[str, Collectives] = {}
         #: The backend for each type of device; see [Note: two backends].
         self._backends = backends_of(group)
@@ -326,7 +328,10 @@ class TorchCollectives(Collectives):
 
         if dist.is_initialized():
             _check_adoptable(device, backend, world.world_size)
-            return cls(world, device, owns_group=False, timeout=timeout)._compare()
+            chose = _choose_interface(world)  # for the groups that the run adds
+            adopted = cls(world, device, owns_group=False, timeout=timeout)._compare()
+            adopted._chose_interface = chose
+            return adopted
         whole = with_gloo(backend, device)
         _allow_connections(world.world_size)
         _choose_interface(world)
@@ -546,7 +551,9 @@ class TorchCollectives(Collectives):
         self._same_call("broadcast_object", src)
         box = [_packed(value) if self.rank == src else b""]
         dist.broadcast_object_list(box, group=self.group, group_src=src)
-        return value if self.rank == src else pickle.loads(box[0])  # noqa: S301 - what another rank of this run sent
+        if self.rank == src and not box[0].startswith(_REFUSAL):
+            return value
+        return _unpacked(box[0], src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         import torch.distributed as dist
@@ -554,7 +561,7 @@ class TorchCollectives(Collectives):
         self._same_call("all_gather_object")
         values: list[Any] = [b""] * self.world_size
         dist.all_gather_object(values, _packed(value), group=self.group)
-        return [pickle.loads(each) for each in values]  # noqa: S301 - what the ranks of this run sent
+        return [_unpacked(each, rank) for rank, each in enumerate(values)]
 
     def any(self, flag: bool) -> bool:
         import torch
@@ -619,6 +626,9 @@ class TorchCollectives(Collectives):
     def close(self) -> None:
         self._comparing, self._duplicates = None, {}
         self.__dict__.pop("unchecked", None)
+        if self._chose_interface:
+            self._chose_interface = False
+            _listen_anywhere()
         if self._owns_group:
             self._owns_group = False
             atexit.unregister(_leave_group)
@@ -799,10 +809,27 @@ class _Packer(pickle.Pickler):
     proto = pickle.DEFAULT_PROTOCOL
 
 
+#: Begins what is sent in place of an object that cannot be pickled: all ranks raise, and none waits. No pickle does.
+_REFUSAL = b"stratagem: "
+
+
 def _packed(value: Any) -> bytes:
     file = io.BytesIO()
-    _Packer(file).dump(value)
+    try:
+        _Packer(file).dump(value)
+    except Exception as error:  # noqa: BLE001 - objects of the user raise what they like
+        return _REFUSAL + f"{type(value).__name__}, {type(error).__name__}: {error}".encode()
     return file.getvalue()
+
+
+def _unpacked(message: bytes, rank: int) -> Any:
+    if message.startswith(_REFUSAL):
+        reason = message.removeprefix(_REFUSAL).decode().rstrip(".")
+        raise ConfigError(
+            f"rank {rank} sends an object that cannot be pickled ({reason})",
+            do="send what pickle takes: no functions or classes from within a function, and no open files",
+        )
+    return pickle.loads(message)  # noqa: S301 - what a rank of this run sent
 
 
 def _not_joined(world: World, error: Exception) -> LaunchError:
@@ -848,19 +875,20 @@ def _allow_connections(world_size: int) -> None:
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def _choose_interface(world: World) -> None:
-    """Let gloo listen where the other ranks of the run can reach this one, unless an interface was chosen.
+def _choose_interface(world: World) -> bool:
+    """Let gloo listen where the other ranks of the run can reach this one; return whether that was left to choose.
 
     On one machine that is the loopback address; else the interface that packets to the main address leave by. Also for
     the groups that an engine makes later, so the variable stays until the group is left.
     """
     global _listens_here
     if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
-        return
+        return False
     found = _loopback() if world.num_nodes == 1 else _interface_towards(world)
     if found is not None:
         os.environ[_GLOO_INTERFACE] = found
         _listens_here = True
+    return found is not None
 
 
 def _listen_anywhere() -> None:

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.launch import RendezvousStore
@@ -126,6 +127,22 @@ def test_processes_started_by_hand_listen_at_loopback_and_the_environment_is_as_
     assert len(first) > len(second) >= 2
     assert {*first, *second} == {"127.0.0.1"}
     assert variables == ["lo", None]
+
+
+def _in_a_group_of_the_users(rank, world_size):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo")
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    with sg.Run(strategy="ddp", devices=world_size, accelerator="cpu") as run:
+        run.collectives.barrier()
+        inside = os.environ.get("GLOO_SOCKET_IFNAME")
+    after = os.environ.get("GLOO_SOCKET_IFNAME")
+    torch.distributed.destroy_process_group()
+    return inside, after
+
+
+def test_groups_that_a_run_adds_to_one_of_the_users_listen_at_loopback_too():
+    assert run_in_processes(_in_a_group_of_the_users, 2) == [("lo", None)] * 2
 
 
 def test_a_store_for_other_machines_listens_everywhere():

@@ -18,6 +18,7 @@ from stratagem import neighbours
 from stratagem.testing import run_in_processes
 from stratagem.testing.machine import _processes_with
 from stratagem.testing.reference import Net, joined_batches, part
+from stratagem.testing.training import outcome
 from stratagem.world import Collectives, fingerprint, is_common
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -165,6 +166,19 @@ def test_different_calls_are_refused_on_all_ranks_and_never_mix():
                 assert call in sentence, (first, second, sentence)
             for argument in {first, second} - {"all_reduce() ("} if {first, second} <= reductions else ():
                 assert argument.replace("torch.Size([5])", "(5,)") in sentence, (first, second, sentence)
+
+
+def _send_what_cannot_be_pickled(rank, world_size):
+    with sg.Run(strategy="ddp", devices=world_size, accelerator="cpu") as run:
+        unpicklable = lambda: None  # noqa: E731 - that is the point
+        gathered = outcome(lambda: run.collectives.all_gather_object(unpicklable if rank == 1 else 0))
+        return gathered, outcome(lambda: run.collectives.broadcast_object(unpicklable if rank == 0 else 0))
+
+
+def test_an_object_that_cannot_be_sent_is_refused_on_all_ranks():
+    for gathered, broadcast in run_in_processes(_send_what_cannot_be_pickled, 2):
+        assert "rank 1 sends an object that cannot be pickled (function, " in gathered
+        assert "rank 0 sends an object that cannot be pickled (function, " in broadcast
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4096])
