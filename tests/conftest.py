@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items):
 def clean_environment(unlaunched, monkeypatch, tmp_path):
     """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a group that an earlier test left behind
+    for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_"))]:
+        monkeypatch.delenv(name)  # of a group that an earlier test left behind
 
 
 @pytest.fixture(scope="session")

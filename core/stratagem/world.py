@@ -336,8 +336,7 @@ class TorchCollectives(Collectives):
         _allow_connections(world.world_size)
         _choose_interface(world)
         if "nccl" in whole:
-            for name, value in _NCCL_TRACES.items():
-                os.environ.setdefault(name, value)
+            _trace_calls()
         try:
             dist.init_process_group(
                 whole, store=_store(world, timeout), rank=world.rank, world_size=world.world_size, timeout=timeout,
@@ -849,8 +848,13 @@ def _not_joined(world: World, error: Exception) -> LaunchError:
     )
 
 
-#: Each rank writes its last calls to a file when a collective of NCCL times out.
-_NCCL_TRACES = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+def _trace_calls() -> None:
+    """Let each rank write its last calls to a file when a collective of NCCL times out, unless the user decided."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name, which every process warns of where it is set
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
 #: Files that a process may need beside the connections of its groups.
 _OTHER_FILES = 512
 

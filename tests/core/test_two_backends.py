@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 
@@ -279,11 +281,22 @@ def test_ranks_wait_less_long_over_nccl_unless_told(accelerator, strategy, minut
     assert run.stack.join_timeout() == timedelta(minutes=minutes)
 
 
-def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorded, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "")
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorded, monkeypatch, name):
+    monkeypatch.setenv(name, "7")
     TorchCollectives.connect(World(), CUDA, backend="nccl").close()
 
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert {key: value for key, value in os.environ.items() if key.startswith(("TORCH_FR_", "TORCH_NCCL_"))} == {
+        name: "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }  # fmt: skip
+
+
+def test_the_variables_that_are_set_are_not_warned_of():
+    """torch tells every process of names that are out of date."""
+    program = (
+        "import torch.distributed as dist; from stratagem.world import _trace_calls; _trace_calls();"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert "deprecated" not in result.stderr
