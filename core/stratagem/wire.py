@@ -82,7 +82,7 @@ class Wire:
             ConfigError: a layer has sparse gradients, which do not travel in buckets.
         """
         assert self.run.module is not None, "a replica of it was made"
-        _check_dense(self.run.module)
+        check_dense(self.run.module, "comm hooks send", "sparse=False there, or no comm hook")
         replica.register_comm_hook(self, _reduce_all if replica.find_unused_parameters else _reduce)
 
     def take_turns(self) -> None:
@@ -243,13 +243,16 @@ def _gradients(bucket: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _check_dense(module: nn.Module) -> None:
+def check_dense(module: nn.Module, sender: str, expected: str, do: str = "") -> None:
+    """Refuse a part of `module` whose gradients are sparse: `sender` sends dense ones.
+
+    Raises:
+        ConfigError: there is one; its name, and `expected` and `do`, are in it.
+    """
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if sparse:
-        raise ConfigError(
-            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and comm hooks send dense ones",
-            expected="sparse=False there, or no comm hook",
-        )
+        found = f"{sparse[0] or type(module).__name__!r} has sparse gradients, and {sender} dense ones"
+        raise ConfigError(found, expected=expected, do=do)
 
 
 def _describe(tensor: Tensor) -> str:

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.errors import ConfigError
 from stratagem.options import duration, more_than, not_empty
 from stratagem.plugin import (
     CLIP_BY_NORM,
@@ -40,6 +39,7 @@ from stratagem.plugin import (
 )
 from stratagem.state import logical_optimizer_state, physical_optimizer_state
 from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
+from stratagem.wire import check_dense
 from stratagem.world import Collectives, TorchCollectives
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
@@ -119,7 +119,9 @@ class ShardedDDPStrategy(Strategy):
         self._reduce = run.bucket_reducer() if run.stage == "train" else None
         self._stop_sending()
         if run.stage == "train":
-            _check_dense(run.module)
+            check_dense(
+                run.module, "strategy ddp_sharded sends", "sparse=False there", 'set it, or choose strategy="ddp"'
+            )
             if self._reduce is None and not run.manual and run.peers.world_size > 1:
                 self._sender = _Sender(run.peers, self.bucket_cap_mb * 1e6)
         return module
@@ -392,16 +394,6 @@ class _Sender:
         for handle in self._handles:
             handle.remove()
         self._handles, self._ids = [], []
-
-
-def _check_dense(module: nn.Module) -> None:
-    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse:
-        raise ConfigError(
-            f"{sparse[0] or type(module).__name__!r} has sparse gradients, and strategy ddp_sharded sends dense ones",
-            expected="sparse=False there",
-            do='set it, or choose strategy="ddp"',
-        )
 
 
 def _reached(here: list[bool], run) -> list[bool]:
