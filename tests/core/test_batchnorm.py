@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from on_device import Both
 from torch import nn
 
 import stratagem as sg
@@ -121,18 +122,6 @@ def test_gradients_and_statistics_are_the_joined_batchs(fused):
     for worst in run_in_processes(_layers, 2, fused):
         assert len(worst) == 3
         assert max(worst.values()) < 1e-10
-
-
-class Both(Collectives):
-    """What two ranks with the same batch send each other."""
-
-    world_size = 2
-
-    def all_gather(self, tensor):
-        return [tensor, tensor]
-
-    def all_reduce(self, tensor, op="mean"):
-        return tensor * 2
 
 
 def check_against_the_joined_batch(x, **options):

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the device under test, training with every plugin, and ranks in fresh processes.
+"""What tests for GPUs share: the device under test, stand-ins, training with every plugin, ranks in fresh processes.
 
 With STRATAGEM_TEST_DEVICE=cpu in the environment the tests that need no CUDA of their own run on the CPU.
 """
@@ -21,6 +21,7 @@ import torch
 import stratagem as sg
 from stratagem.testing.reference import Batch, Net
 from stratagem.testing.training import weights_of
+from stratagem.world import Collectives, ReduceOp
 
 DEVICE = os.environ.get("STRATAGEM_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -29,6 +30,25 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 #: Relative difference in fp32 between a CPU and a GPU, which add in another order: 24 bits, a few steps, gradient norm > 1.
 OTHER_ORDER = 2e-5
+
+
+class Both(Collectives):
+    """What two ranks with the same batch send each other."""
+
+    world_size = 2
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, tensor]
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        return tensor * 2
+
+
+class Fused(Net):
+    """Stepped by an optimizer that can skip a step on the device."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 class Noisy(Net):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from on_device import Both
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -17,24 +18,11 @@ from stratagem.numerics import switch
 from stratagem.seeding import random_state, restore_random_state, seeded
 from stratagem.settings import RunSettings
 from stratagem.transfer import CopyStream
-from stratagem.world import Collectives
 
 pytestmark = pytest.mark.gpu
 
 
 # --- Batch normalization -----------------------------------------------------------------------------------------
-
-
-class Both(Collectives):
-    """What two ranks with the same batch send each other."""
-
-    world_size = 2
-
-    def all_gather(self, tensor):
-        return [tensor, tensor]
-
-    def all_reduce(self, tensor, op="mean"):
-        return tensor * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from on_device import Fused
 
 import stratagem as sg
 from stratagem.testing.reference import Net, joined_batches
@@ -35,13 +36,6 @@ class Strict(sg.Callback):
     @sg.hookimpl(tryfirst=True)
     def on_train_epoch_end(self):
         torch.cuda.set_sync_debug_mode("default")
-
-
-class Fused(Net):
-    """Stepped by an optimizer that can skip a step on the device."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 class Logs(Net):

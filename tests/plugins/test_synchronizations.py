@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from on_device import Fused
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,13 +30,6 @@ HOOKS = {
 }  # fmt: skip
 UNITS = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}
 REPLICAS = {"name": "fsdp", "sharding_strategy": "NO_SHARD"}
-
-
-class Fused(Net):
-    """Stepped by an optimizer that can skip a step on the device."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 class Logs(Net):
