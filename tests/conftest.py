@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections import Counter
 
@@ -36,8 +37,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def clean_environment(unlaunched, monkeypatch, tmp_path):
-    """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group."""
+    """A test begins as a process that nobody launched, in a folder of its own, and leaves no process group.
+
+    Its random numbers are the same in each run: a test that fails for some initial weights fails always, or never.
+    """
     monkeypatch.chdir(tmp_path)
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_"))]:
         monkeypatch.delenv(name)  # of a group that an earlier test left behind
 
