@@ -9,7 +9,7 @@ import torch
 from attrs import define, field
 
 from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.plugin import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
+from stratagem.api.kinds import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
 
 
 @define(eq=False, kw_only=True)

@@ -17,8 +17,8 @@ import attrs
 from attrs import define, field
 
 from stratagem import Logger, hookimpl
+from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, PluginError
-from stratagem.redaction import redact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

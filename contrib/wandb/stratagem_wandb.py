@@ -13,8 +13,8 @@ import attrs
 from attrs import define, field
 
 from stratagem import Logger, hookimpl
+from stratagem.api.paths import is_remote, place
 from stratagem.errors import ConfigError, PluginError
-from stratagem.places import is_remote, place
 
 if TYPE_CHECKING:
     import wandb

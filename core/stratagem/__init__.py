@@ -5,7 +5,7 @@
     trainer = sg.Trainer(strategy="ddp", precision="bf16-mixed", devices=2)
     trainer.fit(model, loader)
 
-Importing the package imports nothing else: names below load their room on first use.
+Importing the package imports nothing else: names below load their module on first use.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_ROOMS = {
-    "Trainer": "trainer",
-    "Run": "run",
-    "Module": "module",
-    "DataModule": "data",
-    "seed_everything": "seeding",
-    "hookimpl": "plugin",
-    "Strategy": "plugin",
-    "Precision": "plugin",
-    "CommHook": "plugin",
-    "Environment": "plugin",
-    "Launcher": "plugin",
-    "Accelerator": "plugin",
-    "CheckpointFormat": "plugin",
-    "Callback": "plugin",
-    "Logger": "plugin",
-    "Command": "plugin",
-    "Capabilities": "plugin",
-    "World": "world",
+_MODULES = {
+    "Trainer": "training.trainer",
+    "Run": "runtime.run",
+    "Module": "training.module",
+    "DataModule": "runtime.data",
+    "seed_everything": "runtime.seeding",
+    "hookimpl": "api.kinds",
+    "Strategy": "api.kinds",
+    "Precision": "api.kinds",
+    "CommHook": "api.kinds",
+    "Environment": "api.kinds",
+    "Launcher": "api.kinds",
+    "Accelerator": "api.kinds",
+    "CheckpointFormat": "api.kinds",
+    "Callback": "api.kinds",
+    "Logger": "api.kinds",
+    "Command": "api.kinds",
+    "Capabilities": "api.kinds",
+    "World": "api.world",
     "StratagemError": "errors",
 }
 
-__all__ = ["__version__", *_ROOMS]
+__all__ = ["__version__", *_MODULES]
 
 if TYPE_CHECKING:
-    from stratagem.data import DataModule as DataModule
+    from stratagem.api.kinds import Accelerator as Accelerator
+    from stratagem.api.kinds import Callback as Callback
+    from stratagem.api.kinds import Capabilities as Capabilities
+    from stratagem.api.kinds import CheckpointFormat as CheckpointFormat
+    from stratagem.api.kinds import Command as Command
+    from stratagem.api.kinds import CommHook as CommHook
+    from stratagem.api.kinds import Environment as Environment
+    from stratagem.api.kinds import Launcher as Launcher
+    from stratagem.api.kinds import Logger as Logger
+    from stratagem.api.kinds import Precision as Precision
+    from stratagem.api.kinds import Strategy as Strategy
+    from stratagem.api.kinds import hookimpl as hookimpl
+    from stratagem.api.world import World as World
     from stratagem.errors import StratagemError as StratagemError
-    from stratagem.module import Module as Module
-    from stratagem.plugin import Accelerator as Accelerator
-    from stratagem.plugin import Callback as Callback
-    from stratagem.plugin import Capabilities as Capabilities
-    from stratagem.plugin import CheckpointFormat as CheckpointFormat
-    from stratagem.plugin import Command as Command
-    from stratagem.plugin import CommHook as CommHook
-    from stratagem.plugin import Environment as Environment
-    from stratagem.plugin import Launcher as Launcher
-    from stratagem.plugin import Logger as Logger
-    from stratagem.plugin import Precision as Precision
-    from stratagem.plugin import Strategy as Strategy
-    from stratagem.plugin import hookimpl as hookimpl
-    from stratagem.run import Run as Run
-    from stratagem.seeding import seed_everything as seed_everything
-    from stratagem.trainer import Trainer as Trainer
-    from stratagem.world import World as World
+    from stratagem.runtime.data import DataModule as DataModule
+    from stratagem.runtime.run import Run as Run
+    from stratagem.runtime.seeding import seed_everything as seed_everything
+    from stratagem.training.module import Module as Module
+    from stratagem.training.trainer import Trainer as Trainer
 
 
 def __getattr__(name: str) -> Any:
-    room = _ROOMS.get(name)
-    if room is None:
+    module = _MODULES.get(name)
+    if module is None:
         message = f"module 'stratagem' has no attribute {name!r}"
         raise AttributeError(message)
     # Importing makes no garbage, but it makes the collector walk all of torch's objects, which takes longer than the
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        value = getattr(importlib.import_module(f"stratagem.{room}"), name)
+        value = getattr(importlib.import_module(f"stratagem.{module}"), name)
     finally:
         if collecting:
             gc.enable()

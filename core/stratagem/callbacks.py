@@ -1,6 +1,6 @@
 """Classes of the installed callback plugins, imported on first use: ``from stratagem.callbacks import ...``."""
 
-from stratagem._lazy import class_finder, class_names
+from stratagem.stack.class_lookup import class_finder, class_names
 
 __getattr__ = class_finder("callback")
 

@@ -1,6 +1,6 @@
 """Classes of the installed checkpoint plugins, imported on first use: ``from stratagem.checkpoints import ...``."""
 
-from stratagem._lazy import class_finder, class_names
+from stratagem.stack.class_lookup import class_finder, class_names
 
 __getattr__ = class_finder("checkpoint")
 

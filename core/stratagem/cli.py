@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stratagem import __version__, registry
+from stratagem import __version__
+from stratagem.api.kinds import KINDS
+from stratagem.distributed.launch import REPORTS_VARIABLE, open_standard_streams
 from stratagem.errors import StratagemError, nearest
-from stratagem.launch import REPORTS_VARIABLE, open_standard_streams
-from stratagem.plugin import KINDS
+from stratagem.stack import registry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from stratagem.doctor import examine, render
+    from stratagem.devtools.doctor import examine, render
 
     report = examine()
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
@@ -137,7 +138,7 @@ def _matrix(arguments: argparse.Namespace) -> int:
 
     import attrs
 
-    from stratagem.matrix import cells, render_html, render_markdown, summary
+    from stratagem.devtools.matrix import cells, render_html, render_markdown, summary
 
     table = cells(arguments.accelerator, arguments.presets)
     if arguments.html is not None:
@@ -157,7 +158,7 @@ def _new(arguments: argparse.Namespace) -> int:
     import shlex
     from pathlib import Path
 
-    from stratagem.scaffold import write
+    from stratagem.devtools.scaffold import write
 
     folder = write(arguments.kind, arguments.name, Path(arguments.into))
     print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
@@ -165,7 +166,7 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from stratagem.inspection import check_entry
+    from stratagem.stack.describe import check_entry
 
     if arguments.name is not None:
         return _check_one(_find_anywhere(arguments.name, _kind(arguments.kind)), arguments)
@@ -256,7 +257,7 @@ def _kind(kind: str | None) -> str | None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from stratagem.inspection import describe, render
+    from stratagem.stack.describe import describe, render
 
     kind = _kind(arguments.kind)
     description = describe(_find_anywhere(arguments.name, kind))

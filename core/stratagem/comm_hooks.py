@@ -1,6 +1,6 @@
 """Classes of the installed comm_hook plugins, imported on first use: ``from stratagem.comm_hooks import ...``."""
 
-from stratagem._lazy import class_finder, class_names
+from stratagem.stack.class_lookup import class_finder, class_names
 
 __getattr__ = class_finder("comm_hook")
 

@@ -1,6 +1,6 @@
 """Classes of the installed logger plugins, imported on first use: ``from stratagem.loggers import ...``."""
 
-from stratagem._lazy import class_finder, class_names
+from stratagem.stack.class_lookup import class_finder, class_names
 
 __getattr__ = class_finder("logger")
 

@@ -1,6 +1,6 @@
 """Classes of the installed precision plugins, imported on first use: ``from stratagem.precisions import ...``."""
 
-from stratagem._lazy import class_finder, class_names
+from stratagem.stack.class_lookup import class_finder, class_names
 
 __getattr__ = class_finder("precision")
 

@@ -22,8 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 import stratagem as sg
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.comm_hooks import FP16Compress
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -38,9 +37,11 @@ from stratagem.plugin import (
     Bucket,
     PrecisionPolicy,
 )
+from stratagem.api.named_state import logical_optimizer_state
+from stratagem.api.world import Collectives, TorchCollectives
+from stratagem.comm_hooks import FP16Compress
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
-from stratagem.seeding import sampler_seed
-from stratagem.state import logical_optimizer_state
+from stratagem.runtime.seeding import sampler_seed
 from stratagem.testing import (
     CallbackConformance,
     CommHookConformance,
@@ -48,7 +49,6 @@ from stratagem.testing import (
     PrecisionConformance,
     StrategyConformance,
 )
-from stratagem.world import Collectives, TorchCollectives
 
 
 @define(eq=False, kw_only=True)

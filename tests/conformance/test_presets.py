@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem import registry
-from stratagem.plugin import KINDS
+from stratagem.api.kinds import KINDS
+from stratagem.stack import registry
 from stratagem.testing.command import check
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from stratagem.plugin import KINDS
-from stratagem.scaffold import write
+from stratagem.api.kinds import KINDS
+from stratagem.devtools.scaffold import write
 
 
 @pytest.mark.slow

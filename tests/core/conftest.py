@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from stratagem import registry
+from stratagem.stack import registry
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import catalog, registry
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import options
 from stratagem.cli import parser
-from stratagem.config import options
-from stratagem.plugin import KINDS
-from stratagem.settings import _MOVED, TrainerSettings
+from stratagem.config.settings import _MOVED, TrainerSettings
+from stratagem.stack import catalog, registry
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = set(options(TrainerSettings))

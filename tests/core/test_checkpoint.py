@@ -10,11 +10,11 @@ import secrets
 import pytest
 
 import stratagem as sg
-from stratagem import checkpoint
-from stratagem.checkpoint import newest_whole, publish_file, remove_file, sidecar, verify_file
+from stratagem.api.kinds import CheckpointFormat
+from stratagem.api.paths import replace_text
+from stratagem.checkpoint import files as checkpoint
+from stratagem.checkpoint.files import newest_whole, publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.places import replace_text
-from stratagem.plugin import CheckpointFormat
 from stratagem.testing.reference import Net, joined_batches
 
 

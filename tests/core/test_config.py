@@ -13,9 +13,9 @@ from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.config import check, convert, describe, structure
+from stratagem.api.options import check, convert, describe, structure
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
 
 
 class Colour(enum.Enum):

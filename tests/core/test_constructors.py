@@ -14,11 +14,11 @@ import pytest
 from attrs import define, field
 
 import stratagem as sg
-from stratagem import registry
-from stratagem.config import options
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import options
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.options import at_least
-from stratagem.plugin import KINDS
+from stratagem.stack import registry
 
 #: Values for options without a default.
 REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1}

@@ -18,9 +18,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from stratagem.data import in_order, move_batch, set_epoch, several, shard_dataloader
-from stratagem.metrics import infer_batch_size
-from stratagem.world import Mesh
+from stratagem.api.world import Mesh
+from stratagem.runtime.data import in_order, move_batch, set_epoch, several, shard_dataloader
+from stratagem.training.metrics import infer_batch_size
 
 
 def shares(loader, stage, world_size=2, epoch=0):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from stratagem import doctor
 from stratagem.cli import main
+from stratagem.devtools import doctor
 
 GOOD = """
     from attrs import define
@@ -160,7 +160,7 @@ def test_asking_for_it_by_name_leaves_other_commands_quick():
     import subprocess
     import sys
 
-    code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem.doctor' in sys.modules)"
+    code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem.devtools.doctor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem import registry
-from stratagem.config import options
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import options
+from stratagem.config.settings import TrainerSettings
 from stratagem.errors import ConfigError
-from stratagem.plugin import KINDS
-from stratagem.resolver import make
-from stratagem.settings import TrainerSettings
+from stratagem.stack import registry
+from stratagem.stack.resolver import make
 
 CPU = {"accelerator": "cpu"}
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem import session
-from stratagem.hints import warn_of_another_order, warn_of_slow_choices
-from stratagem.plugin import PrecisionPolicy
-from stratagem.settings import RunSettings
+from stratagem.api.kinds import PrecisionPolicy
+from stratagem.config.settings import RunSettings
 from stratagem.testing.reference import Net, joined_batches
+from stratagem.training import stage_runner as session
+from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 
 FULL, HALF = PrecisionPolicy(), PrecisionPolicy(compute_dtype=torch.bfloat16)
 LAST = torch.channels_last

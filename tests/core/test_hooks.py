@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem import hookspecs
+from stratagem.api import hooks
+from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
-from stratagem.resolver import hook_specifications
+from stratagem.stack.resolver import hook_specifications
 from stratagem.testing.reference import Net, data, joined_batches
-from stratagem.world import Collectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -43,7 +43,7 @@ def spy(seen):
     for name, options in hook_specifications().items():
         if name == "reduce_bucket":
             continue  # called directly, not through pluggy
-        arguments = list(inspect.signature(getattr(hookspecs, name)).parameters)
+        arguments = list(inspect.signature(getattr(hooks, name)).parameters)
         wraps = options["firstresult"] and name not in NOT_ASKED
         text = f"def {name}(self, {', '.join(arguments)}):\n"
         text += f"    seen.setdefault({name!r}, dict({', '.join(f'{a}={a}' for a in arguments)}))\n"
@@ -104,7 +104,7 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path):
 
 
 def _launch(run, main):
-    from stratagem.run import _ProcessBody
+    from stratagem.runtime.run import _ProcessBody
 
     run.world = run.ask("setup_environment")
     return run.hook.launch(main=_ProcessBody(run, main), run=run)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import registry
-from stratagem.config import option_types, options
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import option_types, options
+from stratagem.config.settings import TrainerSettings
 from stratagem.errors import ConfigError
-from stratagem.plugin import KINDS
-from stratagem.resolver import make
-from stratagem.settings import TrainerSettings
+from stratagem.stack import registry
+from stratagem.stack.resolver import make
 
 HOSTILE = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "-1": -1, "-0.5": -0.5, "1e400": 10**400,

@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.initialization import Filler, has_no_values, without_values
+from stratagem.runtime.deferred_init import Filler, has_no_values, without_values
 from stratagem.testing import ProcessesFailed, run_in_processes
 from stratagem.testing.reference import Net, joined_batches, loss_of, relative_difference
 from stratagem.testing.training import outcome, share, weights_of

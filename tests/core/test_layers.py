@@ -12,8 +12,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.cli import main
+from stratagem.config.sources import from_arguments, parse_choice
 from stratagem.errors import ConfigError
-from stratagem.layers import from_arguments, parse_choice
 from stratagem.strategies import DDPStrategy
 
 TESTS = Path(__file__).parents[1]

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem import lightning_names
 from stratagem.errors import ConfigError, PluginError
-from stratagem.resolver import hook_specifications
+from stratagem.stack.resolver import hook_specifications
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, relative_difference
+from stratagem.training import lightning_names
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

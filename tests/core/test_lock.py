@@ -11,9 +11,9 @@ import textwrap
 import pytest
 
 import stratagem as sg
-from stratagem import lock
+from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError
-from stratagem.redaction import redact
+from stratagem.stack import lock
 from stratagem.testing import ProcessesFailed, run_in_processes
 from stratagem.testing.reference import Net, joined_batches
 from stratagem.testing.training import outcome, share

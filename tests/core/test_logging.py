@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem import hookspecs
-from stratagem.module import EVENTS
-from stratagem.resolver import hook_specifications
+from stratagem.api import hooks
+from stratagem.stack.resolver import hook_specifications
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data
+from stratagem.training.module import EVENTS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -172,7 +172,7 @@ def logs_in(base, event, passes_module):
         return had(self, *arguments, **options) if had is not None and not passes_module else None
 
     if passes_module:
-        parameters = list(inspect.signature(getattr(hookspecs, event)).parameters)
+        parameters = list(inspect.signature(getattr(hooks, event)).parameters)
         space = {"told": told}
         exec(f"def {event}(self, {', '.join(parameters)}):\n    return told(self, module=module)\n", space)
         return type("Logs", (base,), {event: sg.hookimpl(space[event])})

@@ -11,9 +11,9 @@ from attrs import define, field
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
+from stratagem.config.settings import RunSettings
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.numerics import switch
-from stratagem.settings import RunSettings
+from stratagem.runtime.numerics import switch
 from stratagem.testing import run_in_processes
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

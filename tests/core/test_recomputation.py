@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import stratagem as sg
-from stratagem import recomputation
 from stratagem.errors import ConfigError
+from stratagem.runtime import activation_checkpointing
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import train
@@ -69,7 +69,7 @@ def test_selective_keeps_what_every_fused_attention_returns():
     """A kernel that is left out is computed twice, on the GPUs that torch chooses it for."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    policy, aten = recomputation._keeping_products()[0].policy_fn, torch.ops.aten
+    policy, aten = activation_checkpointing._keeping_products()[0].policy_fn, torch.ops.aten
     names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     fused = {name for name in names if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")}
     fused.remove("_scaled_dot_product_attention_math")  # torch takes it apart

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import stratagem as sg
-from stratagem import registry
 from stratagem.cli import main
 from stratagem.errors import PluginError
+from stratagem.stack import registry
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import registry
-from stratagem.checkpoint import newest_whole, read_any
+from stratagem.api.kinds import KINDS
+from stratagem.api.world import Collectives
+from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.cli import main
+from stratagem.devtools.scaffold import render, write
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.inspection import check_entry, describe, option_docs
-from stratagem.plugin import KINDS
-from stratagem.scaffold import render, write
+from stratagem.stack import registry
+from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Gan,
@@ -36,7 +37,6 @@ from stratagem.testing.reference import (
     train_gan_plainly,
     train_plainly,
 )
-from stratagem.world import Collectives
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -139,10 +139,10 @@ def test_templates_are_in_the_wheel(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    templates = {path.name for path in (ROOT / "core/stratagem/templates").iterdir()}
+    templates = {path.name for path in (ROOT / "core/stratagem/devtools/templates").iterdir()}
 
     assert {f"{kind}.py.txt" for kind in KINDS} < templates
-    assert {f"stratagem/templates/{name}" for name in templates} <= names
+    assert {f"stratagem/devtools/templates/{name}" for name in templates} <= names
 
 
 def test_the_command_says_where_and_what_next(tmp_path, capsys):
@@ -270,7 +270,7 @@ def test_strategy_trains_with_two_optimizers_by_hand(made):
 
 
 def _messages_of(rank, world_size, batches, accumulate):
-    from stratagem.world import TorchCollectives
+    from stratagem.api.world import TorchCollectives
 
     sent, send = [], TorchCollectives.average_async
     TorchCollectives.average_async = lambda self, tensor: (sent.append(tensor), send(self, tensor))[1]

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 import stratagem as sg
-from stratagem import world as world_module
 from stratagem.accelerators import CPUAccelerator
+from stratagem.api import world as world_module
+from stratagem.api.world import TorchCollectives, World, backends_in, interface_of, with_gloo
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.metrics import MetricBook
 from stratagem.testing import run_in_processes
-from stratagem.world import TorchCollectives, World, backends_in, interface_of, with_gloo
+from stratagem.training.metrics import MetricBook
 
 CUDA = torch.device("cuda", 0)
 
@@ -294,7 +294,7 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
 def test_the_variables_that_are_set_are_not_warned_of():
     """torch tells every process of names that are out of date."""
     program = (
-        "import torch.distributed as dist; from stratagem.world import _trace_calls; _trace_calls();"
+        "import torch.distributed as dist; from stratagem.api.world import _trace_calls; _trace_calls();"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
-from stratagem import neighbours
+from stratagem.api.world import TorchCollectives
+from stratagem.distributed import peer_diagnosis
+from stratagem.distributed.peer_diagnosis import explained
+from stratagem.distributed.watchdog import Watchdog
 from stratagem.errors import PeerError
-from stratagem.neighbours import explained
 from stratagem.testing import run_in_processes
-from stratagem.watchdog import Watchdog
-from stratagem.world import TorchCollectives
 
 
 def _run(world_size):
@@ -204,7 +204,7 @@ def test_a_loop_that_waits_in_the_same_place_for_each_batch_is_not_stuck():
 def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
     told, notes = threading.Event(), {}
     watchdog = watching([])
-    watchdog._post, watchdog._silent = neighbours._Post(None, 0.05), {}
+    watchdog._post, watchdog._silent = peer_diagnosis._Post(None, 0.05), {}
     watchdog._neighbours = SimpleNamespace(token=b"", knock=lambda ranks: ({1: "gone"}, store_answers))
     watchdog._board = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
 
@@ -221,7 +221,7 @@ def test_the_store_is_asked_even_where_no_thread_can_start(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    assert neighbours._Post(None)._ask(lambda: "told", 1.0) == "told"
+    assert peer_diagnosis._Post(None)._ask(lambda: "told", 1.0) == "told"
 
 
 def test_a_moving_main_thread_is_not_stuck():

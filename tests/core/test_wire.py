@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.api.kinds import Bucket
+from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
-from stratagem.plugin import Bucket
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
 from stratagem.testing.training import train, weights_on_all_ranks
-from stratagem.world import Collectives
 
 
 class Slow(Collectives):

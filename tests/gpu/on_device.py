@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import stratagem as sg
+from stratagem.api.world import Collectives, ReduceOp
 from stratagem.testing.reference import Batch, Net
 from stratagem.testing.training import weights_of
-from stratagem.world import Collectives, ReduceOp
 
 DEVICE = os.environ.get("STRATAGEM_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -138,7 +138,7 @@ class Ranks:
         self, function: Callable[..., Any], world_size: int, *arguments: Any, one_gpu: bool = True,
         variables: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        from stratagem.launch import RendezvousStore
+        from stratagem.distributed.launch import RendezvousStore
 
         self.folder = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
         root = Path(self.folder.name)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import registry
+from stratagem.devtools.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem.errors import StratagemError
-from stratagem.matrix import AXES, cells, names, render_html, render_markdown
+from stratagem.stack import registry
 from stratagem.testing import run_in_processes
 from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import registry
+from stratagem.api.json_tree import encode
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
-from stratagem.checkpoint import read_any
-from stratagem.encoding import encode
+from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError
-from stratagem.identity import keyed, matched
-from stratagem.resolver import make
+from stratagem.stack import registry
+from stratagem.stack.identity import keyed, matched
+from stratagem.stack.resolver import make
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem import registry
+from stratagem.stack import registry
 from stratagem.testing import run_in_processes
 from stratagem.testing.conformance import QUIET
 from stratagem.testing.reference import (

@@ -150,9 +150,9 @@ def test_persistent_workers_keep_the_order(tmp_path):
 
 
 def _stop_alone(rank, world_size):
-    import stratagem.loops
+    import stratagem.training.loops
 
-    stratagem.loops.MEETING_S = 2.0
+    stratagem.training.loops.MEETING_S = 2.0
 
     class Stop(sg.Callback):
         @sg.hookimpl

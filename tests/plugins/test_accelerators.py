@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratagem.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from stratagem.devices import parse_devices
+from stratagem.config.devices import parse_devices
 from stratagem.errors import ConfigError
 
 accelerators = pytest.importorskip("stratagem_accelerators")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint import read_any
+from stratagem.checkpoint.files import read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.testing import run_in_processes
@@ -87,7 +87,7 @@ def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
 
             module._write_parts = _no_room
         else:
-            import stratagem.checkpoint as module
+            import stratagem.checkpoint.files as module
 
             module.os.replace = _no_room
 
@@ -163,7 +163,7 @@ def test_the_older_one_goes_only_when_the_new_one_is_whole(checkpoint, tmp_path,
     if checkpoint == "sharded":
         monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _no_room)
     else:
-        monkeypatch.setattr("stratagem.checkpoint.os.replace", _no_room)
+        monkeypatch.setattr("stratagem.checkpoint.files.os.replace", _no_room)
     trainer.max_epochs = 3
     with pytest.raises(CheckpointError, match="could not be written"):
         trainer.fit(trainer.module, joined_batches(2, 24))

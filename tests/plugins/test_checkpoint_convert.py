@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import stratagem as sg
-from stratagem.checkpoint import read_any
+from stratagem.checkpoint.files import read_any
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
 from stratagem.testing import run_in_processes

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint import newest_whole, read_any
+from stratagem.api.paths import claim
+from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError, StratagemError
-from stratagem.places import claim
 from stratagem.testing import run_in_processes
 from stratagem.testing.processes import ProcessesFailed
 from stratagem_checkpoint_sharded import folder as writing

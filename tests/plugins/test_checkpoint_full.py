@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint import Alone
+from stratagem.checkpoint.files import Alone
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.testing import run_in_processes

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.checkpoint import format_named, read_any
+from stratagem.checkpoint.files import format_named, read_any
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.api.paths import place
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint import newest_whole, read_any
+from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.places import place
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of

@@ -14,6 +14,9 @@ import torch
 
 import stratagem as sg
 import stratagem_comm_hooks.lossy
+from stratagem.api.kinds import Bucket
+from stratagem.api.traffic import wire_bytes
+from stratagem.api.world import Collectives
 from stratagem.comm_hooks import (
     AllReduce,
     BatchedPowerSGD,
@@ -25,8 +28,6 @@ from stratagem.comm_hooks import (
     TopK,
 )
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.plugin import Bucket
-from stratagem.readback import Readback
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Gan,
@@ -39,8 +40,7 @@ from stratagem.testing.reference import (
     train_plainly,
 )
 from stratagem.testing.training import train, weights_on_all_ranks
-from stratagem.traffic import wire_bytes
-from stratagem.world import Collectives
+from stratagem.training.readback import Readback
 from stratagem_comm_hooks.owed import Chunk, Owed
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

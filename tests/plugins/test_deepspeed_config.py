@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.config import option_types, structure
+from stratagem.api.options import option_types, structure
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches

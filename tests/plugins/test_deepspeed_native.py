@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint import format_named
+from stratagem.checkpoint.files import format_named
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.strategies import DeepSpeedStrategy

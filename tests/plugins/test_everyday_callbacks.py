@@ -31,7 +31,7 @@ from stratagem.callbacks import (
     Throughput,
     Timer,
 )
-from stratagem.checkpoint import read_any
+from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, train_module_plainly

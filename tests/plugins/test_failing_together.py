@@ -35,9 +35,9 @@ class SavesAlone(sg.Callback):
 
 
 def _save_alone(rank, world_size):
-    import stratagem.trainer
+    import stratagem.training.trainer
 
-    stratagem.trainer.MEETING_S = 1.0
+    stratagem.training.trainer.MEETING_S = 1.0
     return _said(Net(), world_size, callbacks=[SavesAlone()])
 
 

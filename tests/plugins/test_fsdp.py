@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import stratagem as sg
 import stratagem_fsdp
+from stratagem.api.world import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of
-from stratagem.world import TorchCollectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -14,7 +14,7 @@ import torch._dynamo
 
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint import newest_whole
+from stratagem.checkpoint.files import newest_whole
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.testing.reference import Net, joined_batches
 

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.checkpoint import read_any
-from stratagem.encoding import encode
+from stratagem.api.json_tree import encode
+from stratagem.api.kinds import Capabilities
+from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.plugin import Capabilities
 from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
@@ -431,7 +431,7 @@ BARE = """
     import os, signal, subprocess, sys, threading, time, types
     from stratagem import World
     from stratagem.accelerators import CPUAccelerator
-    from stratagem.launch import join_supervision
+    from stratagem.distributed.launch import join_supervision
     from stratagem.launchers import {launcher}
 
     def rank():

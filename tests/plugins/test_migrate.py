@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import stratagem as sg
+from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.errors import ConfigError
-from stratagem.run import Run
-from stratagem.world import Collectives
+from stratagem.runtime.run import Run
 from stratagem_migrate import examine, names, own, today, trainers
 from stratagem_migrate.source import Source
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import neighbours
+from stratagem.api.world import Collectives, fingerprint, is_common
+from stratagem.distributed import peer_diagnosis
 from stratagem.testing import run_in_processes
 from stratagem.testing.machine import _processes_with
 from stratagem.testing.reference import Net, joined_batches, part
 from stratagem.testing.training import outcome
-from stratagem.world import Collectives, fingerprint, is_common
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: What a rank may take beyond the timeout.
@@ -79,7 +79,7 @@ def test_every_method_is_listed():
 
 
 def _leave_out(rank, world_size, names):
-    neighbours.SIGN_S = 0.1  # it is waited for in every case
+    peer_diagnosis.SIGN_S = 0.1  # it is waited for in every case
     said = {}
     for name in names:
         clips = name == "run.clip_gradients"

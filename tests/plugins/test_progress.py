@@ -17,8 +17,8 @@ import pytest
 import stratagem as sg
 import stratagem_callbacks.progress
 from stratagem.callbacks import ProgressBar
-from stratagem.readback import Readback
 from stratagem.testing.reference import Net, joined_batches
+from stratagem.training.readback import Readback
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}

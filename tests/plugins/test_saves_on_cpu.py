@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import cpu_copies
+from stratagem.checkpoint.files import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.testing import run_in_processes
 from stratagem_checkpoint_full import _loadable, _on_cpu

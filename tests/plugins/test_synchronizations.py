@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem_ddp
+from stratagem.api.world import TorchCollectives
 from stratagem.testing import run_in_processes, synchronizations_per_step
 from stratagem.testing.reference import Net, joined_batches, part
-from stratagem.world import TorchCollectives
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 BATCHES = joined_batches(8, 16)

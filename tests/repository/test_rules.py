@@ -13,12 +13,13 @@ from pathlib import Path
 import attrs
 import pytest
 
-from stratagem import catalog, hookspecs, registry
-from stratagem.defaults import DEFAULTS
+from stratagem.api import hooks
+from stratagem.api.kinds import KINDS, Command
 from stratagem.errors import ConfigError
-from stratagem.inspection import option_docs
-from stratagem.plugin import KINDS, Command
-from stratagem.resolver import hook_implementations, hook_specifications, make
+from stratagem.runtime.default_hooks import DEFAULTS
+from stratagem.stack import catalog, registry
+from stratagem.stack.describe import option_docs
+from stratagem.stack.resolver import hook_implementations, hook_specifications, make
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "stratagem"
@@ -113,7 +114,7 @@ def test_catalog_defaults_exist():
 
 @pytest.mark.parametrize("hook", sorted(hook_specifications()))
 def test_hook_is_documented_with_its_exact_signature(hook):
-    signature = f"{hook}({', '.join(inspect.signature(getattr(hookspecs, hook)).parameters)})"
+    signature = f"{hook}({', '.join(inspect.signature(getattr(hooks, hook)).parameters)})"
 
     assert f"### `{signature}`" in (ROOT / "docs" / "hooks.md").read_text()
 

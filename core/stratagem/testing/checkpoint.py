@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import stratagem as sg
-from stratagem import catalog
+from stratagem.api.kinds import CheckpointFormat
 from stratagem.errors import CheckpointError
-from stratagem.plugin import CheckpointFormat
+from stratagem.stack import catalog
 from stratagem.testing.conformance import Conformance
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of

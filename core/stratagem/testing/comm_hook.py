@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import stratagem as sg
-from stratagem import catalog
-from stratagem.plugin import GRADIENT_BUCKETS, Bucket
+from stratagem.api.kinds import GRADIENT_BUCKETS, Bucket
+from stratagem.api.world import Collectives
+from stratagem.stack import catalog
 from stratagem.testing.conformance import Conformance, refusal
 from stratagem.testing.reference import Net, joined_batches, train_module_plainly
 from stratagem.testing.training import train, weights_on_all_ranks
-from stratagem.world import Collectives
 
 _BATCH = 24
 

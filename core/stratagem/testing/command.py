@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stratagem import testing
+from stratagem.api.kinds import KINDS
 from stratagem.errors import ConfigError
-from stratagem.plugin import KINDS
-from stratagem.registry import Entry
+from stratagem.stack.registry import Entry
 
 _TEST = """
 from stratagem.testing import {cls}

@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import pytest
 
 import stratagem as sg
-from stratagem import registry
-from stratagem.config import convert_options, options
+from stratagem.api.kinds import KINDS, Capabilities
+from stratagem.api.options import convert_options, options
+from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.identity import keyed, matched
-from stratagem.inspection import check_class, option_docs
-from stratagem.plugin import KINDS, Capabilities
-from stratagem.redaction import redact
-from stratagem.resolver import Choice
+from stratagem.stack import registry
+from stratagem.stack.describe import check_class, option_docs
+from stratagem.stack.identity import keyed, matched
+from stratagem.stack.resolver import Choice
 from stratagem.testing.processes import run_in_processes
 
 #: A trainer that writes nothing and says nothing.

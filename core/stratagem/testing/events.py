@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import stratagem as sg
-from stratagem import lock
+from stratagem.stack import lock
 from stratagem.testing.checkpoint import assert_same
 from stratagem.testing.conformance import QUIET, Conformance
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly

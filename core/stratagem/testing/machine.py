@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem import World, catalog, registry
+from stratagem import World
 from stratagem.errors import ConfigError
-from stratagem.resolver import make
+from stratagem.stack import catalog, registry
+from stratagem.stack.resolver import make
 from stratagem.testing.conformance import QUIET, Conformance
 from stratagem.testing.pytest_plugin import LAUNCH_VARIABLES
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -130,7 +131,7 @@ class LauncherConformance(Conformance):
             several,
             """
             def main(run):
-                from stratagem.world import World
+                from stratagem.api.world import World
                 places = run.collectives.all_gather_object((run.world.rank, run.world.local_rank, os.getpid()))
                 return places if run.rank == 0 else "not mine"
             print("RESULT", run.launch(main), flush=True) if "LOCAL_RANK" not in os.environ else run.launch(main)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.plugin import LOSS_SCALING, MULTI_PROCESS, PrecisionPolicy
+from stratagem.api.kinds import LOSS_SCALING, MULTI_PROCESS, PrecisionPolicy
 from stratagem.testing.conformance import Conformance
 from stratagem.testing.reference import (
     Batch,

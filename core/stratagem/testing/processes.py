@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratagem.launch import RendezvousStore, is_echo
+from stratagem.distributed.launch import RendezvousStore, is_echo
 
 #: How long the other ranks have to write what they saw, once one has failed.
 _LAST_WORDS_S = 0.3

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem import catalog, registry
-from stratagem.errors import StratagemError
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     ACCUMULATION,
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
@@ -32,6 +30,8 @@ from stratagem.plugin import (
     NO_SYNC,
     SHARDED_PARAMETERS,
 )
+from stratagem.errors import StratagemError
+from stratagem.stack import catalog, registry
 from stratagem.testing.conformance import QUIET, Conformance, refusal
 from stratagem.testing.precision import tolerance_of
 from stratagem.testing.reference import (

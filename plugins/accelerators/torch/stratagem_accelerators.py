@@ -7,8 +7,8 @@ import os
 from attrs import define
 
 from stratagem import Accelerator, Capabilities
+from stratagem.api.kinds import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS
 from stratagem.errors import ConfigError, nearest
-from stratagem.plugin import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS
 
 #: What CUDA_DEVICE_ORDER may be; CUDA takes anything else for the first, without a message.
 _ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from stratagem import CheckpointFormat, hookimpl
-from stratagem.encoding import decode, encode
+from stratagem.api.json_tree import decode, encode
+from stratagem.api.paths import is_remote, modified_at
+from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, modified_at
-from stratagem.staging import StagedFolder, explained, remove_folder
 
 _INDEX, _REST = ".metadata", "stratagem.json"
 _TAG, _VERSION = "stratagem dcp checkpoint", 1

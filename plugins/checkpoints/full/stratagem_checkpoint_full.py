@@ -13,10 +13,10 @@ import xxhash
 from attrs import define, field
 
 from stratagem import CheckpointFormat, hookimpl
-from stratagem.checkpoint import publish_file, remove_file, sidecar, verify_file
-from stratagem.cpu_copies import CPUCopies
+from stratagem.api.paths import is_remote, refusals
+from stratagem.checkpoint.cpu_copies import CPUCopies
+from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, refusals
 
 #: What torch's weights-only loader gives back without an allow-list.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

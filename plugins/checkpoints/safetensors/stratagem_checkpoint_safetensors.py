@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
 from stratagem import CheckpointFormat, hookimpl
-from stratagem.checkpoint import publish_file, remove_file, verify_file
-from stratagem.cpu_copies import CPUCopies
-from stratagem.encoding import decode, encode
+from stratagem.api.json_tree import decode, encode
+from stratagem.api.paths import is_remote, refusals
+from stratagem.checkpoint.cpu_copies import CPUCopies
+from stratagem.checkpoint.files import publish_file, remove_file, verify_file
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, refusals
 
 _REST, _TENSOR = "stratagem", "stratagem."
 #: What reading a file raises that is damaged, or was not written here.

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem import Command, registry
-from stratagem.checkpoint import Alone, format_named, name_of_format, read_any, read_with, write_with
+from stratagem import Command
+from stratagem.api.paths import place
+from stratagem.checkpoint.files import Alone, format_named, name_of_format, read_any, read_with, write_with
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.places import place
-from stratagem.resolver import make
+from stratagem.stack import registry
+from stratagem.stack.resolver import make
 
 _ONE_FILE = "full"
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from attrs import define
 
 from stratagem import Environment, World, hookimpl
+from stratagem.distributed.launch import STORE_HOSTED_VARIABLE
 from stratagem.errors import ConfigError
-from stratagem.launch import STORE_HOSTED_VARIABLE
 
 
 @define(eq=False, kw_only=True)

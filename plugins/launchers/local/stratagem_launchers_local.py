@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from attrs import define
 
 from stratagem import Launcher, hookimpl
-from stratagem.errors import ConfigError
-from stratagem.launch import (
+from stratagem.api.kinds import DEVICE_CUDA
+from stratagem.distributed.launch import (
     PARENT_VARIABLE,
     Child,
     Companions,
@@ -38,7 +38,7 @@ from stratagem.launch import (
     start_for_good,
     wait_for,
 )
-from stratagem.plugin import DEVICE_CUDA
+from stratagem.errors import ConfigError
 
 #: Set while a spawned process imports the user's script: a launch then means that the script has no main guard.
 _IMPORTING = "STRATAGEM_IMPORTING_MAIN"

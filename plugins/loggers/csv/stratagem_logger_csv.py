@@ -13,9 +13,9 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import Logger, hookimpl
+from stratagem.api.paths import is_remote, place, replace_text
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
-from stratagem.places import is_remote, place, replace_text
 
 
 @define(eq=False, kw_only=True)

@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from stratagem import Capabilities, Precision, hookimpl
-from stratagem.data import map_batch
+from stratagem.api.kinds import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, PrecisionPolicy
+from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, between, more_than
-from stratagem.plugin import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, PrecisionPolicy
+from stratagem.runtime.data import map_batch
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 

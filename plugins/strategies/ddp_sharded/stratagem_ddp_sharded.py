@@ -23,8 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.options import duration, more_than, not_empty
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_STEP,
@@ -37,10 +36,11 @@ from stratagem.plugin import (
     WITHIN_TEAM,
     Bucket,
 )
-from stratagem.state import logical_optimizer_state, physical_optimizer_state
-from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.wire import check_dense
-from stratagem.world import Collectives, TorchCollectives
+from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
+from stratagem.api.validators import duration, more_than, not_empty
+from stratagem.api.world import Collectives, TorchCollectives
+from stratagem.distributed.bucket_reducer import check_dense
+from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"

@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem import Capabilities, Module, Strategy, hookimpl
-from stratagem.data import move_batch
-from stratagem.errors import ConfigError
-from stratagem.metrics import combine, number
-from stratagem.module import COMPILER
-from stratagem.options import duration, more_than, not_empty
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -42,7 +37,12 @@ from stratagem.plugin import (
     MULTI_PROCESS,
     NO_SYNC,
 )
-from stratagem.world import TorchCollectives
+from stratagem.api.validators import duration, more_than, not_empty
+from stratagem.api.world import TorchCollectives
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import move_batch
+from stratagem.training.metrics import combine, number
+from stratagem.training.module import COMPILER
 
 _WITHIN_A_PROCESS = frozenset(
     {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}

@@ -32,10 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.errors import ConfigError, shown
-from stratagem.normalization import match_inputs
-from stratagem.options import duration, not_empty
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_CLIPPING,
@@ -50,11 +47,14 @@ from stratagem.plugin import (
     WITHIN_TEAM,
     Bucket,
 )
-from stratagem.recomputation import recompute
-from stratagem.selection import check_policy, children_first, select
-from stratagem.state import load_weights, logical_optimizer_state, physical_optimizer_state
-from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.world import Mesh, TorchCollectives, backends_of
+from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
+from stratagem.api.validators import duration, not_empty
+from stratagem.api.world import Mesh, TorchCollectives, backends_of
+from stratagem.errors import ConfigError, shown
+from stratagem.runtime.activation_checkpointing import recompute
+from stratagem.runtime.normalization import match_inputs
+from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
+from stratagem.runtime.wrap_policy import check_policy, children_first, select
 
 _M_MMAP_THRESHOLD = -3
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.

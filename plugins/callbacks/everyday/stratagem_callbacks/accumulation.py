@@ -5,8 +5,8 @@ from __future__ import annotations
 from attrs import define
 
 from stratagem import Callback, hookimpl
+from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
-from stratagem.options import read_accumulation
 
 
 @define(eq=False, kw_only=True)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import SWALR
 
 from stratagem import Callback, Capabilities, hookimpl
+from stratagem.api.kinds import STEPPED_COPIES, TEAMS
+from stratagem.api.validators import at_least, batch_limit, between, more_than
 from stratagem.errors import ConfigError
-from stratagem.optimization import LRSchedulerConfig
-from stratagem.options import at_least, batch_limit, between, more_than
-from stratagem.plugin import STEPPED_COPIES, TEAMS
+from stratagem.training.optimizers import LRSchedulerConfig
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

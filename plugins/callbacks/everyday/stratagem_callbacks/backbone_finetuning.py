@@ -9,8 +9,8 @@ from attrs import define, field
 from torch import nn
 
 from stratagem import Callback, hookimpl
+from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
-from stratagem.options import at_least, more_than, not_empty
 
 
 @define(eq=False, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.data import with_batch_size
+from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, not_empty
+from stratagem.runtime.data import with_batch_size
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from attrs import define, evolve, field
 
 from stratagem import Callback, hookimpl
+from stratagem.api.traffic import Count
 from stratagem.errors import ConfigError
-from stratagem.traffic import Count
 
 
 @define(eq=False, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.monitoring import monitored
-from stratagem.options import at_least, not_empty
+from stratagem.api.validators import at_least, not_empty
+from stratagem.training.monitored import monitored
 
 
 @define(eq=False, kw_only=True)

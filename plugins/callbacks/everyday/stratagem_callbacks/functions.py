@@ -8,15 +8,16 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl, hookspecs
+from stratagem import Callback, hookimpl
+from stratagem.api import hooks
 from stratagem.errors import ConfigError, nearest
 
-_EVENTS = tuple(name for name in vars(hookspecs) if name.startswith("on_"))
+_EVENTS = tuple(name for name in vars(hooks) if name.startswith("on_"))
 
 
 def _event(name: str) -> Any:
     """Make the hook implementation that passes event `name` on to the function given for it, if there is one."""
-    arguments = [argument for argument in inspect.signature(getattr(hookspecs, name)).parameters if argument != "run"]
+    arguments = [argument for argument in inspect.signature(getattr(hooks, name)).parameters if argument != "run"]
     names = ", ".join(arguments)
     space: dict[str, Any] = {}
     source = f"def {name}(self, {names}):\n    if {name!r} in self.on: self.on[{name!r}]({names})\n"

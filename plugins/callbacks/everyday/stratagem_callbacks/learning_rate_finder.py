@@ -13,8 +13,8 @@ from attrs import define, field
 from attrs.converters import optional
 
 from stratagem import Callback, hookimpl
+from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, more_than, not_empty
 from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 #: Weight of the past in the average that ends the trial early.

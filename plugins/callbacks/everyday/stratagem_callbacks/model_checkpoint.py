@@ -13,13 +13,13 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.checkpoint import format_of
+from stratagem.api.paths import is_remote, place
+from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
+from stratagem.checkpoint.files import format_of
+from stratagem.distributed.launch import interrupted_by_watcher
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.launch import interrupted_by_watcher
-from stratagem.monitoring import monitored
-from stratagem.options import at_least, at_least_or_unlimited, not_empty
-from stratagem.places import is_remote, place
-from stratagem.readback import as_numbers
+from stratagem.training.monitored import monitored
+from stratagem.training.readback import as_numbers
 from stratagem_callbacks.occupied import occupy, vacate
 
 

@@ -8,7 +8,7 @@ from attrs import define, field
 from torch import nn
 
 from stratagem import Callback, hookimpl
-from stratagem.options import at_least_or_unlimited
+from stratagem.api.validators import at_least_or_unlimited
 
 
 @define(eq=False, kw_only=True)

@@ -8,8 +8,8 @@ import os
 import platform
 from pathlib import Path
 
+from stratagem.api.paths import Claim, claim, is_remote
 from stratagem.errors import ConfigError
-from stratagem.places import Claim, claim, is_remote
 
 _FILE = ".in_use"
 _NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -9,9 +9,9 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import hookimpl
-from stratagem.launch import is_echo
-from stratagem.options import more_than, not_empty
-from stratagem.places import place
+from stratagem.api.paths import place
+from stratagem.api.validators import more_than, not_empty
+from stratagem.distributed.launch import is_echo
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.api.paths import is_remote, refusals
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, refusals
 
 #: Where a checkpoint holds what the run wrote.
 _ENTRY = "own_files"

@@ -21,9 +21,9 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import hookimpl
+from stratagem.api.paths import place
+from stratagem.api.validators import more_than, not_empty
 from stratagem.errors import ConfigError, PeerError, nearest
-from stratagem.options import more_than, not_empty
-from stratagem.places import place
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 #: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
 
 
 def _folder(trainer: Any, dirpath: Path | None) -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.options import more_than
-from stratagem.readback import Readback
-from stratagem.resolver import in_notebook
+from stratagem.api.validators import more_than
+from stratagem.stack.resolver import in_notebook
+from stratagem.training.readback import Readback
 
 
 @define(eq=False, kw_only=True)

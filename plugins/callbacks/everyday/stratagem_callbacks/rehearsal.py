@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigError
-from stratagem.metrics import MetricBook
-from stratagem.module import takes
+from stratagem.training.metrics import MetricBook
+from stratagem.training.module import takes
 
 
 def check_can_rehearse(trainer: Any, who: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
+from stratagem.api.validators import at_least, more_than
 from stratagem.errors import StratagemError
-from stratagem.options import at_least, more_than
 
 
 class TrainingSpike(StratagemError):

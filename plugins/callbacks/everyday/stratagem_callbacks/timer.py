@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attrs import define, field
 
 from stratagem import Callback, hookimpl
-from stratagem.options import read_duration
+from stratagem.api.validators import read_duration
 
 
 @define(eq=False, kw_only=True)

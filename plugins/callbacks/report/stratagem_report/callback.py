@@ -12,9 +12,9 @@ from attrs import define, field, frozen
 from attrs.converters import optional
 
 from stratagem import Callback, hookimpl
+from stratagem.api.paths import is_remote, place, replace_text
+from stratagem.api.validators import more_than
 from stratagem.errors import ConfigError
-from stratagem.options import more_than
-from stratagem.places import is_remote, place, replace_text
 from stratagem_report.facts import ending, failure, gather, learning_rates, memory_held
 from stratagem_report.history import History
 from stratagem_report.page import render

@@ -18,10 +18,10 @@ import torch
 from attrs import frozen
 
 from stratagem import __version__
-from stratagem.config import options
-from stratagem.inspection import explain_stack
-from stratagem.redaction import redact
-from stratagem.settings import CHOICES
+from stratagem.api.options import options
+from stratagem.api.redaction import redact
+from stratagem.config.settings import CHOICES
+from stratagem.stack.describe import explain_stack
 
 if TYPE_CHECKING:
     from stratagem_report.history import History
@@ -48,7 +48,7 @@ class Facts:
     folder: str
     #: (name, value, origin) of every argument but those that choose plugins.
     arguments: list[tuple[str, str, str]]
-    #: As `stratagem.inspection.explain_stack` gives them.
+    #: As `stratagem.stack.describe.explain_stack` gives them.
     plugins: list[dict[str, Any]]
     hyper_parameters: list[tuple[str, str]]
     versions: list[tuple[str, str]]

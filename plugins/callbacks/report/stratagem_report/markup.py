@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from stratagem.redaction import redact
+from stratagem.api.redaction import redact
 
 #: Elements without content.
 _VOID = {"meta", "input", "br"}

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 from attrs import define, field
 
 from stratagem import CheckpointFormat, hookimpl
+from stratagem.api.paths import is_private, is_remote, modified_at
+from stratagem.checkpoint.atomic import remove_folder
 from stratagem.errors import CheckpointError
-from stratagem.places import is_private, is_remote, modified_at
-from stratagem.staging import remove_folder
 from stratagem_checkpoint_sharded import folder, objects
 from stratagem_checkpoint_sharded.layout import Plan
 from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, files_at, files_of, has_tag, read_manifest, verify

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from stratagem.api.world import Collectives
+from stratagem.checkpoint.atomic import StagedFolder, explained
 from stratagem.errors import CheckpointError
-from stratagem.staging import StagedFolder, explained
-from stratagem.world import Collectives
 from stratagem_checkpoint_sharded.layout import Plan, pieces
 from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, THREADS, checksum, encoded, files_at, has_tag
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stratagem.cpu_copies import is_pinnable, wait_for
-from stratagem.encoding import encode
+from stratagem.api.json_tree import encode
+from stratagem.checkpoint.cpu_copies import is_pinnable, wait_for
 from stratagem.errors import CheckpointError
 
 #: Tensors begin at multiples of this, so that any dtype can be mapped.

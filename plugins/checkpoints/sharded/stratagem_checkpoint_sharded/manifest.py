@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
+from stratagem.api.paths import is_remote, read_range, refusals, size_of
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, read_range, refusals, size_of
 from stratagem_checkpoint_sharded.layout import ALIGNMENT, Plan
 
 MANIFEST, TENSORS = "manifest.json", "tensors.bin"

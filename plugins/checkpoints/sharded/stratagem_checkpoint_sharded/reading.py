@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from stratagem.encoding import decode
+from stratagem.api.json_tree import decode
+from stratagem.api.paths import refusals
 from stratagem.errors import CheckpointError
-from stratagem.places import refusals
 from stratagem_checkpoint_sharded.layout import SMALL
 from stratagem_checkpoint_sharded.manifest import THREADS, fetch
 

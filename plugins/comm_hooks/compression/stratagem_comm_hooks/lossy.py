@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stratagem import CommHook, hookimpl
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.readback import Readback
+from stratagem.training.readback import Readback
 from stratagem_comm_hooks.per_run import PerRun
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem import hookimpl
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers
 
 

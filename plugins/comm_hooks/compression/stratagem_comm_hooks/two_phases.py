@@ -15,8 +15,8 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from stratagem.plugin import Bucket
-from stratagem.world import Collectives
+from stratagem.api.kinds import Bucket
+from stratagem.api.world import Collectives
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.owed import Chunk, Layout, Owed, as_real
 

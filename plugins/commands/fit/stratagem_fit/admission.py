@@ -12,14 +12,15 @@ import importlib
 import inspect
 from typing import Any, get_args, get_origin
 
-from stratagem.config import describe
+from stratagem.api.options import describe
 from stratagem.errors import ConfigError
 from stratagem_fit.signatures import annotations_of, in_plain_words, is_class, members
 
 #: Classes whose objects any argument without an annotation may take.
 _KINDS = (
     "torch.nn.Module", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", "torch.utils.data.Dataset",
-    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.data.DataModule", "stratagem.plugin.Plugin",
+    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.runtime.data.DataModule",
+    "stratagem.api.kinds.Plugin",
 )  # fmt: skip
 #: Modules whose functions may be handed to an argument that takes a callable: they compute, and nothing else.
 _FUNCTIONS = ("math", "torch", "torch.nn.functional", "torch.nn.init")

@@ -133,6 +133,6 @@ def explain(job: Job) -> str:
 
 
 def _shown(plan: Any) -> list[tuple[str, Any]]:
-    from stratagem.redaction import redact
+    from stratagem.api.redaction import redact
 
     return [(name, redact(name, value)) for name, value in plan.arguments.items()]

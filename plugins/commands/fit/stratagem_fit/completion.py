@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from stratagem import Command, registry
-from stratagem.config import option_types
-from stratagem.plugin import KINDS
-from stratagem.settings import CHOICES, TrainerSettings
+from stratagem import Command
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import option_types
+from stratagem.config.settings import CHOICES, TrainerSettings
+from stratagem.stack import registry
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -81,7 +81,7 @@ def _make_importable(file: Path) -> None:
 
 
 def _made(plan: Plan, base: type[Any], kind: str) -> Any:
-    from stratagem.module import original
+    from stratagem.training.module import original
 
     made = plan.build()
     if not isinstance(original(made), base):

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import attrs
 from attrs import frozen
 
-from stratagem.config import convert, describe
+from stratagem.api.options import convert, describe
 from stratagem.errors import ConfigError, nearest
 from stratagem_fit.admission import admit, admit_object, is_factory
 from stratagem_fit.runfile import Said, Spec, parse_text

@@ -9,13 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from stratagem import registry
-from stratagem.config import convert, option_types
+from stratagem.api.options import convert, option_types
+from stratagem.api.redaction import redact
+from stratagem.config.settings import CHOICES, PluginOption, TrainerSettings, gather
+from stratagem.config.sources import from_environment
 from stratagem.errors import ConfigError
-from stratagem.layers import from_environment
-from stratagem.redaction import redact
-from stratagem.resolver import make
-from stratagem.settings import CHOICES, PluginOption, TrainerSettings, gather
+from stratagem.stack import registry
+from stratagem.stack.resolver import make
 from stratagem_fit.job import Job
 from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text

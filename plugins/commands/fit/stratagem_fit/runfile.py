@@ -9,11 +9,11 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from stratagem.config import convert
+from stratagem.api.options import convert
+from stratagem.api.paths import place
+from stratagem.config.settings import TrainerSettings, moved, option_names
+from stratagem.config.sources import Layer, from_file
 from stratagem.errors import ConfigError, nearest
-from stratagem.layers import Layer, from_file
-from stratagem.places import place
-from stratagem.settings import TrainerSettings, moved, option_names
 
 #: The keys at the top of a run file.
 SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")

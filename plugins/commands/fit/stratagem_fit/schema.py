@@ -15,14 +15,15 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from stratagem import Command, registry
-from stratagem.config import option_types, options
+from stratagem import Command
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import option_types, options
+from stratagem.config.settings import CHOICES, TrainerSettings
+from stratagem.config.sources import DOTTED
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.inspection import option_docs
-from stratagem.layers import DOTTED
-from stratagem.plugin import KINDS
-from stratagem.resolver import make
-from stratagem.settings import CHOICES, TrainerSettings
+from stratagem.stack import registry
+from stratagem.stack.describe import option_docs
+from stratagem.stack.resolver import make
 
 #: Arguments of the Trainer that take several plugins of a kind.
 _SEVERAL = {argument for argument, kind in CHOICES.items() if not KINDS[kind].single}
@@ -206,7 +207,7 @@ _NAMES: dict[Any, dict[str, Any]] = {
 
 
 def of_type(annotation: Any) -> dict[str, Any] | None:
-    """Return the schema of what a file can say for `annotation`, as `stratagem.config` takes it; None if nothing."""
+    """Return the schema of the values that a file can give for `annotation`; None if it can give none."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if annotation is Any:
         return {}

@@ -1,4 +1,4 @@
-"""What a class or function takes: its parameters, with annotations in words that `stratagem.config` understands."""
+"""What a class or function takes: its parameters, with annotations that `stratagem.api.options` understands."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def is_class(annotation: Any) -> bool:
 
 
 def in_plain_words(annotation: Any) -> Any:
-    """Return `annotation` in the words that `stratagem.config.convert` knows; Any for the rest."""
+    """Return `annotation` in the words that `stratagem.api.options.convert` knows; Any for the rest."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is None:
         return type(None)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from stratagem import catalog, config, registry
+from stratagem.api import options as config
 from stratagem.errors import ConfigError, PluginError
+from stratagem.stack import catalog, registry
 
 #: Which argument of the Trainer takes a plugin of each kind.
 ARGUMENTS = {
@@ -53,7 +54,7 @@ def trainer_attributes() -> frozenset[str]:
 @cache
 def module_attributes() -> frozenset[str]:
     """Return what a module may define, and what it inherits."""
-    from stratagem.module import EVENTS, Module
+    from stratagem.training.module import EVENTS, Module
 
     return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
 
@@ -69,16 +70,16 @@ def data_attributes() -> frozenset[str]:
 @cache
 def hooks() -> Mapping[str, tuple[str, ...]]:
     """Return the arguments of each hook, by its name."""
-    from stratagem import hookspecs
+    from stratagem.api import hooks as specifications
 
-    found = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "stratagem_spec")}
+    found = {name: value for name, value in vars(specifications).items() if hasattr(value, "stratagem_spec")}
     return {name: tuple(inspect.signature(value).parameters) for name, value in found.items()}
 
 
 @cache
 def events() -> frozenset[str]:
     """Return the events that a module may have a method for."""
-    from stratagem.module import EVENTS
+    from stratagem.training.module import EVENTS
 
     return frozenset(EVENTS)
 
@@ -86,7 +87,7 @@ def events() -> frozenset[str]:
 @cache
 def uncalled_methods() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningModule that stratagem refuses: what to write instead, and a note."""
-    from stratagem import lightning_names
+    from stratagem.training import lightning_names
 
     return _as_findings(lightning_names.MODULE)
 
@@ -94,7 +95,7 @@ def uncalled_methods() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a LightningDataModule that stratagem refuses, likewise."""
-    from stratagem import lightning_names
+    from stratagem.training import lightning_names
 
     return _as_findings(lightning_names.MODULE | lightning_names.DATA_MODULE)
 
@@ -102,7 +103,7 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, likewise."""
-    from stratagem import lightning_names
+    from stratagem.training import lightning_names
 
     return _as_findings(lightning_names.CALLBACK, "@hookimpl ")
 
@@ -110,7 +111,7 @@ def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
 @cache
 def other_moments() -> Mapping[str, str]:
     """Return hooks that are called at another time than the method of this name of Lightning's callbacks."""
-    from stratagem import lightning_names
+    from stratagem.training import lightning_names
 
     return lightning_names.HOOKS
 
@@ -118,7 +119,7 @@ def other_moments() -> Mapping[str, str]:
 @cache
 def needs() -> Mapping[str, str]:
     """Return what a strategy must provide for a module to define these methods."""
-    from stratagem import lightning_names
+    from stratagem.training import lightning_names
 
     return lightning_names.NEEDS
 
@@ -136,7 +137,7 @@ def _as_findings(table: Mapping[str, Any], mark: str = "") -> dict[str, tuple[st
 @cache
 def log_options() -> frozenset[str]:
     """Return the options of `Module.log`."""
-    from stratagem.metrics import MetricBook
+    from stratagem.training.metrics import MetricBook
 
     return frozenset(inspect.signature(MetricBook.log).parameters) - {"self", "name", "value"}
 
@@ -154,7 +155,7 @@ def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
 @cache
 def scheduler_options() -> frozenset[str]:
     """Return what a dict about a learning rate scheduler may hold."""
-    from stratagem.optimization import LRSchedulerConfig
+    from stratagem.training.optimizers import LRSchedulerConfig
 
     return frozenset(config.options(LRSchedulerConfig))
 
@@ -169,7 +170,7 @@ def hparams_have_attributes() -> bool:
 
 def refusal(argument: str, value: Any) -> str:
     """Return what stratagem would say to `value` for an argument that names no plugin; empty if it takes it."""
-    from stratagem.settings import CHOICES, TrainerSettings, gather
+    from stratagem.config.settings import CHOICES, TrainerSettings, gather
 
     if argument in CHOICES or argument not in config.options(TrainerSettings):
         return ""

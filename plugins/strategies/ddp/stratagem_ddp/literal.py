@@ -14,8 +14,8 @@ import torch
 from attrs import define, field
 
 from stratagem import CommHook, hookimpl
+from stratagem.api.kinds import Bucket
 from stratagem.errors import ConfigError, PluginError, shown
-from stratagem.plugin import Bucket
 
 #: torch's hooks and wrappers, by the comm hook that does the same.
 _HOOKS = {

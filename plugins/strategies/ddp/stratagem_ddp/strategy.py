@@ -12,10 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.config import options
-from stratagem.errors import ConfigError
-from stratagem.options import at_least, duration, more_than, not_empty
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -30,8 +27,11 @@ from stratagem.plugin import (
     NO_SYNC,
     WITHIN_TEAM,
 )
-from stratagem.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.world import TorchCollectives
+from stratagem.api.options import options
+from stratagem.api.validators import at_least, duration, more_than, not_empty
+from stratagem.api.world import TorchCollectives
+from stratagem.errors import ConfigError
+from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
 

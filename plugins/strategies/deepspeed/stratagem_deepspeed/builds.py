@@ -294,7 +294,7 @@ class _Library:
     def locked(self) -> Iterator[None]:
         """Keep other processes out; the kernel lets go when this one ends, however it ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "stratagem.lock", "w") as file:
+        with open(self.folder / "stratagem.stack.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

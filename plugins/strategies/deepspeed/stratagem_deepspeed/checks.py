@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.api.named_state import parameter_names
 from stratagem.errors import ConfigError
-from stratagem.state import parameter_names
 from stratagem_deepspeed.state import shape_of
 
 #: What fits into fp32.

@@ -22,8 +22,8 @@ from stratagem_deepspeed.given import AUTO
 if TYPE_CHECKING:
     import torch
 
-    from stratagem.plugin import PrecisionPolicy
-    from stratagem.run import Run
+    from stratagem.api.kinds import PrecisionPolicy
+    from stratagem.runtime.run import Run
     from stratagem_deepspeed.options import DeepSpeedOptions
 
 #: The options that stand for keys of the zero_optimization section under other names.

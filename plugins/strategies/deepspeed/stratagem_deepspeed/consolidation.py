@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint import Alone, format_named, write_with
-from stratagem.encoding import encode
+from stratagem.api.json_tree import encode
+from stratagem.api.paths import place
+from stratagem.checkpoint.files import Alone, format_named, write_with
 from stratagem.errors import CheckpointError
-from stratagem.places import place
 from stratagem_deepspeed import folder, start
 
 #: The key of what a run of ours remembers beside weights and optimizer.

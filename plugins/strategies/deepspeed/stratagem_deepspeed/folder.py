@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import xxhash
 
+from stratagem.api.paths import is_remote
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote
 
 #: The folder inside.
 TAG = "checkpoint"

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem.api.paths import place
 from stratagem.errors import ConfigError, nearest
-from stratagem.places import place
 
 AUTO = "auto"
 

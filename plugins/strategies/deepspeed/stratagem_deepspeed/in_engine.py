@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
 from stratagem.errors import CheckpointError
-from stratagem.state import check_optimizer_state, check_weights, parameter_names
 from stratagem_deepspeed import consolidation, folder
 from stratagem_deepspeed import state as logical
 
 if TYPE_CHECKING:
-    from stratagem.run import Run
+    from stratagem.runtime.run import Run
     from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 

@@ -17,17 +17,17 @@ import torch
 from attrs import define
 
 from stratagem import Capabilities, CheckpointFormat, hookimpl
-from stratagem.checkpoint import Alone
-from stratagem.encoding import decode, encode
+from stratagem.api.json_tree import decode, encode
+from stratagem.api.paths import is_remote, modified_at
+from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
+from stratagem.checkpoint.files import Alone
 from stratagem.errors import CheckpointError
-from stratagem.places import is_remote, modified_at
-from stratagem.staging import StagedFolder, explained, remove_folder
 from stratagem_deepspeed import consolidation, folder, in_engine
 from stratagem_deepspeed.in_engine import InEngine
 from stratagem_deepspeed.options import DeepSpeedOptions
 
 if TYPE_CHECKING:
-    from stratagem.run import Run
+    from stratagem.runtime.run import Run
 
 #: What a strategy must have for its checkpoints to be DeepSpeed's.
 ENGINE = "deepspeed-engine"

@@ -14,7 +14,7 @@ from stratagem_deepspeed.builds import OPS, check_tools, unusable
 from stratagem_deepspeed.config import device_of
 
 if TYPE_CHECKING:
-    from stratagem.run import Run
+    from stratagem.runtime.run import Run
 
 
 # --- What a run needs --------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from stratagem_deepspeed import builds
 from stratagem_deepspeed.ops import advise, ops_for, prepare_ops
 
 if TYPE_CHECKING:
-    from stratagem.run import Run
+    from stratagem.runtime.run import Run
 
 __all__ = ["advise", "join", "leave", "load", "ops_for", "prepare_ops"]
 

@@ -19,8 +19,8 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
 from stratagem.errors import CheckpointError
-from stratagem.state import check_optimizer_state, check_weights, parameter_names
 
 #: What torch calls the state of a module that is no tensor.
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX

@@ -14,8 +14,7 @@ from attrs import define, field
 from torch import nn
 
 from stratagem import Capabilities, hookimpl
-from stratagem.errors import ConfigError
-from stratagem.plugin import (
+from stratagem.api.kinds import (
     ACCUMULATION,
     CLIP_BY_NORM,
     FULL_STATE,
@@ -24,9 +23,10 @@ from stratagem.plugin import (
     SHARDED_PARAMETERS,
     STEPPED_COPIES,
 )
-from stratagem.state import logical_optimizer_state, parameter_names, physical_optimizer_state
-from stratagem.tuning import in_force, take_back
-from stratagem.world import TorchCollectives
+from stratagem.api.named_state import logical_optimizer_state, parameter_names, physical_optimizer_state
+from stratagem.api.world import TorchCollectives
+from stratagem.errors import ConfigError
+from stratagem.runtime.tuning import in_force, take_back
 from stratagem_deepspeed import in_engine, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers

@@ -26,17 +26,17 @@ from attrs import define, field
 from torch import Tensor
 
 from stratagem import hookimpl
-from stratagem.config import options
+from stratagem.api.kinds import Plugin
+from stratagem.api.options import options
+from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
-from stratagem.optimization import needs_closure
-from stratagem.plugin import Plugin
-from stratagem.world import Collectives
+from stratagem.training.optimizers import needs_closure
 from stratagem_outer.messages import follow_first, local, mean_where_different, means
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stratagem.run import Run
+    from stratagem.runtime.run import Run
 
 #: Optimizers that themselves talk to all processes.
 _DISTRIBUTED_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer"}

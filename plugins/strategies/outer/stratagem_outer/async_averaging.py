@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from attrs import define, field
 from torch import Tensor
 
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
 from stratagem_outer.messages import SENDER, flat, in_messages, pieces
 from stratagem_outer.teams import OuterStrategy
 

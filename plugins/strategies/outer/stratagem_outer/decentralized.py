@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from attrs import define, field
 
-from stratagem.options import at_least
+from stratagem.api.validators import at_least
 from stratagem_outer.messages import means
 from stratagem_outer.teams import OuterStrategy
 

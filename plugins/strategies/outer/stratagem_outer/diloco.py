@@ -8,8 +8,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, between, more_than
 from stratagem_outer.compressed import mean_in_fp16, mean_in_int8
 from stratagem_outer.messages import local, means, plain_mean
 from stratagem_outer.teams import OuterStrategy

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import define, field
 
-from stratagem.options import at_least
+from stratagem.api.validators import at_least
 from stratagem_outer.messages import means
 from stratagem_outer.teams import OuterStrategy
 

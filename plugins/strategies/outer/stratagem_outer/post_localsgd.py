@@ -8,10 +8,10 @@ from typing import ClassVar
 from attrs import define, field
 
 from stratagem import Capabilities, CommHook, hookimpl
+from stratagem.api.kinds import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
+from stratagem.api.validators import at_least
+from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
-from stratagem.options import at_least
-from stratagem.plugin import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
-from stratagem.world import Collectives
 from stratagem_outer.apart import Apart
 from stratagem_outer.messages import means
 

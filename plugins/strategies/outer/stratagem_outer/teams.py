@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from attrs import define, field
 
 from stratagem import Capabilities, Strategy, hookimpl
+from stratagem.api.kinds import MULTI_PROCESS, TEAMS, WITHIN_TEAM
+from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
-from stratagem.options import at_least, duration
-from stratagem.plugin import MULTI_PROCESS, TEAMS, WITHIN_TEAM
 from stratagem_outer.apart import Apart
 
 

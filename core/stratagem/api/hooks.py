@@ -1,0 +1,440 @@
+"""The contract: every hook of a run, in the order of its life. This is the one file a plugin author must read.
+
+[Note: answering, acting, wrapping]
+* An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
+  answers, the core's default does. Two plugins that answer are an error before anything runs.
+* Any number of plugins may **wrap** an answer hook with ``@hookimpl(wrapper=True)``: code before ``yield``, the inner
+  answer as its value, code after. A wrapper can change the answer; it cannot change the arguments, nor skip the rest.
+* Every other hook is **acted** on by all plugins that implement it, in the order of the stack: strategies (outer ones
+  first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
+  loggers. "All enter" means that each returned context manager is entered, in that order.
+
+An implementation names only the arguments it wants. `run` is this process's `stratagem.Run`: ``run.world``,
+``run.mesh``, ``run.device`` (the first of ``run.devices``), ``run.collectives`` (of all ranks), ``run.peers`` (of those
+that the model is spread over: fewer, if an outer strategy makes teams), ``run.policy`` (the precision's),
+``run.module`` (the user's module), ``run.model`` (what `wrap_model` made of it), ``run.optimizers``, ``run.stage``
+("train", "validate", "test" or "predict"), ``run.manual`` (the module optimizes by hand), ``run.sync_gradients`` (False
+on inner micro-batches) and ``run.settings``. Unless said otherwise a hook runs in every process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.kinds import hookspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from stratagem.api.kinds import Bucket
+    from stratagem.api.world import Collectives, World
+    from stratagem.runtime.run import Run
+    from stratagem.training.module import Module
+    from stratagem.training.trainer import Trainer
+
+# --- Processes ---------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def setup_environment(run: Run) -> World:
+    """Answer (environment): this process's place. The first hook of every process; nothing is connected yet.
+
+    Also called in the process that the user started, before `launch`: the answer is then local rank 0's place, with
+    ``main_port=None`` if the port is still to be chosen. Raise `ConfigError` if the processes found are not those that
+    ``run.settings`` asks for (``run.num_processes`` on this node, ``run.settings.num_nodes`` nodes).
+    """
+
+
+@hookspec(firstresult=True)
+def launch(main: Callable[[], Any], run: Run) -> Any:
+    """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return what rank 0's returned.
+
+    Called once, in the process that the user started, unless the environment says that all processes exist
+    (`Environment.processes_exist`); ``run.world`` is local rank 0's place. Every process started must learn its own
+    through the variables of `stratagem.distributed.launch.process_variables`. This answer alone may be None: it is the
+    user's.
+    """
+
+
+@hookspec(firstresult=True)
+def connect(world: World, run: Run) -> Collectives:
+    """Answer (strategy): join the other processes. ``run.world`` and ``run.device`` are set.
+
+    Default: a torch.distributed group with the accelerator's backend, or none for a single process.
+    """
+
+
+# --- The model ---------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def init_context(empty: bool, run: Run) -> AbstractContextManager[None]:
+    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`).
+
+    `empty` asks for parameters without values, which a checkpoint will fill.
+    """
+
+
+@hookspec
+def prepare_module(module: nn.Module, run: Run) -> None:
+    """All act: change the user's module in place before it is wrapped (convert dtypes, swap layers)."""
+
+
+@hookspec(firstresult=True)
+def wrap_model(module: nn.Module, run: Run) -> nn.Module:
+    """Answer (strategy): place `module` on ``run.device`` and return what is to be called in its stead.
+
+    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hangs its
+    work on ``forward`` sees the whole step. Outer strategies wrap. Called for every stage; ``run.stage`` tells which.
+    """
+
+
+@hookspec(firstresult=True)
+def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: Run) -> list[Optimizer]:
+    """Answer (strategy): the optimizers to step, given those made on the wrapped `module`. Default: the same."""
+
+
+@hookspec(firstresult=True)
+def wrap_dataloader(loader: DataLoader[Any], stage: str, run: Run) -> DataLoader[Any]:
+    """Answer (strategy): the loader of this process's share. Default: the sampler rules of `stratagem.runtime.data`.
+
+    Not called when the user sets ``use_distributed_sampler=False``.
+    """
+
+
+@hookspec(firstresult=True)
+def transfer_batch(batch: Any, run: Run) -> Any:
+    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps, to convert."""
+
+
+# --- The step ----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def step_context(stage: str, sync: bool, run: Run) -> AbstractContextManager[None]:
+    """All enter: contexts around one forward (and, when training, backward).
+
+    `sync` is False when the gradients of this micro-batch are only accumulated, or when the module optimizes by hand.
+    """
+
+
+@hookspec(firstresult=True)
+def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: Run) -> Any:
+    """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
+
+    Return what ``training_step`` would, and differentiate with `Run.backward`, which tells of `on_before_backward` and
+    `on_after_backward`. No default implementation: the loop calls forward and `Run.backward` when nobody answers.
+    """
+
+
+@hookspec(firstresult=True)
+def scale_loss(loss: Tensor, run: Run) -> Tensor:
+    """Answer (precision): the loss to differentiate. Default: as it is."""
+
+
+@hookspec(firstresult=True)
+def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
+    """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
+
+    Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
+    """
+
+
+@hookspec
+def reduce_bucket(bucket: Bucket, collectives: Collectives, run: Run) -> Generator[Any, Any, Tensor]:
+    """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
+
+    What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
+    of the stack an all-reduce mean over the ranks of `collectives`; a future, as of ``collectives.exchange_async``, as
+    what it holds. It may yield several times, equally often on all ranks. A plain function, without ``yield``, returns
+    its result at once. The run composes the stack once (`Run.bucket_reducer`) and calls the implementations directly,
+    not through pluggy.
+    """
+
+
+@hookspec(firstresult=True)
+def clip_gradients(optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: Run) -> Tensor | float:
+    """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
+
+    Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. When clipping by
+    value the answer is 0.0: nobody pays for a norm that nobody asked for.
+    """
+
+
+@hookspec(firstresult=True)
+def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: Run) -> bool:
+    """Answer (an engine, or a precision that scales): step; return whether parameters changed.
+
+    False is a step skipped because gradients overflowed: all ranks must then agree. `closure` is set only for
+    optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
+    """
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
+    """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective.
+
+    Where ``run.needs_values`` is False (on other ranks than the one that writes) a tensor may be on the meta device.
+    Where ``run.whole_state`` is False the checkpoint format takes parts, and nobody should make them whole: shards are
+    DTensors, and a tensor that is whole on some ranks only is on the meta device of the others.
+    """
+
+
+@hookspec(firstresult=True)
+def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: Run) -> bool:
+    """Answer (strategy): put logical `state` into the model; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[str, Any]:
+    """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
+
+    ``run.whole_state`` and ``run.needs_values`` as for `model_state`.
+    """
+
+
+@hookspec(firstresult=True)
+def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: Run) -> bool:
+    """Answer (strategy): put logical `state` into `optimizer`; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def save_checkpoint(state: dict[str, Any], path: Path, run: Run) -> bool:
+    """Answer (checkpoint format): write `state` to `path`, whole or not at all; return True. Called on all ranks."""
+
+
+@hookspec(firstresult=True)
+def load_checkpoint(path: Path, into: dict[str, Any] | None, run: Run) -> dict[str, Any]:
+    """Answer (checkpoint format): read and verify `path`. `into` offers tensors to read into, where a format can."""
+
+
+# --- Events ------------------------------------------------------------------------------------------------------
+# Acted on by callbacks, loggers and other plugins. A Module may define a method of the same name (without `trainer`,
+# `module` and `run`); it is called after the plugins.
+
+
+@hookspec
+def setup(trainer: Trainer, module: Module, stage: str, run: Run) -> None:
+    """A call begins in this process: data is prepared, the data module is set up, the model may not be built.
+
+    `stage` is "fit", "validate", "test" or "predict". The module's own ``setup(stage)`` is called after it.
+    """
+
+
+@hookspec
+def on_fit_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Model, optimizers and loaders are ready; a checkpoint to resume from has been applied."""
+
+
+@hookspec
+def on_fit_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """Training ended without an exception."""
+
+
+@hookspec
+def on_sanity_check_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before validation is tried, with ``trainer.sanity_checking`` set."""
+
+
+@hookspec
+def on_sanity_check_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After validation was tried, its metrics forgotten when this returns."""
+
+
+@hookspec
+def on_train_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before the first epoch, after the sanity check."""
+
+
+@hookspec
+def on_train_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last epoch."""
+
+
+@hookspec
+def on_train_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before the epoch's first batch; ``trainer.current_epoch`` counts from 0."""
+
+
+@hookspec
+def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the epoch's last batch and its validation, metrics reduced.
+
+    Also where training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`): then
+    ``trainer.position.epoch_ended`` is False, and it is called again when resuming has trained the rest. What
+    `module.log` gets here is reduced at once.
+    """
+
+
+@hookspec
+def on_train_batch_start(trainer: Trainer, module: Module, batch: Any, batch_idx: int, run: Run) -> None:
+    """Before a batch is used; it is on the device. A module's own returns -1 to skip the rest of the epoch."""
+
+
+@hookspec
+def on_train_batch_end(trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, run: Run) -> None:
+    """After a batch, including the optimizer's step if the batch closed an accumulation window."""
+
+
+@hookspec
+def on_before_backward(trainer: Trainer, module: Module, loss: Tensor, run: Run) -> None:
+    """Before a loss is differentiated; `loss` is divided by the accumulation, and not scaled yet."""
+
+
+@hookspec
+def on_after_backward(trainer: Trainer, module: Module, run: Run) -> None:
+    """Gradients of a batch were added up; they still carry the loss scale."""
+
+
+@hookspec
+def on_before_optimizer_step(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+    """Gradients are complete (averaged, accumulated), not yet unscaled or clipped."""
+
+
+@hookspec
+def on_before_zero_grad(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+    """Before gradients are zeroed: after each step, unless the module defines a method of the step."""
+
+
+@hookspec
+def on_validation_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before validation; ``trainer.sanity_checking`` tells a sanity check from the real thing."""
+
+
+@hookspec
+def on_validation_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_validation_start`, before the first batch."""
+
+
+@hookspec
+def on_validation_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a validation batch is used; it is on the device."""
+
+
+@hookspec
+def on_validation_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a validation batch."""
+
+
+@hookspec
+def on_validation_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last validation batch, before its metrics are reduced: the place to log over the whole set."""
+
+
+@hookspec
+def on_validation_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After validation, metrics reduced and in ``trainer.callback_metrics``."""
+
+
+@hookspec
+def on_test_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before testing."""
+
+
+@hookspec
+def on_test_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_test_start`, before the first batch."""
+
+
+@hookspec
+def on_test_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a test batch is used; it is on the device."""
+
+
+@hookspec
+def on_test_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a test batch."""
+
+
+@hookspec
+def on_test_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last test batch, before its metrics are reduced."""
+
+
+@hookspec
+def on_test_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After testing, metrics reduced."""
+
+
+@hookspec
+def on_predict_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """Before predicting."""
+
+
+@hookspec
+def on_predict_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+    """After `on_predict_start`, before the first batch."""
+
+
+@hookspec
+def on_predict_batch_start(
+    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """Before a predict batch is used; it is on the device."""
+
+
+@hookspec
+def on_predict_batch_end(
+    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+) -> None:
+    """After a predict batch."""
+
+
+@hookspec
+def on_predict_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After the last predict batch."""
+
+
+@hookspec
+def on_predict_end(trainer: Trainer, module: Module, run: Run) -> None:
+    """After predicting."""
+
+
+@hookspec
+def on_save_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+    """The logical state is complete; add to it or change it. Values must be tensors, numbers, strings or containers."""
+
+
+@hookspec
+def on_load_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+    """A checkpoint was read and verified; nothing has been applied yet."""
+
+
+@hookspec
+def on_exception(trainer: Trainer, module: Module, exception: BaseException, run: Run) -> None:
+    """The loop is about to end with `exception`, on this rank; the others may not know yet: no collectives here."""
+
+
+@hookspec
+def log_hyperparams(params: dict[str, Any], run: Run) -> None:
+    """Loggers, rank 0 only: the module's hyper-parameters (`Module.save_hyperparameters`), when a fit starts."""
+
+
+@hookspec
+def log_metrics(metrics: dict[str, float], step: int, run: Run) -> None:
+    """Loggers, rank 0 only: numbers at optimizer step `step`."""
+
+
+# --- The end -----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def teardown(run: Run) -> None:
+    """All act: give back what this process holds; the processes are still connected. Must be safe to call twice."""

@@ -1,0 +1,398 @@
+"""Files that are whole or not there: staged, hashed, fsynced, renamed. Knows nothing of what is in them.
+
+[Note: the sidecar]
+Beside ``last.ckpt`` lies ``last.ckpt.sum`` with a line for each content that the file may have: algorithm, digest,
+size. Publishing writes the new content under a temporary name, then a sidecar with the new line *and* the old ones,
+then renames the content into place, then drops the old lines. A crash at any moment leaves a file whose
+digest is in its sidecar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+
+from stratagem.api.paths import Claim, claim, create_beside, is_remote, place, publish_object, refusals
+from stratagem.checkpoint.atomic import sync_folder
+from stratagem.checkpoint.state_checks import check_structure
+from stratagem.errors import CheckpointError, PluginError
+
+if TYPE_CHECKING:
+    from stratagem.api.kinds import CheckpointFormat
+
+#: Layout of the state that checkpoint formats store.
+STATE_VERSION: Final = 2
+
+_STAGED = ".staged"
+_CHUNK = 1 << 20
+
+
+class Hasher(Protocol):
+    """What `hashlib` and its relatives return."""
+
+    name: str
+
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
+    """Let `write` fill a file that appears at `path` whole or not at all; see [Note: the sidecar].
+
+    Raises:
+        CheckpointError: the folder or the disk refuses; what was at `path` is untouched and still verifies.
+    """
+    if is_remote(path):
+        _publish_remotely(path, write, hasher)
+        return
+    staged = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        _clear_away_what_was_killed(path)
+        with create_beside(path, _STAGED) as file, _claimed(staged := file.path):
+            hashing = _HashingFile(file, hasher())
+            hashing.fill(write)
+            file.flush()
+            os.fsync(file.fileno())
+            with _claimed(path.parent):  # two runs that write here at once must not mix up content and sidecar
+                _write_durably(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+                os.replace(staged, path)
+                sync_folder(path.parent)
+                _write_durably(sidecar(path), [hashing.line()])
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error.strerror or error})",
+            expected="a writable folder with room",
+            do="an older checkpoint there, if any, is intact",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # what kept it from being written keeps it from being removed
+            if staged is not None:
+                staged.unlink(missing_ok=True)
+
+
+def _publish_remotely(path: Any, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
+    """As `publish_file`: the object appears when all of it has arrived."""
+    with refusals(path):
+        hashing = _HashingFile(None, hasher())
+
+        def pass_through(file: BinaryIO) -> None:
+            hashing.file = file
+            hashing.fill(write)
+
+        def announce() -> None:
+            _write_lines(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
+
+        publish_object(path, pass_through, before=announce)
+        _write_lines(sidecar(path), [hashing.line()])
+
+
+def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
+    """Check `path` against its sidecar; False if it has none (another program wrote it).
+
+    Raises:
+        CheckpointError: the file is missing, cut short, or not what was written.
+    """
+    with refusals(path, "read"):
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist", expected="a checkpoint file", do="check the path")
+        lines = _lines(sidecar(path))
+    if not lines and not sidecar(path).exists():
+        return False
+    if not lines:
+        raise CheckpointError(
+            f"{sidecar(path)} holds no checksum", expected="what was written beside the checkpoint",
+            do="use an older checkpoint, or delete that file to read this one unverified",
+        )  # fmt: skip
+    size, digest = path.stat().st_size, None
+    for line in lines:
+        _, wanted, length = line.split()
+        if size == int(length):
+            digest = digest or _digest(path, hasher())
+            if digest == wanted:
+                return True
+    raise CheckpointError(
+        f"{path} is not what was written: {_difference(size, lines)}",
+        expected="the content that its sidecar describes",
+        do="use an older checkpoint",
+    )
+
+
+def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
+    """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
+
+    Damaged ones are warned about. `checkpoint_format` is asked first; other formats are imported only if there is
+    something that it does not recognise.
+    """
+    with refusals(folder, "listed"):
+        if not folder.is_dir():
+            return None
+        found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
+    for path, form in found:
+        if form.is_whole(path):
+            return path
+        warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
+    return None
+
+
+def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
+    """Return when `path` was saved, in seconds since 1970; 0 if it does not tell."""
+    return _age(path, format_of(path, checkpoint_format))
+
+
+def remove_file(path: Path) -> None:
+    """Delete a published file and its sidecar."""
+    path.unlink(missing_ok=True)
+    sidecar(path).unlink(missing_ok=True)
+
+
+def sidecar(path: Path) -> Path:
+    """Return where the checksum of `path` stands."""
+    return path.with_name(path.name + ".sum")
+
+
+def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
+    """Read a checkpoint in this process alone, in whichever installed format recognises it.
+
+    Args:
+        trust: also one that cannot be read without executing what pickles in it say.
+
+    Raises:
+        CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
+    """
+    path = place(path)
+    with refusals(path, "read"):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
+    name = name_of_format(path)
+    if name is None and path.is_dir():
+        check_is_no_folder(path)
+    if name is None:
+        raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
+    checkpoint_format = format_named(name)
+    if checkpoint_format.reads_pickles and not trust:
+        raise CheckpointError(
+            f"{path} holds pickles, and whoever wrote a pickle can make its reader do anything",
+            expected="files that only you, or people you trust, have written",
+            do="if they are, `stratagem checkpoint consolidate --trust DIR FILE` makes a file without pickles of it",
+        )
+    if checkpoint_format.reads_pickles:
+        state = checkpoint_format.consolidate(path)
+    else:
+        state = read_with(checkpoint_format, path, Alone())
+    check_version(state, path)
+    return state
+
+
+def check_is_no_folder(path: Path) -> None:
+    """Refuse a folder, which no format recognises, and name the checkpoints in it."""
+    with refusals(path, "read"):
+        if not path.is_dir():
+            return
+        inside = sorted(each.name for each in path.iterdir() if name_of_format(each) is not None)
+    raise CheckpointError(
+        f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
+        do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
+    )  # fmt: skip
+
+
+class Alone:
+    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        from stratagem.api.world import Collectives, World
+        from stratagem.checkpoint.background_save import Saver
+
+        self.world, self.collectives = World(), Collectives()
+        self.saver = Saver(self.collectives)
+
+
+def name_of_format(path: Path) -> str | None:
+    """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
+    from stratagem.stack import registry
+
+    for entry in registry.entries("checkpoint"):
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            if _recognises(format_named(entry.qualified_name), path):
+                return entry.qualified_name
+    return None
+
+
+def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
+    """Return the installed format that recognises `path`; `preferred` if it does, or if none does."""
+    if _recognises(preferred, path):
+        return preferred
+    name = name_of_format(path)
+    return preferred if name is None else format_named(name)
+
+
+def format_named(name: str) -> CheckpointFormat:
+    """Return the checkpoint format of that name, with its default options."""
+    from stratagem.stack import registry
+    from stratagem.stack.resolver import make
+
+    checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
+    return checkpoint_format
+
+
+def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
+    """Have a format that is not the run's own read `path`."""
+    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
+    return state
+
+
+def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
+    """Have a format that is not the run's own write `state` to `path`."""
+    _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
+    run.saver.wait()
+
+
+def _call(plugin: Any, hook: str, **given: Any) -> Any:
+    """Call an implementation of `hook` as its caller would, with the arguments that it takes."""
+    function = getattr(plugin, hook)
+    accepted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in given.items() if name in accepted})
+
+
+def check_version(state: Mapping[str, Any], path: Path) -> None:
+    """Refuse a state that is no checkpoint's, or that only a newer stratagem understands."""
+    check_structure(state, path)
+    tag = state.get("format", {})
+    version, writer = tag.get("version", 1), tag.get("stratagem", "of an unknown version")
+    if isinstance(version, bool) or not isinstance(version, int) or version > STATE_VERSION:
+        raise CheckpointError(
+            f"{path} has version {version!r} and was written by stratagem {writer}",
+            expected=f"at most version {STATE_VERSION}", do="read it with a newer stratagem",
+        )  # fmt: skip
+
+
+class _HashingFile:
+    """Hashes and counts what passes through to a file that is written from front to back."""
+
+    def __init__(self, file: Any, hasher: Hasher) -> None:
+        self.file, self.hasher, self.size = file, hasher, 0
+        self.refusal: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        self.hasher.update(data)
+        self.size += len(memoryview(data).cast("B"))
+        try:
+            return int(self.file.write(data))
+        except Exception as error:
+            self.refusal = error
+            raise
+
+    def fill(self, write: Callable[[BinaryIO], None]) -> None:
+        """Let `write` write here; what the file raises comes out as it was (torch.save hides it behind its own)."""
+        try:
+            write(self)  # type: ignore[arg-type]
+        except Exception as error:
+            if self.refusal is None or error is self.refusal:
+                raise
+            raise self.refusal from error
+
+    def line(self) -> str:
+        """Return the line of the sidecar for what was written."""
+        return f"{self.hasher.name} {self.hasher.hexdigest()} {self.size}"
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def tell(self) -> int:
+        return self.size
+
+
+def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
+    """Yield what is in `folder` and recognised by a format, with that format."""
+    formats = [checkpoint_format]
+    for path in folder.iterdir():
+        if path.name.endswith((_STAGED, ".sum")):
+            continue
+        if len(formats) == 1 and not _recognises(checkpoint_format, path) and not path.name.startswith("."):
+            formats += _installed_formats()
+        form = next((form for form in formats if _recognises(form, path)), None)
+        if form is not None:
+            yield path, form
+
+
+def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # what cannot be looked into is not taken for a checkpoint
+        return checkpoint_format.recognises(path)
+    return False
+
+
+def _installed_formats() -> Iterator[CheckpointFormat]:
+    from stratagem.stack import registry
+
+    for entry in registry.entries("checkpoint"):
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            yield format_named(entry.qualified_name)
+
+
+def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:
+    with contextlib.suppress(OSError):  # another process may be tidying up
+        return checkpoint_format.saved_at(path)
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return []
+    return [line for line in lines if len(line.split()) == 3 and line.split()[2].isdigit()]
+
+
+def _write_durably(path: Path, lines: list[str]) -> None:
+    file = create_beside(path, _STAGED)
+    try:
+        with file:
+            file.write("".join(f"{line}\n" for line in lines).encode("ascii"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.path, path)
+        sync_folder(path.parent)
+    finally:
+        file.path.unlink(missing_ok=True)
+
+
+def _write_lines(path: Path, lines: list[str]) -> None:
+    """Write an object of lines, at once."""
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode("ascii"))
+
+
+def _claimed(path: Path) -> Claim:
+    claimed = claim(path, wait=True)
+    assert claimed is not None, "only a claim that does not wait can fail"
+    return claimed
+
+
+def _clear_away_what_was_killed(path: Path) -> None:
+    """Delete the staged files for `path` that nobody is writing any more."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_STAGED}"):
+        with contextlib.suppress(OSError):
+            if (claimed := claim(left, follow=False)) is not None:
+                left.unlink(missing_ok=True)
+                claimed.release()
+
+
+def _digest(path: Path, hasher: Hasher) -> str:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _difference(size: int, lines: list[str]) -> str:
+    sizes = {int(line.split()[2]) for line in lines}
+    return "its checksum differs" if size in sizes else f"it has {size} bytes instead of {max(sizes)}"

@@ -1,0 +1,328 @@
+"""Check what a checkpoint holds before any of it is applied: files may be edited by hand, or come from elsewhere.
+
+Every check sees the same content on all ranks, so all of them refuse or none. No value is converted to another kind
+(integers to floats, complex numbers to real ones): that would change it without a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from stratagem.api.named_state import check_weights
+from stratagem.errors import CheckpointError, StratagemError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: State of torch's optimizers that is like its parameter in shape.
+_LIKE_PARAMETERS = {
+    "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "sum",
+    "exp_inf",
+}  # fmt: skip
+_MAPPINGS = ("hyper_parameters", "loop", "callbacks", "plugins", "values", "format")
+_LISTS = ("optimizers", "lr_schedulers", "ranks")
+#: What code that reads plain data raises when the data are others than it expects.
+_CONFUSED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, AssertionError,
+    RuntimeError,
+)  # fmt: skip
+_DO = "nothing was changed; use another checkpoint, or load the weights alone"
+
+
+def check_structure(state: Any, path: Any) -> None:
+    """Check that `state` has the form of a checkpoint; what is in it beyond that is others' to check.
+
+    Raises:
+        CheckpointError: names `path` and the key.
+    """
+    if not isinstance(state, Mapping):
+        raise _wrong(path, "the checkpoint", state, "a mapping")
+    if "state_dict" not in state:
+        raise CheckpointError(f"{path} has no 'state_dict'", expected="a checkpoint with a model", do=_DO)
+    _check(path, "state_dict", state["state_dict"], Mapping, "a mapping of tensors by name")
+    for key in _MAPPINGS:
+        if key in state:
+            _check(path, key, state[key], Mapping, "a mapping")
+    for key in _LISTS:
+        if key in state:
+            _check(path, key, state[key], list | tuple, "a list of mappings")
+            for number, item in enumerate(state[key]):
+                _check(path, f"{key}[{number}]", item, Mapping, "a mapping")
+    for number, rank in enumerate(state.get("ranks", ())):
+        for key in ("plugins", "buffers", "random", "feed", "metrics", "callback_metrics"):
+            if key in rank:
+                _check(path, f"ranks[{number}].{key}", rank[key], Mapping, "a mapping")
+
+
+def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any = "the checkpoint") -> None:
+    """Check that each tensor of `weights` has the kind and the shape of the one in `module` that it is for.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for name, value in weights.items():
+        if name not in own:
+            continue
+        mine = own[name].dtype
+        if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+            raise _wrong(path, f"state_dict[{name!r}]", value, "a tensor")
+        if not _holds(mine, value.dtype):
+            raise CheckpointError(
+                f"{path}: state_dict[{name!r}] has dtype {value.dtype}",
+                expected=f"one that {mine}, which the model has, can hold", do="load it into the model that wrote it",
+            )  # fmt: skip
+        if not is_lazy(own[name]) and own[name].numel():  # an engine may hold it elsewhere
+            check_weights({name: own[name].shape}, {name: value}, strict=False)
+
+
+def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Any, where: str) -> None:
+    """Check the logical `state` of an optimizer: its form, options like those of `optimizer`, its tensors.
+
+    What tensors an optimizer keeps is known of torch's own alone: others keep them in other shapes, in integers, or for
+    some parameters only.
+
+    Args:
+        weights: the model's, of the same checkpoint.
+        optimizer: the one that it is for.
+        where: names the state in messages.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+    entries, saved = state.get("state"), state.get("param_groups")
+    groups, is_torchs = getattr(optimizer, "param_groups", ()), type(optimizer).__module__.startswith("torch.optim")
+    # The options of every group; those that a user added to one may be missing. None: all of them must be there.
+    defaults = getattr(optimizer, "defaults", None)
+    _check(where, "state", entries, Mapping, "a mapping by the names of parameters")
+    _check(where, "param_groups", saved, list | tuple, "a list of mappings")
+    assert isinstance(entries, Mapping)
+    assert isinstance(saved, Sequence)
+    for name, entry in entries.items():
+        _check(where, f"state[{name!r}]", entry, Mapping, "a mapping")
+        for key in _LIKE_PARAMETERS & entry.keys() if is_torchs else ():
+            _check_like(weights.get(name), entry[key], f"{where}.state[{name!r}].{key}")
+        if "step" in entry and not _is_number(entry["step"]):
+            raise _wrong(where, f"state[{name!r}].step", entry["step"], "a number")
+    for number, group in enumerate(saved):
+        place = f"param_groups[{number}]"
+        _check(where, place, group, Mapping, "a mapping")
+        _check(where, f"{place}.params", group.get("params"), list | tuple, "a list of names")
+        for name in group["params"]:
+            _check(where, f"{place}.params", name, str, "a list of names")
+        own = groups[number] if number < len(groups) else {}
+        for key in own.keys() - {"params", "initial_lr"}:
+            if key in group:
+                _check_similar(own[key], group[key], f"{where}.{place}.{key}")
+                if _is_number(own[key]) and (defaults is None or key in defaults):
+                    _check_usable(group[key], f"{where}.{place}.{key}")
+            elif defaults is not None and key not in defaults:
+                pass  # `with_new_options` keeps it
+            elif isinstance(own[key], int | float | tuple) and not isinstance(own[key], bool):
+                raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
+        if is_torchs:
+            _check_alike({name: entries[name] for name in group["params"] if name in entries}, where)
+
+
+def _check_usable(value: Any, where: str) -> None:
+    if value is None or math.isnan(value):
+        raise CheckpointError(f"{where} is {value}", expected="a number", do=_DO)
+
+
+def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return `state` with what only the groups of `optimizer` have, as they have it, and a name for each of these."""
+    own, defaults = getattr(optimizer, "param_groups", ()), getattr(optimizer, "defaults", None)
+    groups, added = [dict(group) for group in state["param_groups"]], []
+    for number, (mine, group) in enumerate(zip(own, groups, strict=False)):
+        for key in () if defaults is None else mine.keys() - group.keys() - defaults.keys() - {"params", "initial_lr"}:
+            group[key] = mine[key]
+            added.append(f"{where}.param_groups[{number}] has no {key!r}: it stays {mine[key]!r}")
+    return {**state, "param_groups": groups}, added
+
+
+def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Check that the parameters of one group have entries of the same names; one that never had a gradient has none."""
+    for key in {key for entry in entries.values() for key in entry if key == "step" or key in _LIKE_PARAMETERS}:
+        lacking = [name for name, entry in entries.items() if entry and key not in entry]
+        if lacking:
+            raise CheckpointError(
+                f"{where}.state[{lacking[0]!r}] has no {key!r}", expected="one, as other parameters have", do=_DO
+            )
+
+
+def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> None:
+    """Check that `state` is like what `scheduler` has now.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+    now = scheduler.state_dict()
+    if "last_epoch" in now and "last_epoch" not in state:
+        raise CheckpointError(f"{where} has no 'last_epoch'", expected="the state of a scheduler", do=_DO)
+    for key in (key for key in state if key in now):
+        _check_similar(now[key], state[key], f"{where}.{key}")
+
+
+def check_like(state: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Check that `state` has every key of `now`, with values like those.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    for key, value in now.items():
+        if key not in state:
+            raise CheckpointError(f"{where} has no {key!r}", expected=f"one like {value!r}", do=_DO)
+        _check_similar(value, state[key], f"{where}.{key}")
+        if type(value) is int and (type(state[key]) is not int or state[key] < 0):
+            raise CheckpointError(f"{where}.{key} is {state[key]!r}", expected="a whole number, 0 or more", do=_DO)
+
+
+def check_numbers(state: Mapping[str, Any], where: str) -> None:
+    """Check that all values of `state` are numbers.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    for key, value in state.items():
+        if not _is_number(value):
+            raise _wrong("", f"{where}[{key!r}]", value, "a number")
+
+
+def check_feed(state: Mapping[str, Any], where: str) -> None:
+    """Check what a rank saved of its batches within an epoch.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    if not state:
+        return
+    check_like(state, {"marks": {}, "accumulate": 1}, where)
+    for number, mark in state["marks"].items():
+        if type(number) is not int:
+            raise _wrong("", f"{where}.marks: a key", number, "the number of a batch")
+        _check(where, f"marks[{number}]", mark, Mapping, "a mapping")
+    if "window" in state:
+        _check(where, "window", state["window"], Mapping, "a mapping")
+        check_like(state["window"], {"start": 0, "buffers": {}}, f"{where}.window")
+
+
+def check_similar(now: Any, state: Any, where: str) -> None:
+    """Check that what `state` has is like what `now` has under the same keys.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    _check_similar(now, state, where)
+    if isinstance(now, Mapping):
+        for key in (key for key in now if key in state):
+            _check_similar(now[key], state[key], f"{where}.{key}")
+
+
+@contextlib.contextmanager
+def applying(where: str) -> Iterator[None]:
+    """Within: turn what code raises when data are not as it expects into a `CheckpointError` that names `where`."""
+    from stratagem.distributed.launch import is_echo
+
+    try:
+        yield
+    except (StratagemError, torch.OutOfMemoryError):
+        raise
+    except _CONFUSED as error:
+        if is_echo(error):
+            raise
+        text = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{where} cannot be applied ({type(error).__name__}: {text[0][:120] if text else 'no reason given'})",
+            expected="what this version of the run would save there",
+            do="use another checkpoint, or load the weights alone",
+        ) from error  # fmt: skip
+
+
+def together(collectives: Any, act: Callable[[], None]) -> None:
+    """Call `act`, which talks to no other rank; if it raises a `CheckpointError` on one rank, all ranks raise it."""
+    error = None
+    try:
+        act()
+    except CheckpointError as caught:
+        error = caught
+    collectives.fail_together(error)
+
+
+def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
+    """Whether values of dtype `theirs` can be put into `mine`: of the same kind, and integers without loss."""
+    if mine == theirs:
+        return True
+    if mine.is_floating_point or theirs.is_floating_point:
+        return bool(mine.is_floating_point and theirs.is_floating_point)
+    if mine.is_complex or theirs.is_complex:
+        return bool(mine.is_complex and theirs.is_complex)
+    if torch.bool in (mine, theirs):
+        return False
+    return bool(torch.promote_types(mine, theirs) == mine)
+
+
+def _check_like(weight: Any, value: Any, where: str) -> None:
+    if value is None:
+        return
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise _wrong("", where, value, "a tensor")
+    if weight is None or not hasattr(weight, "shape"):
+        return
+    if tuple(value.shape) != tuple(weight.shape):
+        raise CheckpointError(
+            f"{where} has shape {tuple(value.shape)}", expected=f"{tuple(weight.shape)} as its parameter", do=_DO
+        )
+    if not _holds(weight.dtype, value.dtype):
+        raise CheckpointError(
+            f"{where} has dtype {value.dtype}", expected=f"one that fits {weight.dtype}, as its parameter has", do=_DO
+        )
+
+
+def _check_similar(mine: Any, theirs: Any, where: str) -> None:
+    """Check that `theirs` can stand for `mine`: flags for flags, numbers for numbers, containers for containers."""
+    if theirs is None:
+        return
+    if mine is None:
+        ok, wanted = not isinstance(theirs, Tensor) or theirs.numel() == 1, "no tensor"
+    elif isinstance(mine, bool):
+        ok, wanted = isinstance(theirs, bool), "true or false"
+    elif isinstance(mine, int | float) or (isinstance(mine, Tensor) and mine.numel() == 1):
+        ok, wanted = _is_number(theirs), "a number"
+    elif isinstance(mine, list | tuple):
+        ok, wanted = isinstance(theirs, list | tuple), "a list"
+        if ok and mine and all(_is_number(each) for each in mine):
+            ok, wanted = all(_is_number(each) for each in theirs), "a list of numbers"
+    elif isinstance(mine, Mapping):
+        ok, wanted = isinstance(theirs, Mapping), "a mapping"
+    elif isinstance(mine, str):
+        ok, wanted = isinstance(theirs, str), "text"
+    else:
+        return
+    if not ok:
+        raise _wrong("", where, theirs, wanted)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(path: Any, key: str, value: Any, kind: Any, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise _wrong(path, key, value, wanted)
+
+
+def _wrong(path: Any, key: str, value: Any, wanted: str) -> CheckpointError:
+    where = f"{path}: {key}" if str(path) else key
+    return CheckpointError(f"{where} is a {type(value).__name__}", expected=wanted, do=_DO)

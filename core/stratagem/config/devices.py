@@ -1,0 +1,199 @@
+"""The `devices=` grammar: a count, a list of numbers, or everything there is.
+
+===============  ===========================================  =========================
+value            an accelerator with numbered devices (cuda)  one without (cpu)
+===============  ===========================================  =========================
+"auto"           all                                          one process
+3, "3"           the first three                              three processes
+-1, "-1"         all                                          refused
+[1, 3], "1,3"    exactly those                                refused
+"2,"             device 2                                     refused
+"GPU-8932f937"   the one with that identifier                 refused
+0, "0", []       refused                                      refused
+===============  ===========================================  =========================
+
+Identifiers ("GPU-..." and "MIG-...", as `nvidia-smi -L` prints them, alone or in a list) are looked up among those that
+CUDA_VISIBLE_DEVICES lists.
+
+In the `gpus=` argument of older trainers a digit string was an index: ``gpus="3"`` meant device 3. Here it is a count.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from stratagem.api.kinds import Accelerator
+from stratagem.errors import ConfigError, StratagemError, shown
+
+#: More processes than this on one machine are a slip of the hand.
+MAX_LOCAL_PROCESSES = 1024
+
+_IDENTIFIER = r"[A-Z]+-[\w/.-]+"
+_GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", identifiers such as "GPU-8f6a", or "auto"'
+
+
+def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
+    """Return the device numbers that the processes of this node use, one each.
+
+    Raises:
+        ConfigError: `value` is not in the grammar above, or names devices that do not exist.
+    """
+    if isinstance(value, str):
+        value = _parse_text(value)
+    if not accelerator.indexed:
+        return tuple(range(_process_count(value)))
+    available = accelerator.count()
+    if value == "auto" or (_is_integer(value) and value == -1):
+        return tuple(range(available))
+    if _is_integer(value):
+        return _first(value, available)
+    if isinstance(value, Sequence):
+        return _exactly([accelerator.number_of(each) if isinstance(each, str) else each for each in value], available)
+    raise ConfigError(f"devices is {shown(value)}", expected=_GRAMMAR)
+
+
+def devices_of_processes(value: Any, accelerator: Accelerator, running: int, origin: str) -> tuple[int, ...]:
+    """Return the device numbers of the `running` processes of this node, which exist already: one each.
+
+    Where each process sees one device alone (a scheduler set CUDA_VISIBLE_DEVICES), it is number 0 to all of them.
+
+    Args:
+        value: what the user set `devices` to; "auto" is as many as there are processes.
+        origin: what knows about the processes, for messages.
+
+    Raises:
+        ConfigError: as `parse_devices`; or there are more processes than devices.
+    """
+    wanted = _parse_text(value) if isinstance(value, str) else value
+    is_count = wanted == "auto" or (_is_integer(wanted) and wanted in (-1, running))
+    if accelerator.indexed and is_count and accelerator.count() == 1:
+        return (0,) * running
+    if wanted != "auto":
+        return parse_devices(wanted, accelerator)
+    if accelerator.indexed and running > (available := accelerator.count()):
+        raise ConfigError(
+            f"{origin} has {running} processes on this node, and each of them sees {available} devices",
+            expected="a device for each process, or a single one that it alone sees",
+            do=f"start at most {available} processes, or give each one device (CUDA_VISIBLE_DEVICES, or the "
+            "scheduler's option for GPUs per task)",
+        )
+    return tuple(range(running))
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the first `num_devices` CUDA devices that accept a tensor (-1: all that do), for `devices=`.
+
+    Another job may take a device between this call and its use.
+
+    Raises:
+        ConfigError: `num_devices` is 0, or more than exist.
+        StratagemError: fewer devices than asked for accept a tensor.
+    """
+    import torch
+
+    available = torch.cuda.device_count()
+    if not _is_integer(num_devices) or num_devices == 0 or num_devices < -1 or num_devices > available:
+        raise ConfigError(
+            f"num_devices is {num_devices!r}", expected=f"1 to {available} (there are {available}), or -1"
+        )
+    wanted = available if num_devices == -1 else num_devices
+    usable = _probe(available)[:wanted]
+    if len(usable) < max(num_devices, 1):
+        raise StratagemError(
+            f"{len(usable)} of {available} CUDA devices accept work", expected=f"{max(num_devices, 1)}",
+            do="wait for other jobs, or ask for fewer",
+        )  # fmt: skip
+    return usable
+
+
+#: Prints the numbers of the devices that accept a tensor.
+_PROBE = """
+import sys, torch
+def accepts(index):
+    try:
+        torch.tensor(0.0, device=f"cuda:{index}")
+    except RuntimeError:
+        return False
+    return True
+print("usable:", *filter(accepts, range(int(sys.argv[1]))))
+"""
+
+
+def _probe(available: int) -> list[int]:
+    """Return which devices accept a tensor, asked in another process: this one would keep memory on all of them.
+
+    (It could not be forked either, and of devices in exclusive mode no other process could use any.)
+    """
+    if not available:
+        return []
+    command = [sys.executable, "-c", _PROBE, str(available)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    _, told, numbers = result.stdout.rpartition("usable:")
+    if result.returncode or not told:
+        raise StratagemError(
+            f"the process that tried the {available} CUDA devices ended with exit code {result.returncode}",
+            expected="the numbers of those that work", do="look at its messages above, and at nvidia-smi",
+        )  # fmt: skip
+    return [int(number) for number in numbers.split()]
+
+
+def _parse_text(text: str) -> Any:
+    stripped = text.strip()
+    if stripped.lower() == "auto":
+        return "auto"
+    if re.fullmatch(r"-?\d+", stripped):
+        return int(stripped)
+    if re.fullmatch(r"\d+(\s*,\s*\d+)*\s*,?", stripped):
+        return [int(part) for part in stripped.split(",") if part.strip()]
+    if re.fullmatch(rf"{_IDENTIFIER}(\s*,\s*{_IDENTIFIER})*\s*,?", stripped):
+        return [part.strip() for part in stripped.split(",") if part.strip()]
+    raise ConfigError(f"devices is {text!r}", expected=_GRAMMAR)
+
+
+def _process_count(value: Any) -> int:
+    if value == "auto":
+        return 1
+    if _is_integer(value) and 0 < value <= MAX_LOCAL_PROCESSES:
+        return int(value)
+    if _is_integer(value) and value > MAX_LOCAL_PROCESSES:
+        raise ConfigError(f"devices is {value}", expected=f"at most {MAX_LOCAL_PROCESSES} processes on one machine")
+    raise ConfigError(
+        f"devices is {shown(value)}", expected="a number of processes: this accelerator has no numbered devices"
+    )
+
+
+def _first(count: int, available: int) -> tuple[int, ...]:
+    if count == 0:
+        raise ConfigError(
+            "devices is 0",
+            expected="at least one device",
+            do='use accelerator="cpu", or devices=[0] for the first one, which gpus="0" once meant',
+        )
+    if count < -1:
+        raise ConfigError(f"devices is {count}", expected=_GRAMMAR)
+    if count > available:
+        raise ConfigError(f"devices is {count} and there are {available}", expected=f"at most {available}")
+    return tuple(range(count))
+
+
+def _exactly(indices: Sequence[Any], available: int) -> tuple[int, ...]:
+    if not indices:
+        raise ConfigError(
+            f"devices is {indices!r}", expected="at least one device", do='use accelerator="cpu" for none'
+        )
+    if not all(_is_integer(index) for index in indices):
+        raise ConfigError(f"devices is {indices!r}", expected="whole numbers in the list")
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"devices is {list(indices)}", expected="each device once")
+    absent = [index for index in indices if not 0 <= index < available]
+    if absent:
+        raise ConfigError(f"devices is {list(indices)} and there are {available}", expected=f"0 to {available - 1}")
+    return tuple(indices)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int

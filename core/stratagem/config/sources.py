@@ -1,0 +1,301 @@
+"""Settings from a file, the environment and a command line; what is said later wins, and each value knows its origin.
+
+The order, weakest first: default, file, environment, command line, code. Plugin options have their place in each:
+
+=============  ======================================  ==================================
+               an argument of the Trainer              an option of the chosen strategy
+=============  ======================================  ==================================
+file           ``max_epochs: 3``                       ``strategy: {name: ddp, timeout: 60}``
+environment    ``STRATAGEM_TRAINER_MAX_EPOCHS=3``      ``STRATAGEM_STRATEGY_TIMEOUT=60``
+command line   ``--max_epochs 3``                      ``--strategy.timeout 60``
+=============  ======================================  ==================================
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from stratagem.api.kinds import KINDS
+from stratagem.api.paths import place
+from stratagem.errors import ConfigError, nearest, shown
+
+_PREFIX = "STRATAGEM_"
+#: Kinds whose options can be set by a dotted name: exactly one plugin answers, so it is clear whose they are.
+DOTTED = tuple(kind for kind in KINDS if kind != "callback")
+
+
+@define(eq=False)
+class Layer:
+    """What one source says."""
+
+    #: "file run.yaml", "environment", "command line"
+    origin: str
+    #: Arguments by name.
+    values: dict[str, Any] = field(factory=dict)
+    #: Plugin options by kind and name.
+    options: dict[str, dict[str, Any]] = field(factory=dict)
+    #: Values are text, to be parsed by the type of what they set.
+    text: bool = False
+
+    def set(self, name: str, value: Any) -> None:
+        """Set argument or dotted option `name`."""
+        kind, dot, option = name.partition(".")
+        if not dot:
+            self.values[name] = value
+        elif kind in DOTTED:
+            self.options.setdefault(kind, {})[option] = value
+        else:
+            raise ConfigError(
+                f"{self.origin} sets {name!r}", expected=f"an option of {', '.join(DOTTED)}", do=nearest(kind, DOTTED)
+            )
+
+
+def from_file(path: str | Path) -> Layer:
+    """Read a YAML or TOML file whose top level names Trainer arguments.
+
+    Raises:
+        ConfigError: no such file, not YAML or TOML, a key that is there twice, or not a mapping at the top.
+    """
+    path = place(path)
+    if not path.is_file():
+        raise ConfigError(f"configuration file {str(path)!r} does not exist", do="check the path")
+    content = _parse(path)
+    if content is None:
+        raise ConfigError(f"{path} is empty", expected="a mapping of Trainer arguments")
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__} at its top level", expected="a mapping of Trainer arguments"
+        )
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{path} has the key {shown(key)} at its top level", expected="names of Trainer arguments"
+            )
+    layer = Layer(f"file {path.name}")
+    for name, value in content.items():
+        layer.set(name, value)
+    return layer
+
+
+def _parse(path: Path) -> Any:
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ConfigError(f"configuration file {str(path)!r}", expected="a name that ends in .yaml, .yml or .toml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error})", do="check its permissions") from error
+    except UnicodeDecodeError as error:
+        found = f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position {error.start})"
+        raise ConfigError(found, do="save it as UTF-8") from error
+    try:
+        return _toml(text, path) if path.suffix == ".toml" else _yaml(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be read", do="write it with fewer levels") from None
+
+
+def _toml(text: str, path: Path) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also an integer of too many digits
+        raise ConfigError(f"{path} is not TOML ({_one_line(error)})", do="fix that line") from error
+
+
+def _yaml(text: str, path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("reading YAML needs PyYAML", do="run `pip install stratagem[cli]`, or use TOML") from error
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, path)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="fix that line") from error
+
+
+#: Values that a file may have, each use of an anchor counted.
+_MOST_VALUES = 100_000
+
+
+def _check_nodes(root: Any, path: Path) -> None:
+    """Refuse what YAML allows and a configuration cannot mean: a key twice, an anchor within itself, or too many uses.
+
+    PyYAML keeps the last of two equal keys, and shares what anchors name, so that what is small here may be huge later.
+    """
+    seen, open_nodes, waiting = 0, set(), [(root, False)]
+    while waiting:
+        node, is_done = waiting.pop()
+        if is_done:
+            open_nodes.discard(id(node))
+            continue
+        line = node.start_mark.line + 1
+        seen += 1
+        if seen > _MOST_VALUES:
+            raise ConfigError(f"{path} has more than {_MOST_VALUES} values once its anchors are followed",
+                              do="write it with fewer uses of anchors")  # fmt: skip
+        if id(node) in open_nodes:
+            raise ConfigError(f"{path} has an anchor that contains itself (line {line})", do="fix that line")
+        if node.id == "scalar":
+            continue
+        open_nodes.add(id(node))
+        waiting.append((node, True))
+        if node.id == "sequence":
+            waiting += [(item, False) for item in node.value]
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting += [(key, False), (value, False)]
+            name, key_line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if key.id == "scalar" and name in lines:
+                raise ConfigError(
+                    f"{path} has {key.value!r} twice (lines {lines[name]} and {key_line})",
+                    expected="each name once in a mapping", do="drop one of them",
+                )  # fmt: skip
+            lines[name] = key_line
+
+
+def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
+    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
+    layer = Layer("environment", text=True)
+    for variable, text in sorted(variables.items()):
+        name = variable.removeprefix(_PREFIX)
+        if name == variable:
+            continue
+        if name.startswith("TRAINER_"):
+            layer.set(name.removeprefix("TRAINER_").lower(), text)
+            continue
+        # The longest kind first: no kind's name begins another's today, and none may silently take its options.
+        for kind in sorted(DOTTED, key=len, reverse=True):
+            if name.startswith(f"{kind.upper()}_"):
+                layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
+                break
+        else:
+            _check_not_misspelt(variable, name)
+    _warn_of_lightning(variables)
+    return layer
+
+
+def _check_not_misspelt(variable: str, name: str) -> None:
+    """Refuse a variable that is meant as an argument or an option and is neither."""
+    from stratagem.config.settings import TrainerSettings, option_names
+
+    if name.lower() in option_names(TrainerSettings) and name != "PLUGINS":  # the list of allowed plugins
+        raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {_PREFIX}TRAINER_{name}")
+    if name.startswith("CALLBACK_"):
+        raise ConfigError(
+            f"the variable {variable} is set, and there may be several callbacks", expected="options with their names",
+            do=f"use {_PREFIX}TRAINER_CALLBACKS with JSON",
+        )  # fmt: skip
+    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in DOTTED))}
+    word, _, rest = name.partition("_")
+    close = difflib.get_close_matches(word, first, n=1, cutoff=0.8)
+    if rest and close and word not in first:
+        raise ConfigError(
+            f"the variable {variable} is set, which nothing reads", do=f"did you mean {_PREFIX}{close[0]}_{rest}"
+        )
+
+
+def _warn_of_lightning(variables: Mapping[str, str]) -> None:
+    """Warn of variables that Lightning reads, and nothing here; once, where this process is the first of its node."""
+    from stratagem.config.settings import TrainerSettings, moved, option_names
+
+    if variables.get("LOCAL_RANK", "0") != "0":
+        return
+    for variable in sorted(variables):
+        if variable == "PL_GLOBAL_SEED":
+            advice = "call stratagem.seed_everything(number), or set STRATAGEM_SEED"
+        elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
+            name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
+            known = name.lower() in option_names(TrainerSettings)
+            advice = f"set {_PREFIX}TRAINER_{name}" if known else moved(name.lower()) or "unset it"
+        else:
+            continue
+        warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",
+                      stacklevel=2)  # fmt: skip
+
+
+#: What `lightning run` sets.
+_LIGHTNING_RUN = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
+
+
+def from_arguments(arguments: Sequence[str]) -> tuple[Layer, Path | None, bool]:
+    """Read ``--name value``, ``--name=value`` and ``--kind.option value``.
+
+    Returns:
+        The layer, the path after ``--config`` if any, and whether ``--help`` was asked for.
+    """
+    layer, config, wants_help = Layer("command line", text=True), None, False
+    for name, value in _pairs(arguments):
+        if name in ("help", "h"):
+            wants_help = True
+        elif name == "config":
+            config = place(value)
+        else:
+            layer.set(name, value)
+    return layer, config, wants_help
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if flag == "-h":
+            flag = "--help"
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
+        name, equals, value = flag.removeprefix("--").partition("=")
+        # A negative number is a value; anything else that begins with a dash is the next flag.
+        if not equals and rest and not (rest[0].startswith("-") and not _is_number(rest[0])):
+            value, equals = rest.pop(0), "="
+        kind, dot, option = name.partition(".")
+        yield kind.replace("-", "_") + dot + option.replace("-", "_"), value if equals else "true"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_choice(text: str) -> Any:
+    """Read a plugin choice from text: a name, ``a,b`` for several, JSON, ``true``, ``false`` or ``none``."""
+    stripped = text.strip()
+    if stripped[:1] in ("{", "["):
+        try:
+            return json.loads(stripped)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{shown(text)} is not JSON ({_one_line(error)})", expected='such as {"name": "ddp"}'
+            ) from error
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if stripped.lower() in words:
+        return words[stripped.lower()]
+    names = [name.strip() for name in stripped.split(",") if name.strip()]
+    return names if len(names) > 1 else stripped
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def program() -> str:
+    """Return the name of the running program, for messages."""
+    return Path(sys.argv[0]).name or "python"

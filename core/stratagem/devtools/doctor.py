@@ -1,0 +1,240 @@
+"""``stratagem doctor``: what is here, what is broken, and whether two processes can talk to each other.
+
+Everything is examined in isolation: a package that cannot be imported is a finding, not the end of the examination.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stratagem import __version__
+from stratagem.api.kinds import KINDS
+from stratagem.api.redaction import redact
+from stratagem.errors import PluginError
+from stratagem.runtime import tuning
+from stratagem.stack import registry
+from stratagem.stack.describe import check_entry
+
+#: Variables that change what a run does begin with one of these.
+_PREFIXES = (
+    "STRATAGEM_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMP_",
+    "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "SLURM_", "OMPI_", "PMI_", "LSB_", "FI_", "UCX_",
+)  # fmt: skip
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+#: How long the smoke run may take, torch's import included.
+_SMOKE_S = 60.0
+
+_SMOKE = """
+import os, sys
+from stratagem.distributed.launch import die_with
+die_with(int(os.environ["STRATAGEM_DOCTOR_PID"]))
+import torch, torch.distributed as dist
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=2)
+number = torch.tensor(float(rank + 1))
+dist.all_reduce(number)
+assert number.item() == 3.0, f"1 + 2 came out as {number.item()}"
+dist.destroy_process_group()
+"""
+
+
+def examine() -> dict[str, Any]:
+    """Return everything as plain data; ``problems`` lists what is wrong, in sentences."""
+    packages = _packages()
+    smoke = _smoke_run()
+    remarks = tuning.remarks(os.environ)
+    problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
+    problems += [f"{name} is set and {remark.text}" for name, remark in remarks.items() if remark.is_mistake]
+    if smoke["status"] != "ok":
+        problems.append(f"two gloo processes could not talk to each other: {smoke['reason']}")
+    return {
+        "stratagem": __version__,
+        "python": {
+            "version": platform.python_version(), "executable": sys.executable, "platform": platform.platform(),
+        },
+        "torch": _torch(),
+        "devices": _devices(),
+        "backends": _backends(),
+        "packages": packages,
+        "environment": _variables(),
+        "remarks": {name: remark.text for name, remark in remarks.items()},
+        "smoke run": smoke,
+        "problems": problems,
+    }  # fmt: skip
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return `report` for people."""
+    python, torch, smoke = report["python"], report["torch"], report["smoke run"]
+    lines = [
+        f"stratagem {report['stratagem']}, Python {python['version']} ({python['executable']}) on {python['platform']}",
+        f"torch {torch['version']} ({torch['build']})" if torch["version"] else f"torch: {torch['reason']}",
+        "",
+        "devices:",
+        *(f"  {name}: {found}" for name, found in report["devices"].items()),
+        "torch.distributed backends:",
+        *(f"  {name}: {'available' if there else 'not in this build'}" for name, there in report["backends"].items()),
+        "packages with plugins:",
+    ]
+    for package in report["packages"]:
+        counts = ", ".join(f"{count} {kind}" for kind, count in package["plugins"].items())
+        lines.append(f"  {package['distribution']} {package['version']}: {package['status']} ({counts})")
+        lines += [f"    {reason}" for reason in [*package["reasons"], *package["notes"]]]
+    lines.append("variables in force:")
+    for name, value in report["environment"].items():
+        remark = report["remarks"].get(name)
+        lines.append(f"  {name}={value}" + (f" ({remark})" if remark else ""))
+    lines += [] if report["environment"] else ["  none"]
+    lines.append(
+        f"two gloo processes: {smoke['status']} in {smoke['seconds']} s"
+        + (f" ({smoke['reason']})" if smoke["reason"] else "")
+    )
+    problems = [f"  {problem}" for problem in report["problems"]]
+    lines += ["", *(["problems:", *problems] if problems else ["all is well"])]
+    return "\n".join(lines)
+
+
+# --- The machine -------------------------------------------------------------------------------------------------
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+    except BaseException as error:  # noqa: BLE001 - whatever an import may raise
+        return {"version": None, "build": None, "reason": f"cannot be imported ({_say(error)})"}
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return {"version": torch.__version__, "build": build, "reason": ""}
+
+
+def _devices() -> dict[str, Any]:
+    """Return what each installed accelerator counts, presets left out."""
+    found: dict[str, Any] = {}
+    for entry in registry.entries("accelerator"):
+        try:
+            target = entry.load()
+            if isinstance(target, type):
+                found[entry.name] = target().count()
+        except BaseException as error:  # noqa: BLE001 - a plugin's own
+            found[entry.name] = f"cannot be counted ({_say(error)})"
+    return found
+
+
+def _backends() -> dict[str, bool]:
+    try:
+        import torch.distributed as dist
+    except BaseException:  # noqa: BLE001 - said under "torch"
+        return {}
+    return {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
+
+
+def _variables() -> dict[str, str]:
+    return {name: redact(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+# --- Packages ----------------------------------------------------------------------------------------------------
+
+
+def _packages() -> list[dict[str, Any]]:
+    """Return a row for each distribution that provides plugins."""
+    shown, everything = registry.entries(), registry.entries(hidden=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for entry in everything:
+        row = rows.setdefault(
+            entry.distribution,
+            {"distribution": entry.distribution, "version": entry.version, "status": "ok", "plugins": {}, "reasons": [],
+             "notes": []},
+        )  # fmt: skip
+        row["plugins"][entry.kind] = row["plugins"].get(entry.kind, 0) + 1
+        if entry not in shown:
+            row["notes"].append(f"{entry.kind} {entry.name!r} is hidden by {registry.ALLOW_VARIABLE} or "
+                                f"{registry.DENY_VARIABLE}")  # fmt: skip
+            continue
+        status, reason = _examine(entry, everything)
+        if reason and reason not in row["reasons"]:
+            row["reasons"].append(reason)
+            row["status"] = status
+    return list(rows.values())
+
+
+def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[str, str]:
+    """Return the status of one plugin, and why; ("ok", "") if nothing is wrong."""
+    if entry.kind not in (*KINDS, "command"):
+        return "broken", f"{entry.name!r} is in the entry-point group stratagem.{entry.kind}, which is no kind"
+    twins = [e for e in everything if (e.kind, e.name.lower()) == (entry.kind, entry.name.lower()) and e != entry]
+    if twins:
+        return "duplicate", (
+            f"{entry.kind} {entry.name!r} is also in {twins[0].distribution}; write {entry.qualified_name!r}, or "
+            f"uninstall one of them"
+        )
+    try:
+        registry.check_core_version(entry)
+    except PluginError as error:
+        return "for another version of the core", str(error)
+    try:
+        problem = check_entry(entry)
+    except BaseException as error:  # noqa: BLE001 - SystemExit at import, and worse
+        problem = f"it cannot be loaded ({_say(error)})"
+    return ("broken", f"{entry.kind} {entry.name!r}: {problem}") if problem else ("ok", "")
+
+
+# --- Two processes -----------------------------------------------------------------------------------------------
+
+
+def _smoke_run() -> dict[str, Any]:
+    """Let two fresh processes add 1 and 2 over gloo."""
+    began = time.monotonic()
+    reason = _add_up()
+    return {
+        "status": "failed" if reason else "ok", "reason": reason, "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def _add_up() -> str:
+    """Return what went wrong, an empty string if nothing did."""
+    try:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    except BaseException as error:  # noqa: BLE001 - no torch, no gloo, no loopback
+        return _say(error)
+    environment = os.environ | {"STRATAGEM_DOCTOR_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="stratagem-doctor-") as folder:
+        children = []
+        for rank in range(2):
+            log = Path(folder) / str(rank)
+            with log.open("w") as errors:
+                command = [sys.executable, "-c", _SMOKE, str(rank), str(store.port)]
+                child = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+            children.append((rank, child, log))
+        return _wait(children)
+
+
+def _wait(children: list[tuple[int, subprocess.Popen[bytes], Path]]) -> str:
+    deadline = time.monotonic() + _SMOKE_S
+    try:
+        while time.monotonic() < deadline:
+            codes = [child.poll() for _, child, _ in children]
+            for (rank, _, log), code in zip(children, codes, strict=True):
+                if code:
+                    said = log.read_text().strip().splitlines()
+                    return f"rank {rank} ended with {code}: {said[-1] if said else 'it said nothing'}"
+            if all(code == 0 for code in codes):
+                return ""
+            time.sleep(0.05)
+        return f"they were still at it after {_SMOKE_S:.0f} s"
+    finally:
+        for _, child, _ in children:
+            child.kill()
+            child.wait()
+
+
+def _say(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

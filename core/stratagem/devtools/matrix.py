@@ -1,0 +1,192 @@
+"""Which plugins go together: every combination of strategy, precision, comm hook and checkpoint format, resolved.
+
+The answer of a cell is that of the resolver, which a run would get: there is no second source of truth.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from attrs import frozen
+
+from stratagem.api.kinds import MULTI_PROCESS
+from stratagem.config.settings import RunSettings, gather
+from stratagem.errors import StratagemError
+from stratagem.stack import registry
+from stratagem.stack.resolver import make, resolve
+
+#: The kinds that are crossed, in the order of a cell's names.
+AXES = ("strategy", "precision", "comm_hook", "checkpoint")
+
+
+@frozen
+class Cell:
+    """One combination."""
+
+    strategy: str
+    precision: str
+    comm_hook: str | None
+    checkpoint: str
+    #: Processes that it was resolved for: two where the strategy can have them on one machine.
+    world_size: int
+    #: Devices that they have: two where the strategy can have more than one.
+    devices: int
+    #: Why the resolver refuses; None if it does not.
+    reason: str | None
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What a Run or Trainer takes for this combination."""
+        return {name: getattr(self, name) for name in AXES} | {"devices": self.devices}
+
+
+def cells(
+    accelerator: str = "cpu", presets: bool = False, only: Callable[[registry.Entry], bool] = lambda _: True
+) -> list[Cell]:
+    """Return every combination of the installed plugins, each with the resolver's answer. No process is started.
+
+    Args:
+        accelerator: the device that they are resolved for.
+        presets: also strategies that are another one with some options set, such as another way of starting processes.
+        only: leaves out plugins for which it is false.
+    """
+    strategies = names("strategy", presets, only)
+    hooks: list[str | None] = [None, *names("comm_hook", True, only)]
+    found = []
+    for strategy in strategies:
+        world_size, devices = _sizes(strategy)
+        for precision, hook, checkpoint in itertools.product(
+            names("precision", True, only), hooks, names("checkpoint", True, only)
+        ):
+            chosen = {"strategy": strategy, "precision": precision, "comm_hook": hook, "checkpoint": checkpoint}
+            reason = _refusal(chosen | {"accelerator": accelerator, "devices": devices})
+            found.append(Cell(strategy, precision, hook, checkpoint, world_size, devices, reason))
+    return found
+
+
+def names(kind: str, presets: bool, only: Callable[[registry.Entry], bool]) -> list[str]:
+    """Return the installed names of `kind`, one for each plugin whatever its aliases (the longest)."""
+    found: dict[str, str] = {}
+    for entry in sorted(registry.entries(kind), key=lambda entry: (-len(entry.name), entry.name)):
+        if only(entry) and (presets or _is_class(entry)):
+            found.setdefault(f"{entry.distribution}:{entry.value}", entry.name)
+    return sorted(found.values())
+
+
+def _is_class(entry: registry.Entry) -> bool:
+    try:
+        return isinstance(entry.load(), type)
+    except StratagemError:
+        return True  # broken: its cells say so
+
+
+def _sizes(strategy: str) -> tuple[int, int]:
+    """Return the numbers of processes and devices to try."""
+    try:
+        plugin = make(registry.find("strategy", strategy), {})
+    except StratagemError:
+        return 1, 1
+    if not plugin.process_per_device:
+        return 1, 2
+    return (2, 2) if MULTI_PROCESS in plugin.capabilities.provides else (1, 1)
+
+
+def _refusal(arguments: dict[str, object]) -> str | None:
+    try:
+        resolve(gather(RunSettings, arguments))
+    except StratagemError as error:
+        return str(error)
+    return None
+
+
+# --- To look at --------------------------------------------------------------------------------------------------
+
+
+def render_markdown(table: Sequence[Cell]) -> str:
+    """Return `table` as a Markdown table, precisions across, with the reasons under it.
+
+    Where all checkpoint formats fare alike there is one row for "any" of them, and where one of them fares alike with
+    all comm hooks, one for "any" of these.
+    """
+    precisions, rows, reasons = _arrange(table)
+    lines = [
+        " | ".join(["| strategy", "comm hook", "checkpoint", *precisions]) + " |",
+        "|---" * (3 + len(precisions)) + "|",
+    ]
+    said: dict[str, dict[str | None, dict[str, str]]] = {}
+    for (strategy, hook, checkpoint), row in rows.items():
+        words = " | ".join(_word(row[precision], reasons) for precision in precisions)
+        said.setdefault(strategy, {}).setdefault(hook, {})[checkpoint] = words
+    for strategy, by_hook in said.items():
+        lines += [f"| {strategy} | {' | '.join(cells)} |" for cells in _joined(by_hook)]
+    return "\n".join([*lines, "", summary(table), "", *(f"{n}. {reason}" for reason, n in reasons.items())]).rstrip()
+
+
+def _joined(by_hook: dict[str | None, dict[str, str]]) -> list[tuple[str, str, str]]:
+    """Return (comm hook, checkpoint, words) of one strategy, in as few rows as say the same."""
+    uniform = {hook: words for hook, each in by_hook.items() if len(words := set(each.values())) == 1}
+    mixed = [each for hook, each in by_hook.items() if hook not in uniform]
+    apart = {
+        checkpoint: words
+        for checkpoint, words in (mixed[0] if len(mixed) > 1 else {}).items()
+        if all(each[checkpoint] == words and list(each.values()).count(words) == 1 for each in mixed)
+    }
+    found = []
+    for hook, by_checkpoint in by_hook.items():
+        rest = {checkpoint: words for checkpoint, words in by_checkpoint.items() if checkpoint not in apart}
+        if hook in uniform:
+            rest = {"any": uniform[hook].pop()}
+        elif len(set(rest.values())) == 1:
+            rest = {"any other": next(iter(rest.values()))}
+        found += [(hook or "-", checkpoint, words) for checkpoint, words in rest.items()]
+    others = "any of the others" if uniform else "any"
+    return found + [(others, checkpoint, words) for checkpoint, words in apart.items()]
+
+
+def render_html(table: Sequence[Cell]) -> str:
+    """Return `table` as a page of its own; the reason of each "no" shows when pointed at, and below."""
+    precisions, rows, reasons = _arrange(table)
+    head = "".join(f"<th>{html.escape(word)}</th>" for word in ("strategy", "comm hook", "checkpoint", *precisions))
+    body = []
+    for (strategy, hook, checkpoint), row in rows.items():
+        cells = [f"<td>{html.escape(word)}</td>" for word in (strategy, hook or "-", checkpoint)]
+        for precision in precisions:
+            reason = row[precision].reason
+            title = f' title="{html.escape(reason)}"' if reason else ""
+            cells.append(f'<td class="{"no" if reason else "yes"}"{title}>{_word(row[precision], reasons)}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    notes = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>stratagem: what goes together</title>'
+        "<style>body{font-family:sans-serif}table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em}"
+        ".yes{background:#dfd}.no{background:#fdd}</style>"
+        f"<h1>What goes together</h1><p>{html.escape(summary(table))}</p>"
+        f"<table><tr>{head}</tr>{''.join(body)}</table><ol>{notes}</ol></html>\n"
+    )
+
+
+def summary(table: Sequence[Cell]) -> str:
+    """Return how many combinations there are, and how many of them are refused."""
+    refused = sum(cell.reason is not None for cell in table)
+    return f"{len(table)} combinations: {len(table) - refused} work, {refused} are refused."
+
+
+Rows = dict[tuple[str, str | None, str], dict[str, Cell]]
+
+
+def _arrange(table: Iterable[Cell]) -> tuple[list[str], Rows, dict[str, int]]:
+    precisions: dict[str, None] = {}
+    rows: Rows = {}
+    reasons: dict[str, int] = {}
+    for cell in table:
+        precisions[cell.precision] = None
+        rows.setdefault((cell.strategy, cell.comm_hook, cell.checkpoint), {})[cell.precision] = cell
+        if cell.reason is not None:
+            reasons.setdefault(cell.reason, len(reasons) + 1)
+    return list(precisions), rows, reasons
+
+
+def _word(cell: Cell, reasons: dict[str, int]) -> str:
+    return "yes" if cell.reason is None else f"no ({reasons[cell.reason]})"

@@ -1,0 +1,184 @@
+"""Begin a plugin: write the folder of a small package that works, for its author to change.
+
+The files of `templates` are filled in with `string.Template`; `<kind>.py.txt` is the plugin itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import keyword
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from stratagem.api.kinds import KINDS
+from stratagem.config.settings import CHOICES
+from stratagem.errors import ConfigError, nearest
+from stratagem.stack import registry
+
+#: An acceptable name of a plugin: also the end of a module's and, with hyphens, of a distribution's.
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+def write(kind: str, name: str, into: Path) -> Path:
+    """Write the package of a new plugin into a new folder below `into`, whole or not at all; return that folder.
+
+    Raises:
+        ConfigError: the kind or the name will not do, the name is taken, or the folder cannot be made.
+    """
+    content = render(kind, name)
+    distribution = _distribution(name)
+    _check_free(kind, name, distribution)
+    folder = into / distribution
+    _check_place(into, folder)
+    try:
+        with _staged(folder) as staging:
+            for path, text in content.items():
+                (staging / path).parent.mkdir(parents=True, exist_ok=True)
+                (staging / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} could not be written ({error.strerror or error})",
+            expected="a writable folder with room",
+            do="choose another one with --into",
+        ) from error
+    return folder
+
+
+def render(kind: str, name: str) -> dict[str, str]:
+    """Return the files of a new plugin's package, text by path.
+
+    Raises:
+        ConfigError: no such kind, or a name that cannot be one.
+    """
+    _check_kind(kind)
+    _check_name(kind, name)
+    plugin = _template(f"{kind}.py")
+    module = f"stratagem_{name}"
+    values = {
+        "kind": kind,
+        "words": _words(KINDS[kind].base.__name__),
+        "argument": next(argument for argument, chosen in CHOICES.items() if chosen == kind),
+        "name": name,
+        "Class": _class_name(name, plugin.template),
+        "VARIABLE": name.upper(),
+        "Conformance": f"{_camel(kind)}Conformance",
+        "distribution": _distribution(name),
+        "module": module,
+        "summary": plugin.template.partition("\n")[0].strip('"'),
+    }
+    templates = {
+        ".github/workflows/test.yml": _template("workflow.yml"),
+        ".gitignore": _template("gitignore"),
+        "README.md": _template("README.md"),
+        "pyproject.toml": _template("pyproject.toml"),
+        f"{module}.py": plugin,
+        f"test_{name}.py": _template("environment_test.py" if kind == "environment" else "test.py"),
+    }
+    return {path: template.substitute(values) for path, template in templates.items()}
+
+
+# --- Names -------------------------------------------------------------------------------------------------------
+
+
+def _distribution(name: str) -> str:
+    return f"stratagem-{name.replace('_', '-')}"
+
+
+def _camel(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def _words(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+
+
+def _class_name(name: str, source: str) -> str:
+    """Return the class's name; a longer one where `source` or Python already means something by the plain one."""
+    plain = _camel(name)
+    taken = hasattr(builtins, plain) or re.search(rf"\b{plain}\b", source) is not None
+    return f"{plain}Plugin" if taken else plain
+
+
+def _template(name: str) -> Template:
+    return Template(files(__package__).joinpath("templates", f"{name}.txt").read_text(encoding="utf-8"))
+
+
+# --- What may be wrong -------------------------------------------------------------------------------------------
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"kind {kind!r} is unknown", expected=", ".join(KINDS), do=nearest(kind, KINDS))
+
+
+def _check_name(kind: str, name: str) -> None:
+    if _is_name(name):
+        return
+    fixed = _fixed(name, kind)
+    raise ConfigError(
+        f"the name {name!r} will not do for a new {kind}",
+        expected="lower-case letters, digits and single underscores, a letter first, and no keyword of Python",
+        do=f"write {fixed!r}" if _is_name(fixed) else "choose another name",
+    )
+
+
+def _is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and not keyword.iskeyword(name)
+
+
+def _fixed(name: str, kind: str) -> str:
+    """Return the acceptable name that is most like `name`, if there is one."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    plain = re.sub(r"[^a-z0-9]+", "_", apart.lower()).strip("_").lstrip("0123456789_")
+    return f"{plain}_{kind}" if keyword.iskeyword(plain) else plain
+
+
+def _check_free(kind: str, name: str, distribution: str) -> None:
+    """Refuse a name that would make two installed plugins, or two installed packages, look the same."""
+    for entry in registry.entries():
+        if (entry.kind, entry.name.lower()) == (kind, name):
+            raise ConfigError(
+                f"{kind} {name!r} is installed already, by {entry.distribution}",
+                expected="a name that no installed plugin has",
+                do="choose another name, or uninstall that package",
+            )
+        if re.sub(r"[-_.]+", "-", entry.distribution).lower() == distribution:
+            raise ConfigError(
+                f"a package {distribution} is installed already, with {entry.kind} {entry.name!r}",
+                expected="a name that makes a package of its own",
+                do="choose another name, or uninstall that package",
+            )
+
+
+def _check_place(into: Path, folder: Path) -> None:
+    if not into.is_dir():
+        raise ConfigError(
+            f"{into} {'is a file' if into.exists() else 'does not exist'}",
+            expected="a folder to write the package into",
+            do="make it first" if not into.exists() else "choose another one with --into",
+        )
+    if os.path.lexists(folder):
+        raise ConfigError(
+            f"{folder} exists already",
+            expected="a new folder",
+            do="choose another name, or another place with --into; nothing was written",
+        )
+
+
+@contextlib.contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `folder` at the end of the block, or vanishes if that fails."""
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.staged")
+    try:
+        staging.mkdir()
+        yield staging
+        staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise

@@ -1,0 +1,1 @@
+"""`Run`: one resolved stack of plugins at work in one process."""

@@ -1,0 +1,111 @@
+"""Activation checkpointing: forget what a part of the model computed, and compute it again in backward.
+
+    Trainer(activation_checkpointing={Block})
+    Trainer(activation_checkpointing={"policy": {Block}, "mode": "selective"})
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Applied by hooks, so that names of parameters stay
+as they are, under any strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError, nearest, shown
+from stratagem.runtime.wrap_policy import check_policy, select
+
+OPTION: Final = "activation_checkpointing"
+#: ``full`` keeps a part's inputs and computes the rest again; ``selective`` also keeps the results of matrix products,
+#: which cost most to compute again; ``offload`` computes nothing again, and keeps everything in the CPU's memory.
+MODES: Final = ("full", "selective", "offload")
+
+#: The operations whose results ``selective`` keeps: matrix products and fused attention, as far as this torch has them.
+_PRODUCTS: Final = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
+    "_scaled_grouped_mm_v2", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
+    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+)  # fmt: skip
+
+#: Set on a part that is recomputed already.
+_MARK = "_stratagem_recomputed"
+
+
+def read(wanted: Any) -> tuple[Any, str]:
+    """Return the policy and the mode that a user's `wanted` means.
+
+    Raises:
+        ConfigError: neither a policy nor a mapping with a policy and a mode.
+    """
+    if isinstance(wanted, str):
+        wanted = {name.strip() for name in wanted.split(",")}
+    policy, mode = wanted, "full"
+    if isinstance(wanted, Mapping):
+        unknown = sorted(set(wanted) - {"policy", "mode"})
+        if unknown or "policy" not in wanted:
+            raise ConfigError(
+                f"{OPTION} has the keys {', '.join(map(repr, wanted))}", expected="'policy', and 'mode' if you like",
+                do=nearest(unknown[0], ("policy", "mode")) if unknown else "",
+            )  # fmt: skip
+        policy, mode = wanted["policy"], wanted.get("mode", "full")
+    if mode not in MODES:
+        raise ConfigError(f"{OPTION}.mode is {shown(mode)}", expected=" or ".join(map(repr, MODES)))
+    check_policy(policy, OPTION)
+    return policy, mode
+
+
+def recompute(module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION) -> None:
+    """Let the parts of `module` that `policy` chooses be computed again in backward; once, however often called."""
+    for part in select(module, policy, option):
+        if part.__dict__.get(_MARK) is None:
+            _apply(part, mode)
+        elif part.__dict__[_MARK] != mode:
+            raise ConfigError(
+                f"{option} is {mode!r} for {type(part).__name__}, which is under {part.__dict__[_MARK]!r} already",
+                expected="one of the two",
+            )
+
+
+def _apply(part: nn.Module, mode: str) -> None:
+    from torch.distributed._composable import checkpoint
+
+    if mode == "offload":
+        _keep_on_cpu(part)
+    else:
+        checkpoint(part, **({"context_fn": _keeping_products} if mode == "selective" else {}))
+    part.__dict__[_MARK] = mode
+
+
+def _keeping_products() -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = {getattr(aten, name).default for name in _PRODUCTS if hasattr(aten, name)}
+
+    def decide(_context: Any, operation: Any, *_: Any, **__: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def _keep_on_cpu(part: nn.Module) -> None:
+    """Keep what `part` saves for backward in the CPU's memory."""
+    entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(*_: Any) -> None:
+        context = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized())
+        context.__enter__()
+        entered.append(context)
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    part.register_forward_pre_hook(enter, prepend=True)
+    part.register_forward_hook(leave, always_call=True)

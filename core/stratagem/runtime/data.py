@@ -1,0 +1,321 @@
+"""Data: `DataModule`, each process's share of a loader, and moving a batch to a device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from stratagem.errors import ConfigError
+from stratagem.runtime.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker, seeded
+from stratagem.training.module import Module
+
+if TYPE_CHECKING:
+    from stratagem.api.world import Mesh
+
+
+class DataModule:
+    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
+
+    #: False: `prepare_data` is called once in the whole run, rather than once on each node.
+    prepare_data_per_node = True
+    #: The trainer that uses it.
+    trainer: Any = None
+
+    def prepare_data(self) -> None:
+        """Download and preprocess; called once on each node, before `setup`."""
+
+    def setup(self, stage: str) -> None:
+        """Build data sets; called in every process. `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Give back what `setup` built; called in every process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep of this data module: tensors, numbers, strings, containers; rank 0's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned; called on all ranks before a loader is asked for."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give back what should not outlive a call that ends with `exception`."""
+
+    #: As of a `Module`; loggers get them.
+    save_hyperparameters = Module.save_hyperparameters
+    hparams = Module.hparams
+    #: Called instead of the module's where they are defined.
+    on_before_batch_transfer = Module.on_before_batch_transfer
+    transfer_batch_to_device = Module.transfer_batch_to_device
+    on_after_batch_transfer = Module.on_after_batch_transfer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "trainer"}
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader."""
+        raise ConfigError(f"{type(self).__name__} has no train_dataloader", expected="one, to fit")
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader or loaders; None means no validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader or loaders."""
+        raise ConfigError(f"{type(self).__name__} has no test_dataloader", expected="one, to test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader or loaders to predict on."""
+        raise ConfigError(f"{type(self).__name__} has no predict_dataloader", expected="one, to predict")
+
+
+# --- Shares ------------------------------------------------------------------------------------------------------
+
+
+class UnrepeatedSampler(DistributedSampler[Any]):
+    """Each process's share without padding, which may differ by one sample. For prediction, where repeats are wrong."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        size = len(self.dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(self.rank, size, self.num_replicas))
+        self.total_size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = range(len(self.dataset))  # type: ignore[arg-type]
+        return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+class ShardedSampler(Sampler[Any]):
+    """Each process's share of whatever another sampler yields; every process draws the same stream."""
+
+    def __init__(self, sampler: Any, num_shards: int, shard: int) -> None:
+        self.sampler, self.num_shards, self.shard = sampler, num_shards, shard
+        self.epoch, self.seed = 0, sampler_seed()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.num_shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A sampler that draws from torch's generator must draw the same on every rank.
+        with seeded(self.seed + self.epoch):
+            stream = list(self.sampler)
+        if stream:
+            stream += stream[: len(self) * self.num_shards - len(stream)]
+        return iter(stream[self.shard :: self.num_shards])
+
+
+def shard_dataloader(loader: Any, stage: str, mesh: Mesh) -> Any:
+    """Return `loader` restricted to this process's share of the data.
+
+    A map-style DataLoader gets a `DistributedSampler` (training: shuffled if the loader shuffles; validation and test:
+    in order unless the loader shuffles; prediction: without padding). A sampler of your own has its index stream split;
+    a batch sampler of your own, its batches. Left alone: an iterable data set, a loader whose sampler is already
+    distributed, anything that is not a DataLoader.
+    """
+    if mesh.num_data_shards == 1 or not isinstance(loader, DataLoader):
+        return loader
+    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler | ShardedSampler):
+        return loader
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return _replace(loader, sampler=_share(loader, loader.sampler, stage, mesh), batch_sampler=None)
+    batches = type(loader.batch_sampler)
+    # torchdata's loaders have samplers of their own under the same names.
+    if not (issubclass(batches, BatchSampler) and batches.__name__ == BatchSampler.__name__):
+        return _replace(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
+    # A batch sampler that was given has the sampler; the loader's own is then only a default.
+    made: Any = loader.batch_sampler
+    sampler = _share(loader, made.sampler, stage, mesh)
+    return _replace(loader, sampler=sampler, batch_sampler=batches(sampler, made.batch_size, made.drop_last))
+
+
+def _place(mesh: Mesh) -> tuple[int, int]:
+    return mesh.num_data_shards, mesh.data_shard
+
+
+def _share(loader: DataLoader[Any], sampler: Any, stage: str, mesh: Mesh) -> Sampler[Any]:
+    shards, shard = _place(mesh)
+    shuffles = _shuffles(sampler)
+    if not shuffles and type(sampler) is not SequentialSampler:
+        return ShardedSampler(sampler, shards, shard)
+    if stage == "predict" and not shuffles:
+        return UnrepeatedSampler(loader.dataset, shards, shard, shuffle=False)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if stage in ("validate", "test") and size % shards and shard == 0:
+        warnings.warn(
+            f"{size} samples do not divide by {shards} processes: {stage} sees {-size % shards} of them twice. "
+            "Results are exact with a data set that divides, or on one device.",
+            stacklevel=2,
+        )
+    return DistributedSampler(loader.dataset, shards, shard, shuffle=shuffles, seed=sampler_seed())
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether `sampler` is what ``shuffle=True`` makes."""
+    is_random = type(sampler).__name__ == RandomSampler.__name__ and hasattr(sampler, "data_source")
+    return bool(is_random and not sampler.replacement and sampler._num_samples is None)
+
+
+def _replace(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of `loader` with other samplers, whatever its class and the signature of its ``__init__``."""
+    clone = copy.copy(loader)
+    # DataLoader forbids setting these after __init__ because it cannot rebuild what depends on them; we can.
+    clone.__dict__.update(attributes, _iterator=None)
+    return clone
+
+
+def with_batch_size(loader: Any, batch_size: int) -> Any:
+    """Return `loader` with batches of another size.
+
+    Raises:
+        ConfigError: it is no DataLoader, or makes its batches in a way of its own.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
+        raise ConfigError(
+            f"the training loader is a {type(loader).__name__} whose batches have no size to set",
+            expected="a DataLoader with a batch_size",
+        )
+    batches = type(loader.batch_sampler)(loader.sampler, batch_size, loader.drop_last)
+    return _replace(loader, batch_sampler=batches, batch_size=batch_size)
+
+
+def several(loaders: Any) -> list[Any]:
+    """Return `loaders` as a list of loaders. A list of batches is one loader; a list of DataLoaders is several."""
+    if isinstance(loaders, list | tuple) and loaders and all(isinstance(each, DataLoader) for each in loaders):
+        return list(loaders)
+    return [loaders]
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell every part of `loader` that shuffles by epoch which one begins."""
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner):
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of its own that `loader` draws from, each once."""
+    parts = (loader, *_samplers_of(loader))
+    found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    return list(found.values())
+
+
+def sampler_seeds(loader: Any) -> list[int]:
+    """Return the seeds that the samplers of `loader` shuffle with for several processes."""
+    return [sampler.seed for sampler in _seeded_samplers(loader)]
+
+
+def restore_sampler_seeds(loader: Any, seeds: list[int]) -> None:
+    """Let the samplers of `loader` shuffle with `seeds`, which `sampler_seeds` returned for a loader of that kind."""
+    for sampler, seed in zip(_seeded_samplers(loader), seeds, strict=False):
+        sampler.seed = seed
+
+
+def in_order_of_several(loader: Any, seed: int) -> Any:
+    """Return `loader`, which shuffles in one process, in the order in which several processes shared it."""
+    if not (isinstance(loader, DataLoader) and loader.batch_size is not None and _shuffles(loader.sampler)):
+        return loader
+    sampler: Any = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
+    batches = type(loader.batch_sampler)(sampler, loader.batch_size, loader.drop_last)  # type: ignore[call-arg,misc]
+    return _replace(loader, sampler=sampler, batch_sampler=batches)
+
+
+def _seeded_samplers(loader: Any) -> list[Any]:
+    found = [each for each in _samplers_of(loader) if isinstance(each, DistributedSampler | ShardedSampler)]
+    return list({id(each): each for each in found}.values())
+
+
+def _samplers_of(loader: Any) -> Iterator[Any]:
+    """Yield the samplers of `loader`, and those inside them."""
+    waiting = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    seen: set[int] = set()
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and id(sampler) not in seen:
+            seen.add(id(sampler))
+            yield sampler
+            waiting.append(getattr(sampler, "sampler", None))
+
+
+def seed_loader_workers(loader: Any, rank: int) -> None:
+    """Give loader workers seeds of their own where `seed_everything(workers=True)` asked for it."""
+    wanted = os.environ.get(SEED_WORKERS_VARIABLE) == "1"
+    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = functools.partial(seed_worker, rank=rank)
+
+
+# --- Batches -----------------------------------------------------------------------------------------------------
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
+    return map_batch(batch, lambda leaf: move_leaf(leaf, device), is_leaf=lambda part: hasattr(part, "to"))
+
+
+def move_leaf(leaf: Any, device: torch.device) -> Any:
+    """Return a part of a batch on `device`: a tensor, an object with ``.to``, or anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.device.type == "cpu")
+    if isinstance(leaf, PackedSequence):
+        return leaf.to(device, non_blocking=leaf.data.device.type == "cpu")
+    return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+
+def map_batch(
+    batch: Any,
+    change: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = lambda part: isinstance(part, PackedSequence),
+) -> Any:
+    """Return `batch` with `change` applied to all that is not a list, tuple or dict in it; containers keep their type.
+
+    Args:
+        is_leaf: whether a container is changed as one. A packed sequence always has to be: its lengths stay on the CPU.
+    """
+    if not isinstance(batch, list | tuple | dict) or is_leaf(batch):
+        return change(batch)
+    if isinstance(batch, dict):
+        items = {key: map_batch(item, change, is_leaf) for key, item in batch.items()}
+        if not isinstance(batch, defaultdict):
+            return type(batch)(items)  # a copy might keep attributes that hold the tensors from before
+        changed = copy.copy(batch)  # its first argument makes the missing values
+        changed.update(items)
+        return changed
+    parts = [map_batch(item, change, is_leaf) for item in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def in_order(loader: Any) -> Any:
+    """Return `loader` without shuffling: the same batches every epoch."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if type(loader.sampler) is SequentialSampler or not hasattr(loader.sampler, "__len__"):
+        return loader
+    shuffles = type(loader.sampler) is RandomSampler
+    # A sampler of another kind chooses, too: what it chose first is kept.
+    sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)
+    return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))

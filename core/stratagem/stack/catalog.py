@@ -1,0 +1,31 @@
+"""Read `catalog.toml`: default plugin names, and which package provides a known one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+@cache
+def _catalog() -> dict[str, Any]:
+    import tomllib
+    from importlib.resources import files
+
+    return tomllib.loads(files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+def default(role: str) -> str:
+    """Return the name used for `role` when the user names none."""
+    name: str = _catalog()["defaults"][role]
+    return name
+
+
+def moved(name: str) -> str:
+    """Return what to say instead of `name`, which other trainers know; nothing if they do not."""
+    return str(_catalog()["moved"].get(name, ""))
+
+
+def providers(kind: str) -> dict[str, str]:
+    """Return the known plugin names of `kind`, each with the package that provides it."""
+    packages: dict[str, dict[str, list[str]]] = _catalog()["packages"]
+    return {name: package for package, kinds in packages.items() for name in kinds.get(kind, ())}

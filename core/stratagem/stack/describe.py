@@ -1,0 +1,282 @@
+"""What a plugin looks like from outside: options with types, defaults and their ``#:`` docs, capabilities, hooks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from stratagem.api import hooks
+from stratagem.api.kinds import KINDS, Capabilities, Plugin
+from stratagem.api.options import describe as describe_type
+from stratagem.api.options import option_types, options
+from stratagem.api.redaction import redact
+from stratagem.config.settings import CHOICES, TrainerSettings
+from stratagem.config.sources import DOTTED, program
+from stratagem.errors import ConfigError, StratagemError, nearest, shown
+from stratagem.stack.registry import Entry
+from stratagem.stack.resolver import Choice, hook_implementations, hook_specifications, make
+
+if TYPE_CHECKING:
+    from stratagem.runtime.run import Run
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """Load the plugin of `entry` and return everything a user may want to know, as plain data."""
+    target = entry.load()
+    is_class = isinstance(target, type)
+    plugin = None if is_class else make(entry, {})
+    cls = target if is_class else type(plugin)
+    capabilities = capabilities_of(cls if plugin is None else plugin)
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "value": entry.value,
+        "summary": _first_sentence(cls),
+        "options": [_option(cls, name, field, plugin) for name, field in options(cls).items()],
+        "provides": sorted(capabilities.provides),
+        "requires": sorted(capabilities.requires),
+        "conflicts": sorted(capabilities.conflicts),
+        "answers": _hooks(cls, wrapper=False),
+        "wraps": _hooks(cls, wrapper=True),
+    }
+
+
+def capabilities_of(plugin: Any) -> Capabilities:
+    """Return the capabilities of a plugin; of a class, those with default options."""
+    found = getattr(plugin, "capabilities", None)
+    if isinstance(plugin, type) and isinstance(found, property):
+        found = plugin().capabilities
+    return found if isinstance(found, Capabilities) else Capabilities()
+
+
+def option_docs(cls: type[Any]) -> dict[str, str]:
+    """Return the ``#:`` comments over the fields of `cls` and its bases, by field name; no source, no docs."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        try:
+            source = inspect.getsource(base) if base is not object else ""
+        except (OSError, TypeError):
+            continue
+        for match in re.finditer(r"((?:^[ \t]*#:.*\n)+)^[ \t]*(\w+)[ \t]*:", source, re.MULTILINE):
+            lines = [line.strip().removeprefix("#:").strip() for line in match[1].strip().splitlines()]
+            docs[match[2]] = " ".join(lines)
+    return docs
+
+
+def explain_stack(run: Run) -> dict[str, Any]:
+    """Return the resolved stack of `run` as plain data, plugins in the order in which they act."""
+    return {
+        "processes": {
+            "per_node": run.num_processes,
+            "nodes": run.settings.num_nodes,
+            "devices": list(run.stack.devices),
+        },
+        "arguments": {
+            name: {"value": shown(redact(name, getattr(run.settings, name)), None), "origin": origin}
+            for name, origin in sorted(run.settings.origins.items())
+            if name not in CHOICES and hasattr(run.settings, name)
+        },
+        "plugins": [_explain_choice(choice, run) for choice in run.stack.choices()],
+    }
+
+
+def render_stack(explained: dict[str, Any]) -> str:
+    """Return `explained` as a tree for people."""
+    processes = explained["processes"]
+    lines = [f"{processes['per_node']} process(es) on each of {processes['nodes']} node(s)"]
+    if len(processes["devices"]) != processes["per_node"]:
+        lines[0] += f", each with {len(processes['devices'])} devices"
+    lines += [f"  {name} = {entry['value']}  ({entry['origin']})" for name, entry in explained["arguments"].items()]
+    for plugin in explained["plugins"]:
+        package = f"{plugin['distribution']} {plugin['version']}" if plugin["distribution"] else "no package"
+        lines.append(f"+ {plugin['kind']} {plugin['name']}  ({package}; {plugin['reason']})")
+        lines += [f"|   {o['name']} = {o['value']}  ({o['origin']})" for o in plugin["options"]]
+        for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
+            if plugin[title]:
+                lines.append(f"|   {title}: {', '.join(plugin[title])}")
+        if plugin["stands_down"]:
+            lines.append("|   its hooks stand down: the strategy applies this precision by itself")
+    return "\n".join(lines)
+
+
+def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
+    plugin, specifications = choice.plugin, hook_specifications()
+    capabilities = capabilities_of(plugin)
+    implemented = hook_implementations(plugin)
+    answers = [n for n, m in implemented.items() if specifications[n]["firstresult"] and not m["wrapper"]]
+    wraps = [n for n, m in implemented.items() if m["wrapper"]]
+    return {
+        "kind": choice.kind,
+        "name": choice.name,
+        "distribution": choice.entry.distribution if choice.entry else None,
+        "version": choice.entry.version if choice.entry else None,
+        "reason": choice.reason,
+        "options": [
+            {
+                "name": name,
+                "value": shown(redact(name, getattr(plugin, option.name, None)), None),
+                "origin": choice.origins.get(name, "default"),
+            }
+            for name, option in options(type(plugin)).items()
+        ],
+        "provides": sorted(capabilities.provides),
+        "requires": sorted(capabilities.requires),
+        "conflicts": sorted(capabilities.conflicts),
+        "answers": sorted(answers),
+        "wraps": sorted(wraps),
+        "acts": sorted(set(implemented) - set(answers) - set(wraps)),
+        "stands_down": run.stack.precision_absorbed and choice is run.stack.precision,
+    }
+
+
+def unread_arguments(run: Run, words: Sequence[str]) -> list[str]:
+    """Return a sentence for each Trainer argument in `words` of the command line that has not reached `run`."""
+    sentences = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, text = word.removeprefix("--").partition("=")
+        text = text if equals else "" if following.startswith("--") else following
+        name, dot, option = name.replace("-", "_").partition(".")
+        if not word.startswith("--") or not text or name not in (DOTTED if dot else option_types(type(run.settings))):
+            continue
+        choices = [choice for choice in run.stack.choices() if choice.kind == CHOICES.get(name, name)]
+        if dot:
+            values = [
+                (getattr(choice.plugin, option, None), choice.origins.get(option, "default")) for choice in choices
+            ]
+        else:
+            origin = run.settings.origins.get(name, "default")
+            values = [(choice.name, origin) for choice in choices] or [(getattr(run.settings, name), origin)]
+        if any(origin == "command line" or str(value).lower() == text.lower() for value, origin in values):
+            continue
+        used = " and ".join(f"{shown(value)} ({origin})" for value, origin in values) or "nothing"
+        error = ConfigError(
+            f"the command line has {word if equals else f'{word} {text}'} and the run uses {used}",
+            expected="a script that reads it",
+            do="make the trainer with stratagem.Trainer.from_cli(), or pass the value to Trainer(...)",
+        )
+        sentences.append(str(error))
+    return sentences
+
+
+def cli_help(settings: TrainerSettings) -> str:
+    """Return the help of `Trainer.from_cli`: its arguments, and the options of the plugins that `settings` choose."""
+    from stratagem.stack.resolver import resolve
+
+    lines = [f"usage: {program()} [--config FILE] [--ARGUMENT VALUE] [--KIND.OPTION VALUE]", "", "arguments:"]
+    docs, types = option_docs(type(settings)), option_types(type(settings))
+    for name, option in options(type(settings)).items():
+        lines += _help_lines(f"--{name}", describe_type(types[name]), _default(option), docs.get(name, ""))
+    for choice in resolve(settings).choices():
+        cls = type(choice.plugin)
+        if choice.kind in DOTTED and options(cls):
+            lines += ["", f"options of {choice}:"]
+            for name, option in options(cls).items():
+                value = shown(redact(name, getattr(choice.plugin, option.name)), None)
+                doc = option_docs(cls).get(option.name, "")
+                lines += _help_lines(f"--{choice.kind}.{name}", describe_type(option_types(cls)[name]), value, doc)
+    return "\n".join(lines)
+
+
+def _help_lines(flag: str, kind: str, default: str, doc: str) -> list[str]:
+    return [f"  {flag} ({kind}; default {default})", *([f"      {doc}"] if doc else [])]
+
+
+def check_entry(entry: Entry) -> str | None:
+    """Return what is wrong with an installed plugin, in a sentence; None if nothing is."""
+    try:
+        if entry.kind == "command":
+            entry.load()
+            return None
+        target = entry.load()
+        cls = target if isinstance(target, type) else type(make(entry, {}))
+    except ConfigError:
+        return None  # a preset that cannot be made on this machine
+    except StratagemError as error:
+        return str(error)
+    return check_class(cls, entry.kind)
+
+
+def check_class(cls: type[Any], kind: str) -> str | None:
+    """Return what is wrong with a plugin class of `kind`, in a sentence; None if nothing is."""
+    base = KINDS[kind].base
+    if not issubclass(cls, base):
+        return f"{cls.__name__} is no stratagem.{base.__name__}."
+    if problem := _check_options(cls):
+        return problem
+    known = hook_specifications()
+    for hook, marker in hook_implementations(cls, of_class=True).items():
+        if hook not in known:
+            return f"it implements {hook!r}, which is no hook; {nearest(hook, known) or 'see docs/hooks.md'}."
+        given = set(inspect.signature(getattr(cls, hook)).parameters) - {"self"}
+        unknown = given - set(inspect.signature(getattr(hooks, hook)).parameters)
+        if unknown:
+            return f"its {hook} takes {', '.join(sorted(unknown))}, which that hook does not pass."
+        if marker["wrapper"] and not inspect.isgeneratorfunction(getattr(cls, hook)):
+            return f"its {hook} is a wrapper without a yield."
+    return None
+
+
+def _check_options(cls: type[Any]) -> str | None:
+    decorate = "decorate it with @define(eq=False, kw_only=True)"
+    if not attrs.has(cls):
+        return f"{cls.__name__} has no attrs options; {decorate}."
+    fields = {field.name for field in attrs.fields(cls)}
+    for owner in cls.__mro__:
+        for name, annotation in inspect.get_annotations(owner).items():
+            if issubclass(owner, Plugin) and name not in fields and "ClassVar" not in str(annotation):
+                return f"{owner.__name__}.{name} is annotated and no attrs field; {decorate}, or make it a ClassVar."
+    if "__init__" in vars(cls) and "__attrs_attrs__" not in vars(cls):
+        return f"{cls.__name__} writes its own __init__, so its options are unknown; {decorate}."
+    if cls.__eq__ is not object.__eq__:
+        return f"two equal {cls.__name__} would be taken for one plugin; {decorate}."
+    return None
+
+
+def render(description: dict[str, Any]) -> str:
+    """Return `description` as text for people."""
+    origin = f"{description['distribution']} {description['version']}, {description['value']}"
+    lines = [f"{description['kind']} {description['name']}  ({origin})", f"  {description['summary']}"]
+    if description["options"]:
+        lines.append("options:")
+        for option in description["options"]:
+            lines.append(f"  {option['name']} = {option['default']}  ({option['type']})")
+            lines += [f"      {option['doc']}"] if option["doc"] else []
+    for title in ("provides", "requires", "conflicts", "answers", "wraps"):
+        if description[title]:
+            lines.append(f"{title}: {', '.join(description[title])}")
+    return "\n".join(lines)
+
+
+def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any) -> dict[str, str]:
+    default = _default(field) if preset is None else shown(getattr(preset, field.name), None)
+    return {
+        "name": name,
+        "type": describe_type(option_types(cls)[name]),
+        "default": default,
+        "doc": option_docs(cls).get(field.name, ""),
+    }
+
+
+def _default(field: attrs.Attribute[Any]) -> str:
+    if field.default is attrs.NOTHING:
+        return "(required)"
+    default: Any = field.default
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        return "(computed)" if default.takes_self else shown(default.factory(), None)
+    return shown(default, None)
+
+
+def _hooks(cls: type[Any], *, wrapper: bool) -> list[str]:
+    implementations = hook_implementations(cls, of_class=True)
+    return sorted(name for name, marker in implementations.items() if bool(marker["wrapper"]) is wrapper)
+
+
+def _first_sentence(cls: type[Any]) -> str:
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    return text.split(". ")[0].rstrip(".") + "." if text else ""

@@ -1,0 +1,297 @@
+"""Hand the training loop its batches: in an order that resuming repeats, ended on all ranks after the same batch.
+
+[Note: going on within an epoch]
+A checkpoint written within an epoch holds, for each rank, the random state at the epoch's start (the order comes from
+it) and the one now. A plain loader is opened with the first, asked again for the batches that were used, and then the
+second is put back. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) goes on by
+itself.
+
+Gradients that wait in an open accumulation window are not stored: resuming goes back to the window's first batch, with
+the buffers and the random state of that moment, and adds the same gradients up again.
+
+Where the number of batches is unknown the feed reads one ahead, so as to know the last one; on several ranks they ask
+each other before each batch, and the epoch ends for all when it ends for one.
+
+A data set may draw random numbers while it is read, in turn with the model. A *mark* is how things were right before
+a batch was read: resuming reads that batch again from there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
+from stratagem.runtime.seeding import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stratagem.runtime.run import Run
+    from stratagem.training.loops import Position
+
+#: Seconds of reading again that are worth a word.
+_WORTH_TELLING_S = 5.0
+_END = object()
+
+
+@define(eq=False)
+class Window:
+    """The open accumulation window."""
+
+    #: Number of its first batch in the epoch.
+    start: int
+    #: As they were when that batch was about to be used.
+    buffers: dict[str, Tensor]
+
+
+class Feed:
+    """The batches of a fit's epochs, on this rank."""
+
+    def __init__(self, loader: Any, num_batches: float, run: Run, module: nn.Module) -> None:
+        self.loader, self.num_batches, self.run, self.module = loader, num_batches, run, module
+        # A limit is no promise of the loader's.
+        self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
+        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        #: Batches before this one were used by the run that is resumed, in a window that was still open.
+        self.replay_until = 0
+        self._window: Window | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
+        #: The marks of the open window's batches, of this batch and of the one read ahead, where they may be needed.
+        self._marks: dict[int, dict[str, Any]] = {}
+        self._accumulate = 1
+        self._buffers = _Buffers(module)
+
+    # --- What a checkpoint holds -----------------------------------------------------------------------------------
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the random states of this process, with those of the loader's own generators and samplers."""
+        return random_state(self.run.devices) | {
+            "loader": [g.get_state() for g in generators_of(self.loader)],
+            "sampler_seeds": sampler_seeds(self.loader),
+        }
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Put back what `random_state` returned."""
+        restore_random_state(state, self.run.devices)
+        self._restore_order(state)
+
+    def _restore_order(self, state: dict[str, Any]) -> None:
+        for generator, saved in zip(generators_of(self.loader), state.get("loader", []), strict=False):
+            generator.set_state(saved)
+        restore_sampler_seeds(self.loader, state.get("sampler_seeds", []))
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """Return what this rank needs to go on after the batches that `position` says are done."""
+        done, window = position.batches_done, self._window
+        if not done or position.epoch_done:
+            return {}
+        state: dict[str, Any] = {"marks": {n: mark for n, mark in self._marks.items() if n == done}, "accumulate": 1}
+        if self.stateful and not state["marks"]:
+            state["marks"][done] = {"loader": self.loader.state_dict()}
+        if window is not None and window.start < done:
+            state["marks"], state["accumulate"] = dict(self._marks), self._accumulate
+            state["window"] = {"start": window.start, "buffers": {n: b.cpu() for n, b in window.buffers.items()}}
+        return state
+
+    def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
+        """Let the next epoch begin where `state` was taken, with the random state `now`."""
+        self._resumed, self._now = state, now
+
+    def resume_at_another_size(self, saved: dict[str, Any], position: Position) -> bool:
+        """Go on in the order of a run with another number of processes, whose rank 0 had the random state `saved`.
+
+        Returns:
+            Whether the order is known: what the other run has used is not used again, and nothing is left out.
+        """
+        seeds = saved.get("sampler_seeds", [])
+        if seeds and self.run.world_size == 1:
+            self.loader = in_order_of_several(self.loader, seeds[0])
+        self._restore_order(saved)
+        if position.batches_done:
+            position.epoch_random_state = self.random_state()
+        return len(seeds) == len(sampler_seeds(self.loader))
+
+    def go_on_from_here(self) -> None:
+        """Take the present random state for that of the run that is resumed: what it had still to do has been done."""
+        self._now = self.random_state()
+
+    def set_out(self, position: Position) -> None:
+        """Put back the random state of a run that is resumed, right before its next epoch (or the rest of one)."""
+        if self._now is not None:
+            self.restore_random_state(self._now)
+        elif position.batches_done:
+            self._now = self.random_state()
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether gradients wait for more batches."""
+        return self._window is not None
+
+    def close_window(self) -> None:
+        """The gradients were used."""
+        self._window = None
+
+    # --- Batches ---------------------------------------------------------------------------------------------------
+
+    def epoch(self, position: Position, accumulate: int) -> Iterator[tuple[int, Any, bool]]:
+        """Yield ``(batch_idx, batch, is_last)`` from where `position` stands to the end of its epoch."""
+        set_epoch(self.loader, position.epoch)
+        self._accumulate = accumulate
+        resumed, self._resumed = self._resumed or {}, None
+        now, self._now = self._now, None
+        window, marks = resumed.get("window"), resumed.get("marks", {})
+        first, self.replay_until, self._marks = position.batches_done, 0, {}
+        if window is not None:
+            first = window["start"]
+            if resumed["accumulate"] != accumulate:  # its batches begin a window of another length
+                position.batches_done, window, now = first, None, marks.get(first, {}).get("random")
+                marks = {n: mark for n, mark in marks.items() if n <= first + self.looks_ahead}
+            else:
+                self.replay_until = position.batches_done
+        iterator = self._open(position, first, marks.get(first, {}).get("loader"))
+
+        def read(number: int) -> Any:
+            if "random" in (again := marks.get(number, {})):
+                self.restore_random_state(again["random"])
+            self._mark(number, accumulate)
+            return next(iterator, _END)
+
+        if now is not None and position.batches_done and not marks:
+            self.restore_random_state(now)
+        ahead = read(first) if self.looks_ahead else None
+        if now is not None and marks and window is None:
+            self.restore_random_state(now)
+        batch_idx = first
+        while self.looks_ahead or batch_idx < self.num_batches:
+            if self.looks_ahead:
+                batch = ahead
+                if batch_idx == first and self._ended(batch is _END):
+                    return
+                at_limit = batch_idx + 1 >= self.num_batches
+                ahead = _END if at_limit or batch is _END else read(batch_idx + 1)
+                is_last = at_limit or self._ended(ahead is _END)
+            else:
+                batch = read(batch_idx)
+                is_last = batch_idx + 1 >= self.num_batches
+                if batch is _END:
+                    message = f"the training loader promised {int(self.num_batches)} batches and yielded {batch_idx}"
+                    raise ConfigError(message, expected="as many as its length says")
+            if window is not None and batch_idx == first:
+                self._buffers.restore(window["buffers"])
+            if accumulate > 1 and batch_idx % accumulate == 0:
+                self._window = Window(batch_idx, self._buffers.copies())
+            yield batch_idx, batch, is_last
+            if window is not None and batch_idx + 1 == self.replay_until:
+                assert now is not None
+                self.restore_random_state(now)
+            batch_idx += 1
+            if is_last:
+                if not self.looks_ahead and batch_idx == length(self.loader):
+                    next(iterator, None)  # workers end in order when a loader is asked past its end
+                return
+
+    def _open(self, position: Position, first: int, state: Any) -> Iterator[Any]:
+        """Begin an epoch's iterator that yields batch number `first` next."""
+        if position.epoch_random_state is None:
+            position.epoch_random_state = self.random_state()
+        elif position.batches_done:
+            self.restore_random_state(position.epoch_random_state)
+        if state is not None and self.stateful:
+            self.loader.load_state_dict(state)
+            return iter(self.loader)
+        if position.epoch and getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
+            # Workers that persist draw their seed once, in the first epoch, and the order of this one comes after that.
+            iter(self.loader)
+            self.restore_random_state(position.epoch_random_state)
+        iterator: Iterator[Any] = iter(self.loader)
+        began = time.monotonic()
+        for _ in range(first):
+            if next(iterator, _END) is _END:
+                break
+        seconds = time.monotonic() - began
+        if seconds > _WORTH_TELLING_S and self.run.is_global_zero:
+            warnings.warn(
+                f"going on at batch {first} of an epoch took {seconds:.0f} s: the loader read again what was done. "
+                "torchdata's StatefulDataLoader goes on at once.",
+                stacklevel=2,
+            )
+        return iterator
+
+    def _mark(self, number: int, accumulate: int) -> None:
+        """Remember how things are before batch `number` is read, if resuming may have to read it again."""
+        if not (self.looks_ahead or accumulate > 1):
+            return
+        mark = {"random": self.random_state()}
+        begins = number % accumulate == 0
+        if self.stateful and (self.looks_ahead or begins):
+            mark["loader"] = self.loader.state_dict()
+        kept = number - 1 if self._window is None else self._window.start
+        if begins and not self.looks_ahead:
+            kept = number
+        self._marks = {n: old for n, old in self._marks.items() if n >= kept}
+        self._marks[number] = mark
+
+    def _ended(self, here: bool) -> bool:
+        return self.run.collectives.unchecked.any(here) if self.run.world_size > 1 else here
+
+
+def length(loader: Any) -> float:
+    """Return the number of batches of `loader`; inf if it does not tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+class _Buffers:
+    """Copies of a module's buffers; of large ones made again only where they changed."""
+
+    #: Up to this many elements a copy is cheaper than the question. (Running statistics change without torch counting
+    #: a new version of them, and they are small.)
+    SMALL = 1 << 16
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._kept: dict[str, tuple[int, int, Tensor]] = {}
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return a copy of every buffer as it is now."""
+        for name, buffer in self.module.named_buffers():
+            key = (id(buffer), buffer._version)
+            if buffer.numel() <= self.SMALL or self._kept.get(name, (0, 0))[:2] != key:
+                self._kept[name] = (*key, buffer.detach().clone())
+        return {name: copy for name, (_, _, copy) in self._kept.items()}
+
+    def restore(self, copies: dict[str, Tensor]) -> None:
+        buffers = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, copy in copies.items():
+                buffers[name].copy_(copy)
+
+
+def agreed_size(size: float, run: Run, name: str) -> float:
+    """Return how many batches of a training loader all ranks can use: what the shortest has. Collective."""
+    if run.world_size == 1:
+        return size
+    sizes = run.collectives.all_gather_object(size)
+    if len(set(sizes)) == 1:
+        return size
+    if any(math.isinf(other) for other in sizes):
+        return math.inf
+    shortest: float = min(sizes)
+    if run.is_global_zero and shortest:
+        warnings.warn(
+            f"the {name} loader has {', '.join(str(int(other)) for other in sizes)} batches on ranks 0 to "
+            f"{len(sizes) - 1}: an epoch ends after {int(shortest)} on all of them",
+            stacklevel=2,
+        )
+    return shortest

@@ -1,0 +1,245 @@
+"""Automatic optimization through the module's own `optimizer_step` or `optimizer_zero_grad`; its own batch transfer.
+
+[Note: the closure]
+`Module.optimizer_step` gets a closure. Calling it runs `training_step`, zeroes the gradients in the first batch of an
+accumulation window (`on_before_zero_grad`, `optimizer_zero_grad`), and differentiates (`on_before_backward`,
+`backward`, `on_after_backward`). ``optimizer.step(closure)`` calls it, then `on_before_optimizer_step`,
+`configure_gradient_clipping`, and steps through strategy and precision. Earlier batches of a window only call the
+closure. Without such an override the loop does the same in fewer calls, and zeroes the gradients after each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import DataModule
+from stratagem.stack.resolver import hook_implementations
+from stratagem.training.module import overrides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.runtime.run import Run
+    from stratagem.training.loops import TrainLoop
+    from stratagem.training.module import Module
+    from stratagem.training.trainer import Trainer
+
+#: Methods for which a batch is trained as [Note: the closure] says.
+STEP_METHODS = ("optimizer_step", "optimizer_zero_grad")
+
+
+class CustomStep:
+    """Trains one batch at a time for a `TrainLoop`, see [Note: the closure]."""
+
+    def __init__(self, loop: TrainLoop, optimizer: Optimizer) -> None:
+        self.loop, self.run, self.optimizer = loop, loop.run, optimizer
+        self.module: Module = loop.trainer.module
+        self._handle = _Steps(self)
+        self._batch_idx = 0
+        self._zero_is_due = False
+        self._was_evaluated = False
+        self._stepped = True
+        self._outputs: Any = None
+        scales = self.run.policy.loss_scaling and not self.run.stack.precision_absorbed
+        self._stepping = self._guarded if scales and hasattr(optimizer, "register_step_pre_hook") else nullcontext
+
+    def __call__(self, batch: Any, batch_idx: int, sync: bool) -> Any:
+        """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
+        loop = self.loop
+        self._batch_idx, self._was_evaluated, self._stepped = batch_idx, False, True
+        closure = functools.partial(self._evaluate, batch, sync)
+        if sync:
+            with self._stepping():
+                self.module.optimizer_step(loop.trainer.current_epoch, batch_idx, self._handle, closure)
+            if not self._was_evaluated:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
+                    expected="optimizer.step(closure=optimizer_closure), or optimizer_closure()",
+                    do="call one of them in every step",
+                )
+            loop.feed.close_window()
+            loop.count_step(self._stepped)
+        else:
+            closure()
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def before_backward(self) -> None:
+        """Zero the gradients if a window begins."""
+        if self._zero_is_due:
+            self._zero_is_due = False
+            if self.loop.before_zero_grad is not None:
+                self.loop.before_zero_grad(optimizer=self.optimizer)
+            self.module.optimizer_zero_grad(self.loop.trainer.current_epoch, self._batch_idx, self.optimizer)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Do what ``optimizer.step(closure)`` of the handle does."""
+        loop, run, optimizer = self.loop, self.run, self.optimizer
+        if loop.closes_over:
+            if loop.before_step is not None:
+                loop.before_step(optimizer=optimizer)
+            self._stepped = run.optimizer_step(optimizer, None if closure is None else self._agreeing(closure))
+            return None
+        loss = None if closure is None else closure()
+        if loop.before_step is not None:
+            loop.before_step(optimizer=optimizer)
+        if loop.clip is not None:
+            loop.clip(optimizer)
+        self._stepped = run.optimizer_step(optimizer)
+        return loss
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Within: refuse a step that bypasses the precision, and would apply gradients that are still scaled."""
+        run, through, passing = self.run, self.run._optimizer_step, False
+
+        def pass_through(**arguments: Any) -> Any:
+            nonlocal passing
+            passing = True
+            try:
+                return through(**arguments)
+            finally:
+                passing = False
+
+        def check(*_: Any) -> None:
+            if not passing:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.optimizer_step called {type(self.optimizer).__name__}.step, "
+                    "and the gradients are multiplied by the loss scale",
+                    expected="a step of the optimizer that optimizer_step gets, which divides them first",
+                    do="call optimizer.step(closure=optimizer_closure)",
+                )
+
+        hook, run._optimizer_step = self.optimizer.register_step_pre_hook(check), pass_through
+        try:
+            yield
+        finally:
+            hook.remove()
+            run._optimizer_step = through
+
+    def _evaluate(self, batch: Any, sync: bool) -> Any:
+        """Run the closure; return the loss, None for a skipped batch."""
+        loop = self.loop
+        self._zero_is_due = self._batch_idx % loop.accumulate == 0
+        with torch.enable_grad():
+            outputs = self.run.train_step(batch, self._batch_idx, loop.accumulate, sync, loop.with_index)
+        self.before_backward()  # of a batch that was skipped there was none
+        self._outputs, self._was_evaluated = outputs, True
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        return loss.detach() if isinstance(loss, torch.Tensor) else loss
+
+    def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Tensor]:
+        """Return `closure` clipping, its loss averaged over ranks: the optimizer decides on it, alike on all ranks."""
+
+        def averaged() -> Tensor:
+            loss = closure()
+            if self.loop.clip is not None:
+                self.loop.clip(self.optimizer)
+            return self.run.collectives.all_reduce(loss, "mean")
+
+        return averaged
+
+
+class _Steps:
+    """The optimizer as `Module.optimizer_step` gets it: `step` goes through the hooks, all else is the optimizer's."""
+
+    def __init__(self, custom: CustomStep) -> None:
+        self._custom, self.optimizer = custom, custom.optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call `closure`, clip, step; return its loss."""
+        return self._custom.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def clipping(trainer: Trainer) -> Callable[[Optimizer], Any] | None:
+    """Return what clips an optimizer's gradients before a step: the module's own method, the settings, or None."""
+    run, module, settings = trainer.run, trainer.module, trainer.settings
+    value, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
+    if run.manual:
+        return None
+    if overrides(module, "configure_gradient_clipping"):
+
+        def configured(optimizer: Optimizer) -> None:
+            run.unscale(optimizer)
+            module.configure_gradient_clipping(
+                optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+            )  # fmt: skip
+
+        return configured
+    if value is None:
+        return None
+    by_norm = algorithm == "norm"
+    return functools.partial(
+        run.clip_gradients, max_norm=value if by_norm else None, max_value=None if by_norm else value
+    )
+
+
+# --- Batches -----------------------------------------------------------------------------------------------------
+
+
+def use_custom_methods(trainer: Trainer, datamodule: Any) -> None:
+    """Have `trainer.run` differentiate and move batches as the module, or its data module, defines.
+
+    Raises:
+        ConfigError: the strategy moves batches itself.
+    """
+    run, module = trainer.run, trainer.module
+    run.custom_backward = module.backward if overrides(module, "backward") else None
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    before, move, after = (_chosen(name, module, datamodule, run) for name in names)
+    if move is not None:
+        _check_core_moves(move, run)
+        run.custom_transfer = lambda batch: move(batch, run.device, trainer.dataloader_idx)
+    if before is None and after is None:
+        return
+    transfer = run._transfer_batch
+
+    def transfer_between(batch: Any, run: Run) -> Any:
+        if before is not None:
+            batch = before(batch, trainer.dataloader_idx)
+        batch = transfer(batch=batch, run=run)
+        return batch if after is None else after(batch, trainer.dataloader_idx)
+
+    run._transfer_batch = transfer_between
+
+
+def forget_custom_methods(run: Run) -> None:
+    """Undo `use_custom_methods`."""
+    run.custom_backward = run.custom_transfer = run.before_backward = run.after_backward = None
+    run._bind()
+
+
+def _chosen(name: str, module: Module, datamodule: Any, run: Run) -> Callable[..., Any] | None:
+    """Return the method of the data module, else of the module; None if neither defines it."""
+    own = getattr(module, name) if overrides(module, name) else None
+    if datamodule is None or not overrides(datamodule, name, DataModule):
+        return own
+    if own is not None and run.is_global_zero:
+        warnings.warn(
+            f"{type(module).__name__} and {type(datamodule).__name__} both define {name}: the data module's is called",
+            stacklevel=2,
+        )
+    method: Callable[..., Any] = getattr(datamodule, name)
+    return method
+
+
+def _check_core_moves(move: Any, run: Run) -> None:
+    for choice in run.stack.active():
+        marker = hook_implementations(choice.plugin).get("transfer_batch")
+        if marker is not None and not marker["wrapper"]:
+            raise ConfigError(
+                f"{type(move.__self__).__name__ if hasattr(move, '__self__') else 'the module'} defines "
+                f"transfer_batch_to_device, and {choice} moves batches itself",
+                expected="one of the two", do="use on_before_batch_transfer or on_after_batch_transfer instead",
+            )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Tell plugins and the module what happens around the loop."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api import hooks
+from stratagem.training.module import EVENTS, overrides
+
+if TYPE_CHECKING:
+    from stratagem.training.trainer import Trainer
+
+
+class Events:
+    """The events of one call in one process. Who listens is looked up once for each event."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.run, self.module = trainer, trainer.run, trainer.module
+        self._known: dict[str, Callable[..., None] | None] = {}
+
+    def listener(self, name: str) -> Callable[..., None] | None:
+        """Return a function that tells everybody of event `name`; None if nobody listens."""
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def emit(self, name: str, **arguments: Any) -> None:
+        """Tell everybody of event `name`: plugins in the order of the stack, then the module."""
+        listener = self.listener(name)
+        if listener is not None:
+            listener(**arguments)
+
+    def module_first(self, name: str, then: Callable[[], None]) -> None:
+        """Tell the module, do `then`, tell the plugins: what the module still logs is then there for them to read."""
+        if overrides(self.module, name):
+            getattr(self.module, name)()
+        then()
+        hook = self.run.implemented(name)
+        if hook is not None:
+            hook(trainer=self.trainer, module=self.module, run=self.run)
+
+    def _find(self, name: str) -> Callable[..., None] | None:
+        hook = self.run.implemented(name)
+        own = by_name(name, getattr(self.module, name)) if name in EVENTS and overrides(self.module, name) else None
+        if own is None:
+            given = {"trainer": self.trainer, "module": self.module, "run": self.run}
+            return None if hook is None else functools.partial(hook, **given)
+
+        def tell(**arguments: Any) -> Any:
+            if hook is not None:
+                hook(trainer=self.trainer, module=self.module, run=self.run, **arguments)
+            return own(**arguments)
+
+        return tell
+
+
+def arguments_of(event: str) -> tuple[str, ...]:
+    """Return what a module's method for `event` gets, in order."""
+    known = inspect.signature(getattr(hooks, event)).parameters
+    return tuple(name for name in known if name not in ("trainer", "module", "run"))
+
+
+def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a function that calls `method` with those keyword arguments of `event` that it takes.
+
+    Where it calls them otherwise they are passed in order. None: it takes more than there is.
+    """
+    names, parameters = arguments_of(event), inspect.signature(method).parameters.values()
+    kinds = inspect.Parameter
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+        return method
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    required = [p.name for p in parameters if p.default is kinds.empty and p.kind is not kinds.VAR_POSITIONAL]
+    accepted = [p.name for p in named if p.name in names]
+    if all(name in accepted for name in required):
+        return lambda **arguments: method(**{name: arguments[name] for name in accepted})
+    in_order = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.POSITIONAL_ONLY)]
+    if len(required) > len(names) or any(p.kind is kinds.KEYWORD_ONLY and p.name in required for p in parameters):
+        return None
+    count = len(names) if any(p.kind is kinds.VAR_POSITIONAL for p in parameters) else min(len(in_order), len(names))
+    return lambda **arguments: method(*(arguments[name] for name in names[:count]))

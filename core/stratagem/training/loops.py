@@ -1,0 +1,537 @@
+"""The loops: train epochs, and evaluate. They call hooks and `Run`, and know no plugin.
+
+[Note: position]
+``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
+the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.training.batches`
+needs to continue with the same batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import set_epoch
+from stratagem.training.batches import Feed
+from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
+from stratagem.training.metrics import MetricBook
+from stratagem.training.module import overrides, takes
+from stratagem.training.optimizers import needs_closure
+
+if TYPE_CHECKING:
+    from stratagem.training.stage_runner import Session
+    from stratagem.training.trainer import Trainer
+
+
+@define(eq=False)
+class Position:
+    """Where training stands; see [Note: position]."""
+
+    epoch: int = 0
+    global_step: int = 0
+    batches_done: int = 0
+    #: The current epoch ran all its batches.
+    epoch_done: bool = False
+    #: Its end was told, and schedulers stepped; resuming begins the next one.
+    epoch_ended: bool = False
+    #: Validation is not due after the last batch, or has begun.
+    validated: bool = True
+    #: Optimizer steps that a loss scale skipped.
+    skipped_steps: int = 0
+    #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
+    evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
+    #: This process's random state at the start of the epoch.
+    epoch_random_state: dict[str, Any] | None = field(default=None, repr=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
+            "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
+            "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name] if name != "evaluated_batches" else dict(state.get(name, {})))
+
+
+# --- Training ----------------------------------------------------------------------------------------------------
+
+
+#: Seconds that a rank which is told to stop waits for the others to be told, before it says that it is alone.
+MEETING_S = 60.0
+
+
+class TrainLoop:
+    """Epochs of batches until a limit is reached."""
+
+    def __init__(self, trainer: Trainer, session: Session, feed: Feed) -> None:
+        self.trainer, self.session, self.run, self.feed = trainer, session, trainer.run, feed
+        self.settings, self.position = trainer.settings, trainer.position
+        module = trainer.module
+        self.accumulate = trainer.accumulate_grad_batches
+        self.with_index = takes(module.training_step, 2)
+        self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
+        self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
+        self._check_optimizers()
+        #: Clips an optimizer's gradients before its step; None does not.
+        self.clip = clipping(trainer)
+        #: The module has ended this epoch before its last batch.
+        self.skips_rest = False
+        #: The latest epoch that it ended before its first batch.
+        self.skipped_epoch: int | None = None
+        #: All ranks know that training is to stop.
+        self.told_to_stop = False
+        #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
+        self.validate_every: float | None = None
+        self.batch_start = trainer.events.listener("on_train_batch_start")
+        #: The module's own method may end the epoch; what plugins return means nothing.
+        self.heeds_answer = overrides(module, "on_train_batch_start")
+        self.batch_end = trainer.events.listener("on_train_batch_end")
+        self.before_step = trainer.events.listener("on_before_optimizer_step")
+        self.before_zero_grad = trainer.events.listener("on_before_zero_grad")
+        #: Trains a batch where the module defines a method of the step; None leaves it to `_batch`.
+        self.custom_step = self._custom_step()
+        self._listen_to_backward()
+        self.step_schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        self.deadline = None if trainer.max_time is None else time.monotonic() + trainer.max_time.total_seconds()
+
+    def _custom_step(self) -> CustomStep | None:
+        if self.run.manual or self.optimizer is None:
+            return None
+        wanted = any(overrides(self.trainer.module, method) for method in STEP_METHODS)
+        return CustomStep(self, self.optimizer) if wanted else None
+
+    def _listen_to_backward(self) -> None:
+        """Have the run tell of each backward, wherever it is called."""
+        custom, tell = self.custom_step, self.trainer.events.listener("on_before_backward")
+
+        def before_backward(loss: torch.Tensor) -> None:
+            if custom is not None:
+                custom.before_backward()
+            if tell is not None:
+                tell(loss=loss)
+
+        self.run.before_backward = None if custom is None and tell is None else before_backward
+        self.run.after_backward = self.trainer.events.listener("on_after_backward")
+
+    def _check_optimizers(self) -> None:
+        manual, count = self.run.manual, len(self.run.optimizers)
+        name = type(self.trainer.module).__name__
+        if not manual and count > 1:
+            raise ConfigError(
+                f"{name}.configure_optimizers returned {count} optimizers under automatic optimization",
+                expected="one",
+                do="set automatic_optimization = False and step them in training_step",
+            )
+        accumulates = self.settings.accumulate_grad_batches != 1
+        if self.closes_over and accumulates:
+            raise ConfigError(
+                f"accumulate_grad_batches is {self.settings.accumulate_grad_batches} with "
+                f"{type(self.optimizer).__name__}, which evaluates the model itself",
+                expected="1",
+            )
+        refused = {"accumulate_grad_batches": accumulates, "gradient_clip_val": self.settings.gradient_clip_val}
+        for option, is_set in refused.items():
+            if manual and is_set:
+                raise ConfigError(
+                    f"{option} is {getattr(self.settings, option)!r} with {name}.automatic_optimization = False",
+                    expected="it unset",
+                    do="do it in training_step, where you step the optimizers",
+                )
+
+    def fit(self) -> None:
+        """Train from the current position until a limit."""
+        trainer, position = self.trainer, self.position
+        if position.epoch_ended:
+            self._begin(position.epoch + 1)
+        trainer.book.closed = ""
+        trainer.events.emit("on_train_start")
+        for optimizer in self.run.optimizers:
+            optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
+        self.feed.set_out(position)
+        while not self._finished():
+            self._epoch()
+            if not position.epoch_ended:
+                break  # stopped in the middle
+            self._begin(position.epoch + 1)
+        trainer.book.closed = "after the last epoch"
+        trainer.events.emit("on_train_end")
+        trainer.last_outputs = None  # it holds the last graph
+
+    def _begin(self, epoch: int) -> None:
+        position = self.position
+        position.epoch, position.batches_done, position.epoch_random_state = epoch, 0, None
+        position.epoch_done, position.epoch_ended, position.validated = False, False, True
+
+    def _finished(self) -> bool:
+        position, settings = self.position, self.settings
+        if settings.max_epochs is not None and 0 <= settings.max_epochs <= position.epoch:
+            return True
+        return self._out_of_steps() or (self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()))
+
+    def _trained_enough(self) -> bool:
+        position, settings = self.position, self.settings
+        return position.epoch >= (settings.min_epochs or 0) and position.global_step >= (settings.min_steps or 0)
+
+    def _out_of_steps(self) -> bool:
+        return 0 <= self.settings.max_steps <= self.position.global_step
+
+    def _out_of_time(self) -> bool:
+        return self.deadline is not None and self.run.collectives.unchecked.any(time.monotonic() >= self.deadline)
+
+    def _epoch(self) -> None:
+        trainer, position = self.trainer, self.position
+        self.accumulate = trainer.accumulate_grad_batches
+        if position.batches_done == 0:
+            trainer.events.emit("on_train_epoch_start")
+        between = trainer.batches_between_validations
+        self.validate_every = None if math.isinf(between) else between
+        if position.batches_done and position.batches_done >= self.feed.num_batches:
+            self._end_longer_epoch()  # an epoch had more batches in the run that is resumed
+        if not position.validated:
+            self._validate()  # the run that is resumed was stopped before it
+            self.feed.go_on_from_here()
+        self.skips_rest = False
+        start, skipped = position.batches_done, self.run.skipped_batches
+        batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
+        for batch_idx, batch, is_last in batches:
+            if batch_idx < self.feed.replay_until:
+                self._again(batch, batch_idx)
+                continue
+            self._batch(batch, batch_idx, is_last)
+            if self.skips_rest:
+                break
+            if trainer.on_leaving is not None:
+                trainer.on_leaving()
+            validates = not position.validated
+            if validates:
+                self._validate()
+            if self._out_of_steps():
+                break
+            if self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()):
+                if not (validates or position.epoch_done):
+                    self._validate()  # what stops is judged by where it stopped
+                break
+        if position.batches_done == start and start and not position.epoch_done:
+            self._end_longer_epoch()
+        if start == 0 and position.batches_done and self.run.skipped_batches - skipped == position.batches_done:
+            raise ConfigError(
+                f"training_step returned None for all {position.batches_done} batches of epoch {position.epoch}",
+                expected="a loss for some: nothing was trained", do="end training_step with `return loss`",
+            )  # fmt: skip
+        if position.batches_done == 0 and not self.skips_rest:
+            raise ConfigError("the training loader yielded no batch", expected="at least one", do="check its data set")
+        if position.batches_done == 0:
+            self._check_skipped()
+        if position.epoch_done or position.batches_done > start:
+            trainer.end_epoch(complete=position.epoch_done)
+
+    def _end_longer_epoch(self) -> None:
+        position, now = self.position, self.feed.num_batches
+        if not position.epoch_done and position.batches_done != now and self.run.is_global_zero:
+            warnings.warn(
+                f"the checkpoint was saved after {position.batches_done} batches of epoch {position.epoch}, and "
+                + ("the loader has fewer now" if math.isinf(now) else f"an epoch has {int(now)} now")
+                + ": the rest of that epoch is left out",
+                stacklevel=2,
+            )
+        position.epoch_done = True
+
+    def _is_told_to_stop(self) -> bool:
+        """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
+        trainer, run = self.trainer, self.run
+        if trainer.should_stop and run.world_size > 1 and not self.told_to_stop:
+            run.collectives.meet("trainer.should_stop = True", MEETING_S)
+            self.told_to_stop = True
+        return trainer.should_stop
+
+    def _validate(self) -> None:
+        self.session.validate()
+        self.position.validated = True
+
+    def _again(self, batch: Any, batch_idx: int) -> None:
+        """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
+        trainer, run = self.trainer, self.run
+        book, trainer.book = trainer.book, MetricBook(default_on_step=True, collectives=run.collectives)
+        try:
+            trainer.book.batch = batch = run._transfer_batch(batch=batch, run=run)
+            if self.batch_start is not None:
+                self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
+            run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
+        finally:
+            trainer.book = book
+
+    def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
+        trainer, run = self.trainer, self.run
+        batch = run._transfer_batch(batch=batch, run=run)
+        trainer.book.batch = batch
+        if self.batch_start is not None:
+            answer = self.batch_start(batch=batch, batch_idx=batch_idx)
+            if answer is not None and self.heeds_answer:
+                self._check_answer(answer, batch_idx)
+                self._skip_rest(batch_idx)
+                return
+        if self.custom_step is not None:
+            outputs = self.custom_step(batch, batch_idx, is_last or (batch_idx + 1) % self.accumulate == 0)
+        elif self.closes_over:
+            outputs = self._closure_step(batch, batch_idx)
+        elif run.manual:
+            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+        else:
+            sync = is_last or (batch_idx + 1) % self.accumulate == 0
+            outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
+            if sync and self.optimizer is not None:
+                self._step()
+        trainer.last_outputs = outputs
+        position = self.position
+        position.batches_done, position.epoch_done = batch_idx + 1, is_last
+        every = self.validate_every
+        position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
+        if trainer.book.metrics:
+            trainer.book.reduce_step(batch_idx)
+            trainer.callback_metrics.update(trainer.book.step_values())
+        if self.batch_end is not None:
+            self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
+        trainer.log_step()
+
+    @staticmethod
+    def _check_answer(answer: Any, batch_idx: int) -> None:
+        try:
+            is_meant = not isinstance(answer, bool) and operator.index(answer) == -1
+        except TypeError:
+            is_meant = False
+        if not is_meant:
+            raise ConfigError(
+                f"on_train_batch_start returned {answer!r} at batch {batch_idx}",
+                expected="None, or -1 to skip the rest of the epoch", do="return nothing to train the batch",
+            )  # fmt: skip
+
+    def _check_skipped(self) -> None:
+        """Warn of the first epoch that was skipped as a whole; refuse to skip one after another without an end."""
+        epoch, limit = self.position.epoch, self.settings.max_epochs
+        if self.skipped_epoch is None and self.run.is_global_zero:
+            warnings.warn(
+                f"on_train_batch_start returned -1 at the first batch of epoch {epoch}: nothing was trained in it",
+                stacklevel=2,
+            )
+        if self.skipped_epoch == epoch - 1 and (limit is None or limit < 0):
+            raise ConfigError(
+                f"on_train_batch_start returned -1 at the first batch of epochs {epoch - 1} and {epoch}, "
+                "and max_epochs sets no limit",
+                expected="a batch that is trained, or training would never end",
+                do="return None there, or set max_epochs",
+            )
+        self.skipped_epoch = epoch
+
+    def _skip_rest(self, batch_idx: int) -> None:
+        """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""
+        if self.run.world_size > 1:
+            try:
+                self.run.collectives.meet("on_train_batch_start", MEETING_S)
+            except ConfigError:
+                raise ConfigError(
+                    f"on_train_batch_start returned -1 at batch {batch_idx} on rank {self.run.rank}, not on all ranks",
+                    expected="the same answer on every rank",
+                    do="decide by what all ranks know, or all-reduce it first",
+                ) from None
+        for optimizer in self.run.optimizers:
+            optimizer.zero_grad()  # what an open window has added up
+        self.feed.close_window()
+        position = self.position
+        position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
+
+    def _step(self) -> None:
+        run, optimizer = self.run, self.optimizer
+        assert optimizer is not None
+        if self.before_step is not None:
+            self.before_step(optimizer=optimizer)
+        if self.clip is not None:
+            self.clip(optimizer)
+        stepped = run.optimizer_step(optimizer)
+        if self.before_zero_grad is not None:
+            self.before_zero_grad(optimizer=optimizer)
+        optimizer.zero_grad()
+        self.feed.close_window()
+        self.count_step(stepped)
+
+    def count_step(self, stepped: bool) -> None:
+        """Count an optimizer step, and step the schedulers unless a loss scale skipped it."""
+        self.position.global_step += 1
+        if not stepped:
+            self.position.skipped_steps += 1
+            return
+        for config in self.step_schedulers:
+            if self.position.global_step % config.frequency == 0:
+                config.step(self.trainer)
+
+    def _closure_step(self, batch: Any, batch_idx: int) -> Any:
+        """Let the optimizer evaluate the model: once or many times, all ranks seeing the same loss."""
+        run, optimizer = self.run, self.optimizer
+        assert optimizer is not None
+        kept: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            if self.before_zero_grad is not None:
+                self.before_zero_grad(optimizer=optimizer)
+            optimizer.zero_grad()
+            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+            kept[:] = [outputs]
+            if outputs is None:
+                raise ConfigError(
+                    f"training_step returned None under {type(optimizer).__name__}, which evaluates the model itself",
+                    expected="a loss", do="return the loss, multiplied by zero to skip a batch",
+                )  # fmt: skip
+            if self.clip is not None:
+                self.clip(optimizer)
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            # The optimizer decides on this number; ranks that decide differently would hang.
+            return run.collectives.all_reduce(loss.detach(), "mean")
+
+        if self.before_step is not None:
+            self.before_step(optimizer=optimizer)
+        self.count_step(run.optimizer_step(optimizer, closure))
+        return kept[0]
+
+
+# --- Evaluation --------------------------------------------------------------------------------------------------
+
+#: What each evaluating stage calls on the module, and the prefix of its events.
+_STAGES = {
+    "validate": ("validation_step", "on_validation"),
+    "test": ("test_step", "on_test"),
+    "predict": ("predict_step", "on_predict"),
+}
+
+
+def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
+    """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
+    run, (method, event) = trainer.run, _STAGES[stage]
+    before, book = (run.stage, trainer.book), MetricBook(default_on_step=False, collectives=run.collectives)
+    run.stage, trainer.book = stage, book
+    results: list[Any] = []
+    try:
+        # What a sharded strategy gathers in inference mode could not be gathered again in training.
+        inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
+        with _evaluating(trainer.module, inference, event):
+            book.closed, book.without_steps = "while predicting" if stage == "predict" else "", f"{event}_start"
+            trainer.events.emit(f"{event}_start")
+            trainer.events.emit(f"{event}_epoch_start")
+            book.without_steps = ""
+            told = [trainer.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
+            for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                book.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
+                trainer.dataloader_idx = index
+                call = _step_caller(trainer, method, index, len(loaders))
+                results.append(_pass_over(trainer, stage, loader, limit, index, call, *told))
+            book.loader, book.without_steps = "", f"{event}_epoch_end"
+            if stage != "predict":
+                trainer.events.emit(f"{event}_epoch_end")
+                metrics = trainer.publish_epoch(book)
+                results = book.by_loader(metrics, len(loaders))
+            else:
+                trainer.events.emit(f"{event}_epoch_end")
+            book.closed = book.closed or "after its metrics were reduced"
+            trainer.position.validated = True  # what is saved from here on need not do it again
+            trainer.events.emit(f"{event}_end")
+    finally:
+        book.reset()
+        run.stage, trainer.book = before
+        trainer.dataloader_idx = 0
+    return results
+
+
+def _pass_over(
+    trainer: Trainer, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any],
+    batch_start: Any, batch_end: Any,
+) -> list[Any]:  # fmt: skip
+    run, outputs_kept, batch_idx = trainer.run, [], -1
+    set_epoch(loader, trainer.position.epoch)
+    batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
+    for batch_idx, batch in enumerate(batches):
+        moved = run.transfer(batch)
+        if run.shards_parameters:
+            run.collectives.unchecked.any(True)
+        trainer.book.batch = moved
+        if batch_start is not None:
+            batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
+        with run.evaluate_context(stage):
+            outputs = call(moved, batch_idx)
+        trainer.book.reduce_step(batch_idx)
+        if stage == "predict":
+            outputs_kept.append(outputs)
+        if batch_end is not None:
+            batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
+        if stage != "predict":
+            trainer.book.reduce_step(batch_idx)  # what hooks logged at the batch's end
+            trainer.log_evaluation_step(stage, loader_idx)
+    if run.shards_parameters:
+        _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
+    if batch_idx < 0 and limit > 0:
+        raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
+    return outputs_kept
+
+
+def _keep_pace(
+    trainer: Trainer, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any, batch_idx: int
+) -> None:
+    """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
+    run, book = trainer.run, trainer.book
+    trainer.book = MetricBook(default_on_step=False, collectives=run.collectives)
+    try:
+        while run.collectives.unchecked.any(False):
+            if batch is None:
+                raise ConfigError(
+                    f"loader {loader_idx} of {stage} yielded no batch on rank {run.rank}",
+                    expected="at least one on every rank",
+                )
+            trainer.book.batch = batch
+            with run.evaluate_context(stage):
+                call(batch, 0)
+            batch_idx += 1
+            trainer.book.reduce_step(batch_idx)  # as the ranks that have this batch
+    finally:
+        trainer.book = book
+
+
+def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: int) -> Callable[..., Any]:
+    """Return a call of the module's `method` with as many of (batch, batch_idx, dataloader_idx) as it takes."""
+    function = getattr(trainer.module, method)
+    model = trainer.run.model
+    if takes(function, 3) and (num_loaders > 1 or not takes(function, 2)):
+        return lambda batch, batch_idx: model(method, batch, batch_idx, loader_idx)
+    if takes(function, 2):
+        return lambda batch, batch_idx: model(method, batch, batch_idx)
+    return lambda batch, _: model(method, batch)
+
+
+@contextmanager
+def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator[None]:
+    """Switch to evaluation without gradients; afterwards every submodule has the mode that it had before.
+
+    A module's own ``{event}_model_eval`` and ``{event}_model_train`` switch instead.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    to_eval, to_train = f"{event}_model_eval", f"{event}_model_train"
+    switch = getattr(module, to_eval) if overrides(module, to_eval) else module.eval
+    switch()
+    try:
+        with torch.inference_mode() if inference_mode else torch.no_grad():
+            yield
+    finally:
+        if overrides(module, to_train):
+            getattr(module, to_train)()
+        else:
+            for part, training in modes:
+                part.training = training

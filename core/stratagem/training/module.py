@@ -1,0 +1,592 @@
+"""`Module`: a torch module that knows how to train, validate, test and predict; and the dispatcher that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import types
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from stratagem.api.kinds import CLIP_BY_NORM, CLIP_BY_VALUE
+from stratagem.errors import CheckpointError, ConfigError, nearest, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.training.trainer import Trainer
+
+#: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
+EVENTS = (
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_sanity_check_start", "on_sanity_check_end",
+    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_epoch_end", "on_validation_end",
+    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
+    "on_predict_epoch_end", "on_predict_end",
+    "on_save_checkpoint", "on_load_checkpoint", "on_exception",
+)  # fmt: skip
+
+
+class Module(nn.Module):
+    """Override `training_step` and `configure_optimizers`, and whatever else you need.
+
+    A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
+    and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
+    What it defines is called, or refused when a run starts (`stratagem.training.lightning_names`).
+    """
+
+    #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
+    automatic_optimization = True
+    #: False: a checkpoint may lack some of this module's weights, or hold others.
+    strict_loading = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Plain attributes: a trainer is no submodule, and it does not travel with a pickled or copied module.
+        self.__dict__["_trainer"] = None
+        self.__dict__["_hparams"] = Hyperparameters()
+
+    # --- What a user overrides -----------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss (or a dict with ``"loss"``) of `batch`. Under manual optimization, anything."""
+        raise _missing(self, "training_step", "fit")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what validation measures on `batch`."""
+        raise _missing(self, "validation_step", "validate")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Log what testing measures on `batch`."""
+        raise _missing(self, "test_step", "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the predictions for `batch`; the forward pass unless overridden."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer, several, or a dict with ``optimizer`` and ``lr_scheduler``; None trains nothing."""
+        raise _missing(self, "configure_optimizers", "fit")
+
+    def configure_model(self) -> None:
+        """Build layers once processes exist, under the strategy's and precision's contexts.
+
+        Called at the start of fit, validate, test and predict: build only what does not exist yet.
+        """
+
+    def configure_sharded_model(self) -> None:
+        """The earlier name of `configure_model`; define one of the two."""
+
+    def configure_callbacks(self) -> Any:
+        """Return callbacks (one or a list) that this module brings; they replace the trainer's of the same class."""
+        return []
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step `optimizer`; called at the end of each accumulation window.
+
+        Args:
+            epoch: the current epoch, from 0.
+            batch_idx: number of the window's last batch in the epoch.
+            optimizer: its ``step(closure)`` calls the closure, clips, and steps through strategy and precision.
+            optimizer_closure: computes the last batch's loss and gradients and returns the loss; must be called.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Zero the gradients of `optimizer`; called between an accumulation window's first forward and backward."""
+        optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Differentiate `loss`, which is divided and scaled already."""
+        loss.backward(*arguments, **options)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of `optimizer`, which are complete and not scaled; called before each step."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step `scheduler`; `metric` is what ReduceLROnPlateau watches, None for others."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return what to move to the device; `batch` is as the loader made it."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return `batch` on `device`."""
+        from stratagem.runtime.data import move_batch
+
+        return move_batch(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return what the step gets; `batch` is on the device."""
+        return batch
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Drop gradients before validation within training, if no accumulation window is open."""
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Switch to evaluation when validation starts."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Switch back when validation ends; unless overridden every submodule gets the mode it had."""
+        self.train()
+
+    def on_test_model_eval(self) -> None:
+        """Switch to evaluation when testing starts."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Switch back when testing ends; unless overridden every submodule gets the mode it had."""
+        self.train()
+
+    def on_predict_model_eval(self) -> None:
+        """Switch to evaluation when prediction starts."""
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        """Switch back when prediction ends; unless overridden every submodule gets the mode it had."""
+        self.train()
+
+    # A module may also define training_step_end(output), validation_step_end and test_step_end: what they return stands
+    # for what the step returned.
+
+    # --- What a user calls ---------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module."""
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise ConfigError(f"{type(self).__name__}.trainer was asked for outside a trainer", do="call trainer.fit()")
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank; 0 outside a trainer."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.global_rank
+
+    @property
+    def current_epoch(self) -> int:
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def logger(self) -> Any:
+        """The trainer's first logger, or None."""
+        return self.trainer.logger
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+        self.trainer.print(*values, **options)
+
+    def log(self, name: str, value: Tensor | float, **options: Any) -> None:
+        """Record one number under `name`.
+
+        Args:
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (default True).
+            on_step: record every step's value (default: in training).
+            on_epoch: reduce over the epoch (default: outside training).
+            reduce_fx: "mean" (weighted by batch size), "sum", "max", "min", or a callable on all values (as float64).
+            sync_dist: reduce over all ranks too, at the time of reduction. Collective: log on all ranks.
+            batch_size: weight of this value in the mean; found from the batch if not given.
+            add_dataloader_idx: append "/dataloader_idx_0" where several loaders are evaluated; without it each needs a
+                name of its own.
+            rank_zero_only: this metric exists on rank 0 alone; excludes sync_dist.
+
+        A callback's `log` in ``on_train_epoch_end`` is reduced at once, so that callbacks after it can read it.
+
+        Raises:
+            ConfigError: called where nothing can be logged (before or after training, a validation or a test; while
+                predicting), a value that is not one number, or contradictory options.
+        """
+        self.trainer.log_metric(name, value, options)
+
+    def log_dict(self, values: dict[str, Tensor | float], **options: Any) -> None:
+        """`log` every item of `values` with the same options."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """Differentiate `loss` through the strategy and the precision; for manual optimization."""
+        if self.automatic_optimization:
+            raise ConfigError(
+                f"{type(self).__name__}.manual_backward was called under automatic optimization",
+                do="set automatic_optimization = False, or return the loss instead",
+            )
+        self.trainer.run.backward(loss)
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision."""
+        handles = self.trainer.optimizer_handles
+        return handles[0] if len(handles) == 1 else handles
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> Any:
+        """Clip the gradients of `optimizer` through strategy and precision; return the norm before, 0.0 by value.
+
+        Args:
+            gradient_clip_val: the limit; the trainer's if not given, and no clipping without either.
+            gradient_clip_algorithm: "norm" or "value"; the trainer's if not given.
+
+        Raises:
+            ConfigError: another algorithm, or one that the strategy lacks.
+        """
+        run, settings = self.trainer.run, self.trainer.settings
+        limit = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = settings.gradient_clip_algorithm if gradient_clip_algorithm is None else gradient_clip_algorithm
+        words = {"norm": CLIP_BY_NORM, "value": CLIP_BY_VALUE}
+        if str(algorithm) not in words:
+            raise ConfigError(f"clip_gradients got gradient_clip_algorithm={algorithm!r}", expected='"norm" or "value"')
+        if not limit:
+            return 0.0
+        strategy = run.stack.strategies[-1]
+        if words[str(algorithm)] not in strategy.plugin.capabilities.provides:
+            raise ConfigError(
+                f"clip_gradients is to clip by {algorithm}, which {strategy} cannot",
+                do="choose the other algorithm, or another strategy (`stratagem plugins show NAME`)",
+            )
+        limits = {"max_norm" if algorithm == "norm" else "max_value": float(limit)}
+        return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **limits)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let gradients flow to the parameters of `optimizer` alone, until `untoggle_optimizer`.
+
+        For several optimizers stepped by hand: what belongs to the others costs no backward and collects nothing.
+        """
+        self.untoggle_optimizer()
+        every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before = {id(parameter): (parameter, parameter.requires_grad) for parameter in every}
+        self.__dict__["_toggled"] = list(before.values())
+        for parameter, _ in before.values():
+            if id(parameter) not in own:
+                parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Any = None) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, wanted in self.__dict__.pop("_toggled", ()):
+            parameter.requires_grad = wanted
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers if len(schedulers) > 1 else schedulers[0] if schedulers else None
+
+    def save_hyperparameters(self, *names: Any, ignore: str | Sequence[str] | None = (), logger: bool = True) -> None:
+        """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them.
+
+        What a derived class's ``__init__`` was given is remembered too; what a checkpoint cannot hold of that is left
+        out with a warning.
+
+        Args:
+            names: those to remember, rather than all; or one mapping, namespace or dataclass, whose items are
+                remembered instead. `load_from_checkpoint` hands them to the argument that it was.
+            ignore: those to leave out.
+            logger: False: loggers do not get them.
+
+        Raises:
+            ConfigError: no such argument, or one that a checkpoint cannot hold.
+        """
+        given, derived = _constructor_arguments(self, inspect.currentframe())
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        objects = [each for each in names if not isinstance(each, str)]
+        if objects:
+            if len(names) > 1:
+                raise ConfigError(
+                    f"save_hyperparameters was given {len(names)} values", expected="names of arguments, or one object",
+                    do="merge them into one dictionary",
+                )  # fmt: skip
+            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is objects[0]), "")
+            given, derived, names = _items_of(objects[0]), set(), ()
+        for name in [*names, *ignored]:
+            if name not in given:
+                raise ConfigError(
+                    f"save_hyperparameters names {name!r}", expected=f"arguments of {type(self).__name__}.__init__",
+                    do=nearest(name, given),
+                )  # fmt: skip
+        chosen = {name: given[name] for name in (names or given) if name not in ignored}
+        for name, value in list(chosen.items()):
+            try:
+                _check_storable(type(self).__name__, name, value)
+            except ConfigError:
+                if name in names or name not in derived:
+                    raise
+                del chosen[name]
+                warnings.warn(
+                    f"{type(self).__name__}.__init__ was given {name}={shown(value)}, which a checkpoint cannot hold: "
+                    f"save_hyperparameters leaves it out; pass load_from_checkpoint(path, {name}=...)",
+                    stacklevel=2,
+                )
+        self.hparams.update(chosen)
+        unlogged = self.__dict__.setdefault("_unlogged", set())
+        unlogged.difference_update(chosen) if logger else unlogged.update(chosen)
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """What `save_hyperparameters` remembered: a dictionary, its items attributes as well."""
+        hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
+        return hparams
+
+    @classmethod
+    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **arguments: Any) -> Module:
+        """Build the module with its saved hyper-parameters (overridden by `arguments`) and load its weights on the CPU.
+
+        Raises:
+            CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
+        """
+        from stratagem.api.named_state import load_weights
+        from stratagem.checkpoint.files import read_any
+
+        state = read_any(path)
+        accepted = inspect.signature(cls.__init__).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+        kept = state.get("hyper_parameters", {})
+        whole = str(state.get("hparams_name", ""))
+        if whole in accepted and whole not in kept and accepted[whole].kind is not inspect.Parameter.VAR_KEYWORD:
+            others = {name: arguments.pop(name) for name in [*arguments] if name in kept}
+            saved: dict[str, Any] = {whole: Hyperparameters(kept | others)}
+        else:
+            saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
+        _check_complete(cls, saved | arguments, path)
+        module = cls(**(saved | arguments))
+        build(module)
+        load_weights(module, state["state_dict"], strict)
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_trainer": None}
+
+
+#: Attribute of a module that was given as ``torch.compile(module)``: what compiles a function.
+COMPILER = "_step_compiler"
+#: Steps whose output goes through a method of the same name with ``_end``, if the module has one.
+_STEPS = ("training_step", "validation_step", "test_step")
+
+
+class Hyperparameters(dict[str, Any]):
+    """A dictionary whose items are attributes as well: ``self.hparams.width``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            hint = nearest(name, self) or "see save_hyperparameters"
+            raise AttributeError(f"no hyper-parameter is called {name!r}; {hint}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def original(model: Any) -> Any:
+    """Return the module behind ``torch.compile(module)``, made to compile its steps; anything else as it is."""
+    inner, compiler = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
+    if not isinstance(inner, Module) or compiler is None:
+        return model
+    inner.__dict__[COMPILER] = compiler
+    return inner
+
+
+class StepModule(nn.Module):
+    """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+        # Plain attributes, and looked up once: a step asks for them.
+        ends = {step: f"{step}_end" for step in _STEPS}
+        self.__dict__["_ends"] = {step: end for step, end in ends.items() if overrides(module, end)}
+        self.__dict__["_compiled"] = {}
+
+    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        output = self.step(method, *arguments, **options)
+        return self.end(method, output) if method in self._ends else output
+
+    def step(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Run `method` of the user's module, and leave its end to the caller."""
+        step = self._compiled.get(method) or self._step(method)
+        return step(*arguments, **options)
+
+    def has_end(self, method: str) -> bool:
+        """Whether the user's module defines ``{method}_end``."""
+        return method in self._ends
+
+    def end(self, method: str, output: Any) -> Any:
+        """Return what the user's ``{method}_end`` makes of `output`."""
+        return getattr(self.module, self._ends[method])(output)
+
+    def _step(self, method: str) -> Any:
+        step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
+        if compiler is None:
+            return step
+        self._compiled[method] = compiler(step)
+        return self._compiled[method]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": {}}
+
+
+class OptimizerHandle:
+    """An optimizer to be stepped by hand: `step` goes through the hooks, everything else is the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.optimizer, self._trainer = optimizer, trainer
+
+    def step(self, closure: Any = None) -> bool:
+        """Step, counting one optimizer step; return False if an overflow skipped it."""
+        return self._trainer.step_by_hand(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def overrides(owner: Any, method: str, base: type[Any] = Module) -> bool:
+    """Whether `owner` defines `method` itself, on its class or as an attribute, rather than inheriting `base`'s."""
+    if callable(getattr(owner, "__dict__", {}).get(method)):
+        return True
+    own = getattr(type(owner), method, None)
+    return own is not None and own is not getattr(base, method, None)
+
+
+def build(module: Any) -> None:
+    """Have `module` build what does not exist yet.
+
+    Raises:
+        ConfigError: it defines `configure_model` and `configure_sharded_model`.
+    """
+    if overrides(module, "configure_sharded_model"):
+        if overrides(module, "configure_model"):
+            raise ConfigError(
+                f"{type(module).__name__} defines configure_model and configure_sharded_model", expected="one of them",
+                do="keep configure_model",
+            )  # fmt: skip
+        module.configure_sharded_model()
+    module.configure_model()
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether `function` accepts `count` positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def logged_hyperparameters(module: Any) -> dict[str, Any]:
+    """Return the hyper-parameters of `module`, a `Module` or a `DataModule`, that loggers get."""
+    unlogged = module.__dict__.get("_unlogged", ())
+    return {name: value for name, value in module.hparams.items() if name not in unlogged}
+
+
+def _items_of(value: Any) -> dict[str, Any]:
+    """Return what a mapping, a namespace or a dataclass holds, by name."""
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        items = dict(vars(value))
+    elif attrs.has(type(value)):
+        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
+    else:
+        raise ConfigError(
+            f"save_hyperparameters was given {shown(value)}",
+            expected="names of arguments, a mapping, a namespace or a dataclass",
+        )
+    if odd := next((name for name in items if not isinstance(name, str)), None):
+        raise ConfigError(f"save_hyperparameters was given a mapping with the key {shown(odd)}", expected="names")
+    return items
+
+
+def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> None:
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wanted = [each for each in parameters if each.kind in named][1:]
+    missing = [each.name for each in wanted if each.default is each.empty and each.name not in arguments]
+    if missing:
+        raise CheckpointError(
+            f"{cls.__name__} needs {missing[0]!r}, which is no hyper-parameter in {path}",
+            expected="what save_hyperparameters() remembered, or an argument",
+            do=f"pass {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)",
+        )
+
+
+def _constructor_arguments(module: Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return what the constructors of `module` that are running were given; the most derived class's stand.
+
+    The second result names what the constructor that asks does not take, but one of a derived class.
+    """
+    found: dict[str, Any] = {}
+    mine: set[str] | None = None
+    frame = frame.f_back
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if not names or frame.f_locals.get(names[0]) is not module:
+            break
+        if frame.f_code.co_name == "__init__":
+            arguments = inspect.getargvalues(frame)
+            keywords = arguments.locals.get(arguments.keywords or "", {})
+            keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
+            own = {name: arguments.locals[name] for name in (*names[1:], *keyword_only) if name in arguments.locals}
+            found |= own | {name: value for name, value in keywords.items() if not name.startswith("_")}
+            mine = set(found) if mine is None else mine
+        frame = frame.f_back
+    return found, set(found) - (mine or set())
+
+
+def _check_storable(cls: str, name: str, value: Any) -> None:
+    from stratagem.api.json_tree import encode
+
+    try:
+        encode(value, lambda *_: 0, name)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{cls}.save_hyperparameters: {error.found}",
+            expected="tensors, numbers, strings and containers of them, which a checkpoint can hold",
+            do=f"leave it out with save_hyperparameters(ignore=[{name!r}])",
+        ) from None
+
+
+def _missing(module: Module, method: str, stage: str) -> ConfigError:
+    return ConfigError(f"{type(module).__name__} has no {method}", expected=f"one, to {stage}", do="define it")

@@ -1,0 +1,391 @@
+"""One call of fit, validate, test or predict in one process: from loaders to the loop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+
+from stratagem.api.kinds import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import DataModule, in_order, seed_loader_workers, several
+from stratagem.runtime.preflight import agree
+from stratagem.runtime.seeding import random_state, restore_random_state
+from stratagem.training import lightning_names, trainer_state
+from stratagem.training.batches import Feed, agreed_size, length
+from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
+from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
+from stratagem.training.loops import TrainLoop, evaluate
+from stratagem.training.module import Module, build, logged_hyperparameters, overrides
+from stratagem.training.optimizers import needs_closure, read
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stratagem.training.trainer import Trainer
+
+#: What a stage calls its loaders, and the words in its ``limit_*_batches``.
+_LOADERS = {
+    "fit": ("train_dataloader", "train"),
+    "validate": ("val_dataloader", "val"),
+    "test": ("test_dataloader", "test"),
+    "predict": ("predict_dataloader", "predict"),
+}
+
+
+@define(eq=False)
+class Job:
+    """What the user asked for; travels to the processes that do it."""
+
+    stage: str
+    loaders: Any = None
+    val_loaders: Any = None
+    datamodule: Any = None
+    ckpt_path: str | Path | None = None
+    #: Optimizer states of an earlier fit of the same module, to go on with.
+    carried: dict[str, Any] | None = None
+
+
+class Session:
+    """A job at work in this process."""
+
+    def __init__(self, trainer: Trainer, job: Job) -> None:
+        self.trainer, self.run, self.settings, self.job = trainer, trainer.run, trainer.settings, job
+        self.module: Module = trainer.module
+        self.val_loaders: list[Any] = []
+        #: The checkpoint that the job begins with.
+        self.read_from: Path | None = None
+
+    def work(self) -> Any:
+        """Do the job; return what the user's call returns."""
+        agree(self.run.collectives, self._facts())
+        self._build()
+        lightning_names.check(self.module, self.job.datamodule, self.run.stack, self.job.stage)
+        result = None
+        use_custom_methods(self.trainer, self.job.datamodule)
+        try:
+            if self.job.stage == "fit":
+                self._fit()
+            else:
+                result = self._evaluate(self.job.stage)
+        finally:
+            forget_custom_methods(self.run)
+        for part in (self.module, self.job.datamodule):
+            if callable(teardown := getattr(part, "teardown", None)):
+                teardown(self.job.stage)
+        return result
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what all ranks must have been asked alike."""
+        job = self.job
+        return {
+            "the call": job.stage,
+            "the module": type(self.module).__qualname__,
+            "ckpt_path": None if job.ckpt_path is None else str(job.ckpt_path),
+            "dataloaders": job.loaders is not None,
+            "val_dataloaders": job.val_loaders is not None,
+            "datamodule": None if job.datamodule is None else type(job.datamodule).__qualname__,
+        }
+
+    def _build(self) -> None:
+        """Prepare data once per node, then build what does not exist yet."""
+        run = self.run
+        parts = [part for part in (self.job.datamodule, self.module) if part is not None]
+        preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
+        if preparing:
+            error = None
+            if self.trainer.local_rank == 0:
+                try:
+                    for part in preparing:
+                        if getattr(part, "prepare_data_per_node", True) or self.trainer.is_global_zero:
+                            part.prepare_data()
+                except Exception as caught:  # noqa: BLE001 - raised on all ranks
+                    error = caught
+            run.collectives.fail_together(error)
+        if self.job.datamodule is not None and callable(setup := getattr(self.job.datamodule, "setup", None)):
+            setup(self.job.stage)
+        run.hook.setup(trainer=self.trainer, module=self.module, stage=self.job.stage, run=run)
+        if callable(setup := getattr(self.module, "setup", None)):
+            setup(self.job.stage)
+        with run.init_context(empty=run.shards_parameters):
+            build(self.module)
+
+    # --- Fit -----------------------------------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        trainer, run, job = self.trainer, self.run, self.job
+        resumed = self._read_checkpoint()
+        run.manual = not self.module.automatic_optimization
+        if run.manual and run.is_global_zero:
+            lightning_names.warn_of_uncalled(self.module)
+        if run.is_global_zero and not self.settings.barebones:
+            warn_of_slow_choices(self.module, run)
+            warn_of_another_order(run)
+        run.prepare(self.module, self._make_optimizers)
+        loader = self._share(self._loaders()[0], "train")
+        self.val_loaders = self._validation_loaders()
+        self._size_epochs(loader)
+        earlier, feed = trainer.feed, Feed(loader, trainer.num_training_batches, run, self.module)
+        if earlier is not None and resumed is None:
+            feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
+        trainer.feed, trainer.use_loader = feed, self.use_loader
+        if resumed is not None:
+            trainer_state.restore(trainer, resumed, self.read_from)
+        elif job.carried is not None:
+            trainer_state.restore_carried(trainer, job.carried)
+        trainer.should_stop, run.skipped_batches = False, 0
+        if run.is_global_zero:
+            _tell_modes(self.module)
+        trainer.batch_size = getattr(loader, "batch_size", None)
+        if trainer.is_global_zero and (hparams := self._hyperparameters()):
+            run.hook.log_hyperparams(params=hparams, run=run)
+        trainer.events.emit("on_fit_start")
+        if resumed is None:
+            self._sanity_check()
+        trainer.fitting = True
+        try:
+            with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+                TrainLoop(trainer, self, feed).fit()
+        finally:
+            trainer.fitting = False
+        run.saver.wait()
+        trainer.events.emit("on_fit_end")
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Return those of the module and of the data module."""
+        data = logged_hyperparameters(self.job.datamodule) if hasattr(self.job.datamodule, "hparams") else {}
+        own = logged_hyperparameters(self.module)
+        for name in own.keys() & data.keys():
+            if own[name] is not data[name] and own[name] != data[name]:
+                raise ConfigError(
+                    f"hyper-parameter {name!r} is {own[name]!r} in {type(self.module).__name__} and {data[name]!r} in "
+                    f"{type(self.job.datamodule).__name__}",
+                    expected="the same value, or two names",
+                    do="leave it out of one with save_hyperparameters(ignore=...)",
+                )
+        return data | own
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
+        configured = None if left_out else self.module.configure_optimizers()
+        optimizers, self.trainer.lr_scheduler_configs = read(configured)
+        if overrides(self.module, "lr_scheduler_step"):
+            for config in self.trainer.lr_scheduler_configs:
+                config.custom_step = self.module.lr_scheduler_step
+        self._check_optimizers(optimizers)
+        return optimizers
+
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        provided = self.run.stack.strategy.capabilities.provides
+        needs = {
+            MULTIPLE_OPTIMIZERS: len(optimizers) > 1,
+            MANUAL_OPTIMIZATION: self.run.manual,
+            CLOSURE_OPTIMIZERS: any(needs_closure(optimizer) for optimizer in optimizers),
+        }
+        for word, needed in needs.items():
+            if needed and word not in provided:
+                raise ConfigError(
+                    f"{type(self.module).__name__} needs {word!r}, which {self.run.stack.strategies[-1]} lacks",
+                    do="choose a strategy that provides it (`stratagem plugins show NAME`)",
+                )
+
+    def use_loader(self, loader: Any) -> None:
+        """Train with `loader`, this process's share, in place of the one that is there."""
+        trainer = self.trainer
+        self._size_epochs(loader)
+        assert trainer.feed is not None
+        trainer.feed.loader, trainer.feed.num_batches = loader, trainer.num_training_batches
+        trainer.batch_size = getattr(loader, "batch_size", None)
+
+    def _size_epochs(self, loader: Any) -> None:
+        """Find how many batches an epoch has, and how many lie between two validations."""
+        trainer, settings = self.trainer, self.settings
+        size = self._limit("train", loader, settings.overfit_batches or settings.limit_train_batches)
+        size = agreed_size(size, self.run, "training")
+        if size == 0:
+            raise ConfigError(
+                "the training loader has no batches",
+                expected="at least one for each process",
+                do="check its data set, drop_last and limit_train_batches",
+            )
+        limit = settings.overfit_batches or settings.limit_val_batches
+        trainer.num_training_batches = size
+        if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
+            trainer.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
+            trainer.batches_between_validations = size
+            return
+        trainer.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
+        trainer.batches_between_validations = _validation_interval(settings.val_check_interval, size)
+
+    def _sanity_check(self) -> None:
+        """Try validation before training; its randomness and its metrics leave no trace."""
+        trainer, steps = self.trainer, self.settings.num_sanity_val_steps
+        if not self.val_loaders or steps == 0 or trainer.fast_dev_run or self.settings.barebones:
+            return
+        before = random_state(self.run.devices)
+        trainer.sanity_checking = True
+        try:
+            limits = [min(steps if steps > 0 else math.inf, limit) for limit in trainer.num_val_batches]
+            trainer.events.emit("on_sanity_check_start")
+            evaluate(trainer, "validate", self.val_loaders, limits)
+            trainer.events.emit("on_sanity_check_end")
+        finally:
+            trainer.sanity_checking = False
+        restore_random_state(before, self.run.devices)
+        trainer.forget_metrics()
+
+    def validate(self) -> None:
+        """Validate where the training loop says it is due."""
+        trainer = self.trainer
+        if self.val_loaders and (
+            trainer.fast_dev_run or (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0
+        ):
+            if overrides(self.module, "on_validation_model_zero_grad") and trainer.at_step_boundary:
+                self.module.on_validation_model_zero_grad()
+            evaluate(trainer, "validate", self.val_loaders, trainer.num_val_batches)
+
+    # --- Validate, test, predict ---------------------------------------------------------------------------------
+
+    def _evaluate(self, stage: str) -> list[Any]:
+        trainer, run = self.trainer, self.run
+        checkpoint = self._read_checkpoint()
+        # What training wrapped is used as it is; a fresh module is wrapped for evaluation.
+        if run.model is None or run.module is not self.module:
+            run.prepare(self.module, stage=stage)
+        if checkpoint is not None:
+            run.load_model(checkpoint["state_dict"], self.module, self.module.strict_loading, self.read_from)
+        loaders = [self._share(loader, stage) for loader in self._loaders()]
+        word = _LOADERS[stage][1]
+        limit = getattr(self.settings, f"limit_{word}_batches")
+        limits = [self._limit(word, loader, limit) for loader in loaders]
+        setattr(trainer, f"num_{word}_batches", limits)
+        return evaluate(trainer, stage, loaders, limits)
+
+    # --- Loaders -------------------------------------------------------------------------------------------------
+
+    def _loaders(self) -> list[Any]:
+        """Return the loaders of this job: those given, else the data module's, else the module's own."""
+        method, _ = _LOADERS[self.job.stage]
+        given = self.job.loaders if self.job.loaders is not None else self._ask_for(method)
+        if given is None:
+            raise ConfigError(
+                f"{self.job.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
+            )
+        if self.job.stage != "fit":
+            return several(given)
+        if isinstance(given, list | tuple) and len(several(given)) > 1:
+            raise ConfigError(
+                f"fit got {len(given)} training loaders", expected="one", do="combine them in one iterable"
+            )
+        return [given]
+
+    def _validation_loaders(self) -> list[Any]:
+        given = self.job.val_loaders if self.job.val_loaders is not None else self._ask_for("val_dataloader")
+        if given is None or self.settings.limit_val_batches == 0:
+            return []
+        if not overrides(self.module, "validation_step"):
+            raise ConfigError(
+                f"fit got validation loaders and {type(self.module).__name__} has no validation_step",
+                expected="both or neither",
+                do="define it, or leave the loaders out",
+            )
+        return [self._share(loader, "validate") for loader in several(given)]
+
+    def _ask_for(self, method: str) -> Any:
+        data = self.job.datamodule
+        left_out = data is None or (isinstance(data, DataModule) and not overrides(data, method, DataModule))
+        source = self.module if left_out and (data is None or overrides(self.module, method)) else data
+        return getattr(source, method)() if callable(getattr(source, method, None)) else None
+
+    def _share(self, loader: Any, stage: str) -> Any:
+        if isinstance(loader, Mapping):
+            raise ConfigError(
+                f"the {stage} loader is a mapping ({', '.join(map(str, loader))})",
+                expected="a loader, or a list of them",
+            )
+        if not hasattr(loader, "__iter__"):
+            raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")
+        if stage == "train" and self.settings.overfit_batches:
+            loader = in_order(loader)
+        shared = self.run.share(loader, stage)
+        seed_loader_workers(shared, self.trainer.global_rank)
+        return shared
+
+    def _limit(self, word: str, loader: Any, limit: float | None) -> float:
+        """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
+        if self.settings.fast_dev_run:
+            limit = int(self.settings.fast_dev_run)
+        size = length(loader)
+        if limit is None or (limit == 1.0 and isinstance(limit, float)):
+            return size
+        if isinstance(limit, int):
+            return min(size, limit)
+        if math.isinf(size):
+            raise ConfigError(
+                f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
+            )
+        if limit and int(size * limit) == 0:
+            raise ConfigError(
+                f"limit_{word}_batches is {limit}, and the loader has {int(size)} batches: none of them",
+                expected="a share that is at least one batch, or a whole number",
+            )
+        return int(size * limit)
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        found = trainer_state.find(self.trainer, self.job.ckpt_path)
+        if found is None:
+            return None
+        self.read_from = found
+        state = self.run.read_checkpoint(found)
+        self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
+        if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
+            self.job.datamodule.load_state_dict(state["datamodule"])
+        return state
+
+
+def _tell_modes(module: Module) -> None:
+    """Warn of parts in eval mode, which they keep: right for frozen ones, and easily left behind by an evaluation."""
+    name = type(module).__name__
+    if not module.training:
+        warnings.warn(
+            f"{name} is in eval mode and stays so: dropout is off, batch normalization keeps its statistics. "
+            "If that is not meant, call model.train() before fit",
+            stacklevel=2,
+        )
+        return
+    outermost: list[str] = []
+    for path, part in module.named_modules():
+        if not (part.training or any(path.startswith(f"{outer}.") for outer in outermost)):
+            outermost.append(path)
+    if outermost:
+        shown = ", ".join(outermost[:5]) + (f" and {len(outermost) - 5} more" if len(outermost) > 5 else "")
+        warnings.warn(
+            f"{name} has parts in eval mode, which stay so: {shown}. "
+            "If that is not meant, call model.train() before fit",
+            stacklevel=2,
+        )
+
+
+def _validation_interval(interval: float, epoch_size: float) -> float:
+    """Return after how many batches to validate; inf means at the end of an epoch of unknown length."""
+    if interval == 0:
+        raise ConfigError("val_check_interval is 0", expected="at least one batch, or a share above 0.0")
+    if isinstance(interval, float):
+        if math.isinf(epoch_size) and interval != 1.0:
+            raise ConfigError(
+                f"val_check_interval is {interval} and the training loader has no length",
+                expected="a whole number of batches",
+            )
+        return math.inf if math.isinf(epoch_size) else max(1, int(epoch_size * interval))
+    if interval > epoch_size:
+        raise ConfigError(
+            f"val_check_interval is {interval} and an epoch has {int(epoch_size)} batches",
+            expected="at most that many",
+            do="use check_val_every_n_epoch to validate more rarely than once an epoch",
+        )
+    return interval
