@@ -12,7 +12,8 @@ from typing import Any
 
 from stratagem import __version__
 from stratagem.api.kinds import KINDS
-from stratagem.distributed.launch import REPORTS_VARIABLE, open_standard_streams
+from stratagem.distributed.process_variables import REPORTS_VARIABLE
+from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
 from stratagem.stack import registry
 

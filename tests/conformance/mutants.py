@@ -38,8 +38,9 @@ from stratagem.api.kinds import (
     PrecisionPolicy,
 )
 from stratagem.api.named_state import logical_optimizer_state
-from stratagem.api.world import Collectives, TorchCollectives
+from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
 from stratagem.runtime.seeding import sampler_seed
 from stratagem.testing import (

@@ -270,7 +270,7 @@ def test_strategy_trains_with_two_optimizers_by_hand(made):
 
 
 def _messages_of(rank, world_size, batches, accumulate):
-    from stratagem.api.world import TorchCollectives
+    from stratagem.distributed.process_group import TorchCollectives
 
     sent, send = [], TorchCollectives.average_async
     TorchCollectives.average_async = lambda self, tensor: (sent.append(tensor), send(self, tensor))[1]

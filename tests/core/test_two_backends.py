@@ -18,8 +18,11 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.api import world as world_module
-from stratagem.api.world import TorchCollectives, World, backends_in, interface_of, with_gloo
+from stratagem.api.world import World
+from stratagem.distributed import interfaces, process_group
+from stratagem.distributed.backends import backends_in, with_gloo
+from stratagem.distributed.interfaces import interface_of
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.testing import run_in_processes
 from stratagem.training.metrics import MetricBook
@@ -142,8 +145,8 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(world_module, "_default_store", lambda: None)
-    monkeypatch.setattr(world_module, "_comparing", None)
+    monkeypatch.setattr(process_group, "_default_store", lambda: None)
+    monkeypatch.setattr(process_group, "_comparing", None)
     monkeypatch.setattr(type(dist.group), "WORLD", _Group())
     yield calls
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
@@ -240,15 +243,15 @@ def test_gloo_listens_where_the_main_address_is_reached(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") is None
-    ways = {"node0": "10.1.2.3", world_module._ELSEWHERE: "10.9.9.9", "myself": "127.0.1.1"}
-    monkeypatch.setattr(world_module, "address_towards", lambda host, port: (socket.AF_INET, ways[host]))
-    monkeypatch.setattr(world_module, "interface_of", {"10.1.2.3": "ib0", "10.9.9.9": "eth0"}.get)
+    ways = {"node0": "10.1.2.3", interfaces._ELSEWHERE: "10.9.9.9", "myself": "127.0.1.1"}
+    monkeypatch.setattr(interfaces, "address_towards", lambda host, port: (socket.AF_INET, ways[host]))
+    monkeypatch.setattr(interfaces, "interface_of", {"10.1.2.3": "ib0", "10.9.9.9": "eth0"}.get)
 
     found = {}
     for name in ("node0", "myself"):
-        world_module._choose_interface(World(num_nodes=2, world_size=2, main_address=name, main_port=1))
+        interfaces.choose_interface(World(num_nodes=2, world_size=2, main_address=name, main_port=1))
         found[name] = os.environ.get("GLOO_SOCKET_IFNAME")
-        world_module._listen_anywhere()
+        interfaces.listen_anywhere()
     assert found == {"node0": "ib0", "myself": "eth0"}
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -294,7 +297,7 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
 def test_the_variables_that_are_set_are_not_warned_of():
     """torch tells every process of names that are out of date."""
     program = (
-        "import torch.distributed as dist; from stratagem.api.world import _trace_calls; _trace_calls();"
+        "import torch.distributed as dist; from stratagem.distributed.process_group import _trace_calls; _trace_calls();"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

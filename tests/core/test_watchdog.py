@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
-from stratagem.api.world import TorchCollectives
 from stratagem.distributed import peer_diagnosis
 from stratagem.distributed.peer_diagnosis import explained
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.distributed.watchdog import Watchdog
 from stratagem.errors import PeerError
 from stratagem.testing import run_in_processes

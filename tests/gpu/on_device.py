@@ -138,7 +138,7 @@ class Ranks:
         self, function: Callable[..., Any], world_size: int, *arguments: Any, one_gpu: bool = True,
         variables: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        from stratagem.distributed.launch import RendezvousStore
+        from stratagem.distributed.rendezvous import RendezvousStore
 
         self.folder = tempfile.TemporaryDirectory(prefix="stratagem-ranks-")
         root = Path(self.folder.name)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import stratagem as sg
 import stratagem_fsdp
-from stratagem.api.world import TorchCollectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
 from stratagem.testing import run_in_processes

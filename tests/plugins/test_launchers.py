@@ -431,7 +431,7 @@ BARE = """
     import os, signal, subprocess, sys, threading, time, types
     from stratagem import World
     from stratagem.accelerators import CPUAccelerator
-    from stratagem.distributed.launch import join_supervision
+    from stratagem.distributed.supervision import join_supervision
     from stratagem.launchers import {launcher}
 
     def rank():

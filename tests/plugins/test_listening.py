@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.distributed.launch import RendezvousStore
+from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.testing import run_in_processes
 
 if sys.platform != "linux":

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.world import Collectives, fingerprint, is_common
+from stratagem.api.world import Collectives
 from stratagem.distributed import peer_diagnosis
+from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.testing import run_in_processes
 from stratagem.testing.machine import _processes_with
 from stratagem.testing.reference import Net, joined_batches, part

@@ -10,9 +10,9 @@ import pickle
 
 import pytest
 import torch
+from stratagem.checkpoint.files.files import cpu_copies
 
 import stratagem as sg
-from stratagem.checkpoint.files import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.testing import run_in_processes
 from stratagem_checkpoint_full import _loadable, _on_cpu

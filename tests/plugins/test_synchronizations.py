@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem_ddp
-from stratagem.api.world import TorchCollectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.testing import run_in_processes, synchronizations_per_step
 from stratagem.testing.reference import Net, joined_batches, part
 

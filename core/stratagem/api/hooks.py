@@ -57,8 +57,7 @@ def launch(main: Callable[[], Any], run: Run) -> Any:
 
     Called once, in the process that the user started, unless the environment says that all processes exist
     (`Environment.processes_exist`); ``run.world`` is local rank 0's place. Every process started must learn its own
-    through the variables of `stratagem.distributed.launch.process_variables`. This answer alone may be None: it is the
-    user's.
+    through the variables of `stratagem.distributed.process_variables`. This answer alone may be None: it is the user's.
     """
 
 

@@ -231,7 +231,7 @@ def check_similar(now: Any, state: Any, where: str) -> None:
 @contextlib.contextmanager
 def applying(where: str) -> Iterator[None]:
     """Within: turn what code raises when data are not as it expects into a `CheckpointError` that names `where`."""
-    from stratagem.distributed.launch import is_echo
+    from stratagem.distributed.reports import is_echo
 
     try:
         yield

@@ -33,7 +33,7 @@ _SMOKE_S = 60.0
 
 _SMOKE = """
 import os, sys
-from stratagem.distributed.launch import die_with
+from stratagem.distributed.supervision import die_with
 die_with(int(os.environ["STRATAGEM_DOCTOR_PID"]))
 import torch, torch.distributed as dist
 rank, port = int(sys.argv[1]), int(sys.argv[2])

@@ -25,9 +25,9 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.world import where
 from stratagem.distributed import peer_diagnosis
-from stratagem.distributed.launch import tell_launcher
+from stratagem.distributed.call_site import where
+from stratagem.distributed.reports import tell_launcher
 from stratagem.errors import PeerError
 
 if TYPE_CHECKING:

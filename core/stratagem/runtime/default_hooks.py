@@ -13,7 +13,8 @@ from torch import nn
 
 from stratagem.api.kinds import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
-from stratagem.api.world import Collectives, TorchCollectives
+from stratagem.api.world import Collectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.runtime.data import move_batch, shard_dataloader
 
 

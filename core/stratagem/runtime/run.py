@@ -49,8 +49,10 @@ from stratagem.checkpoint.files import (
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.config.settings import RunSettings, gather
 from stratagem.distributed.bucket_reducer import Level, Wire
-from stratagem.distributed.launch import check_address, join_supervision, open_standard_streams
 from stratagem.distributed.peer_diagnosis import Neighbours, explained
+from stratagem.distributed.rendezvous import check_address
+from stratagem.distributed.standard_streams import open_standard_streams
+from stratagem.distributed.supervision import join_supervision
 from stratagem.distributed.watchdog import Watchdog
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
 from stratagem.runtime import activation_checkpointing, default_hooks

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from stratagem.api.world import with_gloo
+from stratagem.distributed.backends import with_gloo
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import torch
 from attrs import asdict, define
 from torch.nn.utils.rnn import PackedSequence
 
-from stratagem.api.world import Collectives, fingerprint
+from stratagem.api.world import Collectives
+from stratagem.distributed.fingerprints import fingerprint
 from stratagem.errors import ConfigError
 from stratagem.training.readback import as_numbers
 

@@ -19,7 +19,7 @@ from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.api.world import Collectives, World
 from stratagem.config.settings import TrainerSettings, gather, moved
 from stratagem.config.sources import Layer, from_arguments, from_environment, from_file, program
-from stratagem.distributed.launch import open_standard_streams
+from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.runtime.data import DataModule
 from stratagem.runtime.run import Run

@@ -19,22 +19,22 @@ from attrs import define
 
 from stratagem import Launcher, hookimpl
 from stratagem.api.kinds import DEVICE_CUDA
-from stratagem.distributed.launch import (
+from stratagem.distributed.children import Child, end
+from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,
-    Child,
-    Companions,
     child_environment,
+    local_places,
+    process_variables,
+)
+from stratagem.distributed.relaunch import relaunch_command
+from stratagem.distributed.rendezvous import reserve_store
+from stratagem.distributed.reports import report, reports_folder
+from stratagem.distributed.supervision import (
+    Companions,
     die_with,
-    end,
     ending_on_sigterm,
     forget_signals,
     holding_signals,
-    local_places,
-    process_variables,
-    relaunch_command,
-    report,
-    reports_folder,
-    reserve_store,
     start_for_good,
     wait_for,
 )

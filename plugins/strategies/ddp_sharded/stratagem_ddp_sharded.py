@@ -38,8 +38,9 @@ from stratagem.api.kinds import (
 )
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, more_than, not_empty
-from stratagem.api.world import Collectives, TorchCollectives
+from stratagem.api.world import Collectives
 from stratagem.distributed.bucket_reducer import check_dense
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.

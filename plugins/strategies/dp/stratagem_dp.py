@@ -38,7 +38,7 @@ from stratagem.api.kinds import (
     NO_SYNC,
 )
 from stratagem.api.validators import duration, more_than, not_empty
-from stratagem.api.world import TorchCollectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import move_batch
 from stratagem.training.metrics import combine, number

@@ -49,7 +49,9 @@ from stratagem.api.kinds import (
 )
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, not_empty
-from stratagem.api.world import Mesh, TorchCollectives, backends_of
+from stratagem.api.world import Mesh
+from stratagem.distributed.backends import backends_of
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, shown
 from stratagem.runtime.activation_checkpointing import recompute
 from stratagem.runtime.normalization import match_inputs

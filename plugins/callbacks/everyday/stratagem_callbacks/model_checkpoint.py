@@ -16,7 +16,7 @@ from stratagem import Callback, hookimpl
 from stratagem.api.paths import is_remote, place
 from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
 from stratagem.checkpoint.files import format_of
-from stratagem.distributed.launch import interrupted_by_watcher
+from stratagem.distributed.supervision import interrupted_by_watcher
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.training.monitored import monitored
 from stratagem.training.readback import as_numbers

@@ -29,7 +29,7 @@ from stratagem.api.kinds import (
 )
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, duration, more_than, not_empty
-from stratagem.api.world import TorchCollectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem_ddp import literal

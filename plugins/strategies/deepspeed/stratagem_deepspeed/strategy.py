@@ -24,7 +24,7 @@ from stratagem.api.kinds import (
     STEPPED_COPIES,
 )
 from stratagem.api.named_state import logical_optimizer_state, parameter_names, physical_optimizer_state
-from stratagem.api.world import TorchCollectives
+from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.runtime.tuning import in_force, take_back
 from stratagem_deepspeed import in_engine, native, start

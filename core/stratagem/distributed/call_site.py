@@ -1,0 +1,53 @@
+"""Where a process is: the call in which it may wait for other ranks, and the user's line."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from stratagem.api.world import Collectives
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+#: Packages whose frames are not the user's.
+_OURS = re.compile(r"(stratagem\w*|torch|pluggy|deepspeed|contextlib|functools|threading|multiprocessing)(\.|$)")
+
+#: Where the methods of `Collectives` are defined.
+_COLLECTIVES = ("stratagem.api.world", "stratagem.distributed.process_group")
+#: Methods of torch in which other ranks are waited for, when they were not called through `Collectives`.
+_TORCH_CALLS = {
+    "torch._tensor": {"backward": "loss.backward()"},
+    "torch.autograd": {"backward": "torch.autograd.backward()"},
+    "torch.nn.parallel.distributed": {"forward": "the forward pass of DistributedDataParallel"},
+}
+
+
+def where(frame: FrameType | None) -> str:
+    """Return where the code of `frame` is: the call in which it may wait for other ranks, and the user's line.
+
+    A function may say it better than its name: in a local variable `waiting_in`.
+    """
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    line = next((each for each in frames if not _OURS.match(each.f_globals.get("__name__", ""))), None)
+    place = "" if line is None else f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}"
+    call = next(filter(None, map(_call, reversed(frames[: frames.index(line)] if line in frames else frames))), "")
+    if not call:
+        return f"{place} ({line.f_code.co_name})" if line is not None else "Python's own code"
+    return f"{call} ({place})" if place else call
+
+
+def _call(frame: FrameType) -> str:
+    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if "waiting_in" in frame.f_code.co_varnames:
+        return str(frame.f_locals.get("waiting_in", ""))
+    if module in _COLLECTIVES and not name.startswith("_") and hasattr(Collectives, name):
+        return f"{name}()"
+    if module == "torch.distributed.distributed_c10d" and not name.startswith("_") and name != "wrapper":
+        return f"torch.distributed.{name}()"
+    return _TORCH_CALLS.get(module, {}).get(name, "")

@@ -1,0 +1,116 @@
+"""The network interface that gloo listens at, and the connections that it may open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stratagem.api.world import World
+
+
+#: Files that a process may need beside the connections of its groups.
+_OTHER_FILES = 512
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise the limit of open files, if the system permits, to what gloo needs: a connection to each rank and group."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 5 * world_size + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# --- The interface that gloo listens at --------------------------------------------------------------------------
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(world: World) -> bool:
+    """Let gloo listen where the other ranks of the run can reach this one; return whether that was left to choose.
+
+    On one machine that is the loopback address; else the interface that packets to the main address leave by. Also for
+    the groups that an engine makes later, so the variable stays until the group is left.
+    """
+    global _listens_here
+    if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+        return False
+    found = _loopback() if world.num_nodes == 1 else _interface_towards(world)
+    if found is not None:
+        os.environ[_GLOO_INTERFACE] = found
+        _listens_here = True
+    return found is not None
+
+
+def listen_anywhere() -> None:
+    global _listens_here
+    if _listens_here:
+        _listens_here = False
+        os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+#: An address on no machine (RFC 5737): packets to it would leave by the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+def _interface_towards(world: World) -> str | None:
+    """Return the interface by which this node of several reaches the others; None if that cannot be told."""
+    for host in (world.main_address, _ELSEWHERE):
+        try:
+            address = address_towards(host, world.main_port or 1)[1]
+        except OSError:  # no route to it
+            continue
+        # On node 0 its own name often leads to the loopback address: the default route has to do.
+        if not (address.startswith("127.") or address == "::1"):
+            return interface_of(address)
+    return None
+
+
+def address_towards(host: str, port: int) -> tuple[int, str]:
+    """Return the address family and the address of this machine that packets to `host` come from; none is sent."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(place)
+        return family, towards.getsockname()[0]
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has `address`; None if the system does not tell."""
+    if ":" in address:
+        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
+            wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+            return next((line.split()[5] for line in file if line.startswith(wanted)), None)
+        return None
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+#: This process set the interface of gloo.
+_listens_here = False

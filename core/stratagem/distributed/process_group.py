@@ -1,0 +1,452 @@
+"""Collectives over torch.distributed's process groups.
+
+[Note: two backends]
+A process group has a backend for each type of device: on CUDA devices it is connected as ``cpu:gloo,cuda:nccl``. A
+tensor is sent from where it is. Objects and decisions (``any``, ``barrier``, the comparison of calls) are CPU tensors:
+they go over gloo, and neither wait for what is queued on a GPU nor take memory there. A group that the user made may
+have NCCL alone; then they go by way of the GPU.
+
+[Note: comparing calls]
+Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
+sizes). So all ranks first sum a fingerprint of what they are about to call, over a gloo group of its own: parts h of a
+hash, and their squares. All ranks brought the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
+have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import functools
+import gc
+import os
+import sys
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from stratagem.api.world import DEFAULT_TIMEOUT, Collectives
+from stratagem.distributed.backends import backends_in, backends_of, with_gloo
+from stratagem.distributed.call_site import where
+from stratagem.distributed.fingerprints import fingerprint, is_common
+from stratagem.distributed.interfaces import allow_connections, choose_interface, listen_anywhere
+from stratagem.distributed.objects import REFUSAL, packed, unpacked
+from stratagem.distributed.store import StoreBoard, connect_store
+from stratagem.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from stratagem.api.world import Board, ReduceOp, World
+
+
+class TorchCollectives(Collectives):
+    """Collectives over one of torch.distributed's process groups of all ranks, the default one unless given."""
+
+    def __init__(
+        self, world: World, device: torch.device, *, owns_group: bool, group: Any = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:  # fmt: skip
+        self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
+        self.rank, self._store, self._meetings = world.rank, _default_store(), 0
+        self._world, self.group = world, group
+        #: How long a message may take.
+        self.timeout = timeout
+        #: The group over which ranks compare what they call; None: they do not. See [Note: comparing calls].
+        self._comparing: Any = None
+        #: The interface of gloo was chosen for this run in a group of the user's, which stays.
+        self._chose_interface = False
+        self._duplicates: dict[str, Collectives] = {}
+        #: The backend for each type of device; see [Note: two backends].
+        self._backends = backends_of(group)
+
+    @classmethod
+    def connect(
+        cls, world: World, device: torch.device, *, backend: str, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> TorchCollectives:
+        """Join the process group, or adopt the one that an earlier run of this process made.
+
+        Raises:
+            ConfigError: a group exists with another backend or size.
+            LaunchError: the other ranks did not appear within `timeout`, or `backend` could not connect them.
+        """
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            _check_adoptable(device, backend, world.world_size)
+            chose = choose_interface(world)  # for the groups that the run adds
+            adopted = cls(world, device, owns_group=False, timeout=timeout)._compare()
+            adopted._chose_interface = chose
+            return adopted
+        whole = with_gloo(backend, device)
+        allow_connections(world.world_size)
+        choose_interface(world)
+        if "nccl" in whole:
+            _trace_calls()
+        try:
+            dist.init_process_group(
+                whole, store=connect_store(world, timeout), timeout=timeout,
+                rank=world.rank, world_size=world.world_size,
+                # NCCL connects at once, and its groups of fewer ranks share what it connected.
+                device_id=device if backends_in(whole).get(device.type) == "nccl" else None,
+            )  # fmt: skip
+            joined = cls(world, device, owns_group=True, timeout=timeout)._compare()
+        except RuntimeError as error:
+            _leave_group()
+            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+                raise _not_joined(world, error) from error
+            raise
+        # A group may outlive its run: a script that drops its trainer must leave in order all the same.
+        atexit.register(_leave_group)
+        return joined
+
+    def _compare(self) -> TorchCollectives:
+        """From now on compare calls, where gloo sends CPU tensors. Collective."""
+        import torch.distributed as dist
+
+        global _comparing
+        if self._backends.get("cpu") == "gloo":
+            default, group = dist.group.WORLD, None
+            if _comparing is not None and _comparing[0]() is default:
+                group = _comparing[1]()
+            if group is None:
+                group = dist.new_group(backend="gloo", timeout=self.timeout)
+                _comparing = weakref.ref(default), weakref.ref(group)
+            self._comparing = group
+        return self
+
+    @property
+    def reports_lost_ranks(self) -> bool:  # type: ignore[override]
+        return self._backends.get(self.device.type, "gloo") in ("gloo", "mpi", "ucc")
+
+    def _sent_from(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device from which `tensor` is sent: its own, if a backend serves it."""
+        import torch
+
+        if tensor.device.type in self._backends:
+            return tensor.device
+        return self.device if self.device.type in self._backends else torch.device("cpu")
+
+    def _same_call(self, call: str, *facts: Any) -> None:
+        """Return once all ranks are about to make this call; see [Note: comparing calls].
+
+        Raises:
+            ConfigError: on all ranks, if some make another one.
+        """
+        if self._comparing is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        header = torch.tensor(fingerprint(f"{call} {facts}"))
+        dist.all_reduce(header, group=self._comparing)
+        if is_common(header.tolist(), self.world_size):
+            return
+        calls: list[str] = [""] * self.world_size
+        dist.all_gather_object(calls, f"{where(sys._getframe())} with {facts}", group=self._comparing)
+        rank = next((rank for rank, other in enumerate(calls) if other != calls[0]), 0)
+        first, other = calls[0], calls[rank]
+        if first.partition(" (")[0] != other.partition(" (")[0]:  # the arguments do not matter
+            first, other = first.rpartition(" with ")[0], other.rpartition(" with ")[0]
+        raise ConfigError(
+            f"rank 0 is in {first} and rank {rank} in {other}", expected="all ranks to make the same call",
+            do="call it on every rank: drop the condition that only some of them meet",
+        )  # fmt: skip
+
+    @functools.cached_property
+    def unchecked(self) -> Collectives:  # type: ignore[override]
+        if self._comparing is None:
+            return self
+        same = copy.copy(self)
+        same._comparing, same._owns_group, same.traffic = None, False, self.traffic
+        return same
+
+    def duplicate(self, purpose: str) -> Collectives:
+        if purpose not in self._duplicates:
+            self._same_call("duplicate")
+            self._duplicates[purpose] = self._on_cpu()
+            self._duplicates[purpose].traffic = self.traffic
+        return self._duplicates[purpose]
+
+    def _on_cpu(self) -> TorchCollectives:
+        """Return collectives of these ranks on CPU tensors, over a gloo group of their own. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        group = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout)
+        return TorchCollectives(
+            self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout
+        )  # fmt: skip
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        import torch.distributed as dist
+
+        place = self._sent_from(tensor)
+        self._same_call("all_reduce", *_facts(tensor, place), op)
+        reduced = tensor.to(place, copy=True)
+        self._count("all_reduce", reduced)
+        ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(reduced, ops[op], group=self.group)
+        return (reduced / self.world_size if op == "mean" else reduced).to(tensor.device)
+
+    def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch.distributed as dist
+
+        self._count("all_reduce", tensor)
+        # Divide first: a sum of large fp16 gradients would overflow before the division.
+        work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
+        return work.get_future().then(lambda future: self._settled(future, tensor))  # gloo's holds complex ones as real
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        place = self._sent_from(tensor)
+        self._same_call("all_gather", *_facts(tensor, place))
+        local = tensor.to(place).contiguous()
+        self._count("all_gather", local)
+        parts = [torch.empty_like(local) for _ in range(self.world_size)]
+        dist.all_gather(parts, local, group=self.group)
+        return [part.to(tensor.device) for part in parts]
+
+    def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        self._count("all_gather", tensor)
+        whole = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        # torch 2.13 renamed it, and warns of the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
+        return work.get_future().then(lambda future: self._settled(future, whole))
+
+    def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        self._count("exchange", tensor)
+        pieces = torch.empty_like(tensor)
+        work = dist.all_to_all_single(pieces, tensor.contiguous(), async_op=True, group=self.group)
+        return work.get_future().then(lambda future: self._settled(future, pieces))
+
+    def _settled(self, future: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`, which a message was received in, once any stream may read it."""
+        import torch
+
+        future.value()  # raises what went wrong on the way
+        if tensor.device.type == "cuda" and self._backends.get("cuda") == "gloo":
+            # gloo sends from the CPU; its future is done when the copy back is queued, on a stream of its own.
+            torch.cuda.synchronize(tensor.device)
+        return tensor
+
+    def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        import torch
+        import torch.distributed as dist
+
+        place = self._sent_from(tensor)
+        self._same_call("pass_on", *_facts(tensor, place))
+        local = tensor.to(place).contiguous()
+        self._count("send", local)
+        received = torch.empty_like(local)
+        messages = [
+            dist.P2POp(dist.isend, local, group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        return received.to(tensor.device)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        import torch.distributed as dist
+
+        self._same_call("split", *map(tuple, groups))
+        whole = dist.get_process_group_ranks(self.group)
+        mine: TorchCollectives | None = None
+        for ranks in groups:  # every rank takes part in making every group
+            group = dist.new_group([whole[rank] for rank in ranks], timeout=self.timeout)
+            if self.rank in ranks:
+                place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
+                mine = TorchCollectives(place, self.device, owns_group=False, group=group, timeout=self.timeout)
+        assert mine is not None, "every rank is in a group"
+        mine.traffic = self.traffic
+        return mine
+
+    def _count(self, collective: str, tensor: torch.Tensor) -> None:
+        self.traffic.add(collective, tensor.nbytes, self.world_size)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        import torch.distributed as dist
+
+        place = self._sent_from(tensor)
+        self._same_call("broadcast", *_facts(tensor, place), src)
+        moved = tensor.to(place).contiguous()  # backends write into memory, whatever the strides
+        self._count("broadcast", moved)
+        dist.broadcast(moved, group=self.group, group_src=src)
+        return tensor if moved is tensor else tensor.copy_(moved)
+
+    def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
+        if self._comparing is None:
+            return super().replicate(tensors, src)
+        tensors = list(tensors)
+        self._same_call("replicate", [_facts(tensor, self._sent_from(tensor)) for tensor in tensors], src)
+        return self.unchecked.replicate(tensors, src)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        import torch.distributed as dist
+
+        self._same_call("broadcast_object", src)
+        box = [packed(value) if self.rank == src else b""]
+        dist.broadcast_object_list(box, group=self.group, group_src=src)
+        if self.rank == src and not box[0].startswith(REFUSAL):
+            return value
+        return unpacked(box[0], src)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        self._same_call("all_gather_object")
+        values: list[Any] = [b""] * self.world_size
+        dist.all_gather_object(values, packed(value), group=self.group)
+        return [unpacked(each, rank) for rank, each in enumerate(values)]
+
+    def any(self, flag: bool) -> bool:
+        import torch
+
+        return bool(self.all_reduce(torch.tensor(int(flag)), "max"))
+
+    def barrier(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._same_call("barrier")
+        if "cpu" in self._backends:  # torch's own would wait for the device
+            dist.all_reduce(torch.zeros(()), group=self.group)
+        else:
+            dist.barrier(group=self.group)
+
+    def meet(self, what: str, limit_s: float) -> None:
+        import torch.distributed as dist
+
+        self._meetings += 1
+        key = f"stratagem/meeting/{self._meetings}"
+        self._store.set(f"{key}/{self.rank}", "")
+        arrived = self._store.add(key, 1)
+        if arrived == self.world_size:
+            self._store.set(f"{key}/all", "")
+        try:
+            self._store.wait([f"{key}/all"], min(self.timeout, timedelta(seconds=limit_s)))
+        except dist.DistError:
+            late = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
+            came = self.world_size - len(late)
+            message = f"{what} was called on rank {self.rank} and on {came} of {self.world_size} ranks"
+            if late:
+                message += f", not on rank {late[0]}" + (f" and {len(late) - 1} more" if len(late) > 1 else "")
+            raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
+
+    def leave_note(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that hosted it
+            self._store.compare_set("stratagem/note", "", text)
+
+    def read_note(self, limit_s: float = 2.0) -> str | None:
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(Exception):
+            while not self._store.check(["stratagem/note"]):  # to wait in the store is to complain on stderr
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.05)
+            return str(self._store.get("stratagem/note").decode())
+        return None
+
+    def board(self) -> Board:
+        return StoreBoard(self._store.clone())  # a connection of its own: a wait on the other one would block it
+
+    def with_own_connection(self) -> Collectives:
+        same = copy.copy(self)
+        same._store, same._owns_group = self._store.clone(), False
+        return same
+
+    def apart(self) -> Collectives:
+        self._same_call("apart")
+        return self._on_cpu()
+
+    def close(self) -> None:
+        self._comparing, self._duplicates = None, {}
+        self.__dict__.pop("unchecked", None)
+        if self._chose_interface:
+            self._chose_interface = False
+            listen_anywhere()
+        if self._owns_group:
+            self._owns_group = False
+            atexit.unregister(_leave_group)
+            _leave_group()
+
+
+#: The default group, and the group over which the runs of this process compare calls. Both are torch's: references that
+#: outlived them would be freed in a forked process, which hangs, as their threads are not there.
+_comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+
+
+def _default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    listen_anywhere()
+    if dist.is_initialized():
+        # A DDP reducer that outlives its group takes the interpreter down at exit (std::terminate, seen with torch 2.13
+        # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
+    """Return what all ranks must have in common when they send `tensor` from `place`."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return (shape, dtype) if place.type == "cpu" else (shape, dtype, place.type)
+
+
+def _not_joined(world: World, error: Exception) -> LaunchError:
+    """Return the error for a rank whose process group could not be made."""
+    text = str(error)
+    last = text.partition("Last error:")[2].strip().splitlines()
+    if "NCCL" not in text:
+        do = "check that all ranks were started and can reach that address"
+    elif "duplicate gpu" in text.lower():
+        do = "give each rank a GPU of its own (devices, CUDA_VISIBLE_DEVICES)"
+    else:
+        do = "set NCCL_DEBUG=INFO to see where NCCL stopped; strategy option nccl.socket_ifname chooses an interface"
+    return LaunchError(
+        f"rank {world.rank} of {world.world_size} could not join the process group at "
+        f"{world.main_address}:{world.main_port} ({last[0] if last else text})",
+        do=do,
+    )
+
+
+def _trace_calls() -> None:
+    """Let each rank write its last calls to a file when a collective of NCCL times out, unless the user decided."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name, which every process warns of where it is set
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def _check_adoptable(device: torch.device, backend: str, size: int) -> None:
+    """Refuse the process group that exists if it has another size, or another backend for `device`."""
+    import torch.distributed as dist
+
+    found, wanted = backends_of(None), backends_in(with_gloo(backend, device))
+    if dist.get_world_size() != size or found.get(device.type) != wanted.get(device.type):
+        raise ConfigError(
+            f"this process already belongs to a {dist.get_backend()} process group of {dist.get_world_size()}",
+            expected=f"a {backend} group of {size} or none",
+            do="close the earlier run (trainer.close()) or give both the same devices and strategy",
+        )

@@ -1,0 +1,74 @@
+"""The key-value store of a run's processes: found by its clients, or hosted by rank 0."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.world import Board
+from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
+
+if TYPE_CHECKING:
+    from stratagem.api.world import World
+
+
+class StoreBoard(Board):
+    """Notes in the store that the ranks met at."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, text: str) -> None:
+        self._store.set(f"stratagem/board/{key}", text)
+
+    def get(self, key: str) -> str | None:
+        name = f"stratagem/board/{key}"
+        return self._store.get(name).decode() if self._store.check([name]) else None
+
+
+#: How often this process has met others. All ranks meet equally often.
+_meetings = 0
+
+
+def connect_store(world: World, timeout: timedelta) -> Any:
+    """Return the store of this run, connected to; each run of a process has keys of its own in it."""
+    import torch.distributed as dist
+
+    if world.main_port is None:
+        assert world.world_size == 1, "an environment that reports several processes must report a port to meet at"
+        return dist.HashStore()
+    global _meetings
+    _meetings += 1
+    hosts = world.is_global_zero and not world.store_hosted
+    store = _hosted_store(world) if hosts else dist.TCPStore(*_store_place(world), is_master=False, timeout=timeout)
+    store.set_timeout(timeout)
+    if hosts:  # launchers of other nodes wait for what rank 0's launcher would have said: see `agree_before_connecting`
+        store.set(f"stratagem/agreement/{world.generation}/{_meetings}/facts", "null")
+    # A store that outlives the run still holds the addresses of the last group that met there.
+    return dist.PrefixStore(f"stratagem/{world.generation}/{_meetings}", store)
+
+
+#: The stores that this process hosts, by place.
+_hosted: dict[tuple[str, int], Any] = {}
+
+
+def _store_place(world: World) -> tuple[str, int]:
+    """Return where the store is; on one machine at the loopback address, unless whoever launched it hosts it."""
+    assert world.main_port is not None, "several processes have a port to meet at"
+    alone = world.num_nodes == 1 and not world.store_hosted
+    return (LOOPBACK if alone else world.main_address), world.main_port
+
+
+def _hosted_store(world: World) -> Any:
+    """Return the store that rank 0 hosts.
+
+    It lives as long as this process: after a run the other ranks may ask it for the next one before this rank could
+    host another on the same port.
+    """
+    place = _store_place(world)
+    if not _hosted:
+        atexit.register(_hosted.clear)  # registered before the group is: it ends after the group was left
+    if place not in _hosted:
+        _hosted[place] = RendezvousStore(*place, for_others=world.num_nodes > 1).serve()
+    return _hosted[place].clone()
