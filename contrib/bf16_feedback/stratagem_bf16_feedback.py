@@ -9,7 +9,7 @@ import torch
 from attrs import define, field
 
 from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.kinds import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
+from stratagem.api.capabilities import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
 
 
 @define(eq=False, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from attrs import define
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     FULL_STATE,

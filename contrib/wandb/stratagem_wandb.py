@@ -107,7 +107,7 @@ class WandbLogger(Logger):
     def log_hyperparams(self, params, run):
         self._meet(run)
         self._hparams = dict(params)
-        if run.trainer is None:  # else on_fit_start follows, where all ranks can fail together
+        if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl

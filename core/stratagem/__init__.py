@@ -22,7 +22,7 @@ _MODULES = {
     "Module": "training.module",
     "DataModule": "runtime.data",
     "seed_everything": "runtime.seeding",
-    "hookimpl": "api.kinds",
+    "hookimpl": "api.markers",
     "Strategy": "api.kinds",
     "Precision": "api.kinds",
     "CommHook": "api.kinds",
@@ -33,7 +33,7 @@ _MODULES = {
     "Callback": "api.kinds",
     "Logger": "api.kinds",
     "Command": "api.kinds",
-    "Capabilities": "api.kinds",
+    "Capabilities": "api.capabilities",
     "World": "api.world",
     "StratagemError": "errors",
 }
@@ -41,9 +41,9 @@ _MODULES = {
 __all__ = ["__version__", *_MODULES]
 
 if TYPE_CHECKING:
+    from stratagem.api.capabilities import Capabilities as Capabilities
     from stratagem.api.kinds import Accelerator as Accelerator
     from stratagem.api.kinds import Callback as Callback
-    from stratagem.api.kinds import Capabilities as Capabilities
     from stratagem.api.kinds import CheckpointFormat as CheckpointFormat
     from stratagem.api.kinds import Command as Command
     from stratagem.api.kinds import CommHook as CommHook
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from stratagem.api.kinds import Logger as Logger
     from stratagem.api.kinds import Precision as Precision
     from stratagem.api.kinds import Strategy as Strategy
-    from stratagem.api.kinds import hookimpl as hookimpl
+    from stratagem.api.markers import hookimpl as hookimpl
     from stratagem.api.world import World as World
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.runtime.data import DataModule as DataModule

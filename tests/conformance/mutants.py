@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 import stratagem as sg
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -34,10 +34,9 @@ from stratagem.api.kinds import (
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
-    Bucket,
-    PrecisionPolicy,
 )
 from stratagem.api.named_state import logical_optimizer_state
+from stratagem.api.values import Bucket, PrecisionPolicy
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
 from stratagem.distributed.process_group import TorchCollectives

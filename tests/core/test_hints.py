@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.api.kinds import PrecisionPolicy
+from stratagem.api.values import PrecisionPolicy
 from stratagem.config.settings import RunSettings
 from stratagem.testing.reference import Net, joined_batches
 from stratagem.training import stage_runner as session

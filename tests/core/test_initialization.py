@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.runtime.deferred_init import Filler, has_no_values, without_values
+from stratagem.runtime.deferred_init import Materializer, has_no_values, meta_init
 from stratagem.testing import ProcessesFailed, run_in_processes
 from stratagem.testing.reference import Net, joined_batches, loss_of, relative_difference
 from stratagem.testing.training import outcome, share, weights_of
@@ -85,7 +85,7 @@ def test_configure_model_builds_without_values_where_parameters_are_sharded():
 
 
 def test_parameters_have_no_memory_and_buffers_have():
-    with without_values():
+    with meta_init():
         module = nn.BatchNorm1d(4)
 
     assert module.weight.is_meta
@@ -102,10 +102,10 @@ class Tied(nn.Module):
 
 
 def test_tied_parameters_stay_tied_and_the_first_decides():
-    with without_values():
+    with meta_init():
         module, other = Tied(), nn.ModuleDict({"embedding": nn.Embedding(5, 3)})
-    Filler(module, 3, torch.device("cpu")).fill(module)
-    Filler(other, 3, torch.device("cpu")).fill(other)
+    Materializer(module, 3, torch.device("cpu")).fill(module)
+    Materializer(other, 3, torch.device("cpu")).fill(other)
 
     assert module.head.weight is module.embedding.weight
     assert torch.equal(module.embedding.weight, other["embedding"].weight)
@@ -113,10 +113,10 @@ def test_tied_parameters_stay_tied_and_the_first_decides():
 
 def test_values_depend_on_the_seed_and_the_name_alone():
     def filled(seed, parts):
-        with without_values():
+        with meta_init():
             module = nn.ModuleDict({name: nn.Linear(3, 3) for name in parts})
         torch.manual_seed(0)
-        filler = Filler(module, seed, torch.device("cpu"))
+        filler = Materializer(module, seed, torch.device("cpu"))
         for name in sorted(parts, reverse=True):
             filler.fill(module[name])
         return module["a"].weight
@@ -128,20 +128,20 @@ def test_values_depend_on_the_seed_and_the_name_alone():
 def test_the_streams_of_random_numbers_are_left_alone(monkeypatch):
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    with without_values():
+    with meta_init():
         module = nn.Linear(3, 3)
     before = torch.get_rng_state()
-    Filler(module, 1, torch.device("cpu")).fill(module)
+    Materializer(module, 1, torch.device("cpu")).fill(module)
 
     assert torch.equal(before, torch.get_rng_state())
     assert not seeded
 
 
 def test_what_is_computed_from_parameters_is_named():
-    with without_values():
+    with meta_init():
         module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="has a parameter 'original0' without values"):
-        Filler(module, 1, torch.device("cpu")).fill(module)
+        Materializer(module, 1, torch.device("cpu")).fill(module)
 
 
 class Bare(nn.Module):
@@ -153,20 +153,20 @@ class Bare(nn.Module):
 
 
 def test_parameters_that_nobody_can_fill_are_named():
-    with without_values():
+    with meta_init():
         module = nn.Sequential(nn.Linear(3, 3), Bare())
 
     with pytest.raises(ConfigError, match="Bare has a parameter 'gain' without values and no reset_parameters"):
-        Filler(module, 1, torch.device("cpu")).fill(module)
+        Materializer(module, 1, torch.device("cpu")).fill(module)
 
 
 # --- What is done while a model is built -------------------------------------------------------------------------
 
 
 def filled(make, seed=1):
-    with without_values():
+    with meta_init():
         module = make()
-    Filler(module, seed, torch.device("cpu")).fill(module)
+    Materializer(module, seed, torch.device("cpu")).fill(module)
     assert not has_no_values(module)
     return module
 
@@ -313,7 +313,7 @@ def test_memory_that_was_used_before_is_not_taken_for_empty():
     ],
 )
 def test_what_cannot_be_put_off_is_refused(write):
-    with without_values():
+    with meta_init():
         part = nn.Linear(3, 3)
         with pytest.raises(ConfigError, match="of shape \\(3, 3\\) is written to in a way that cannot be put off"):
             write(part)
@@ -335,15 +335,15 @@ def test_in_reset_parameters_everything_may_be_done():
 
 
 def test_an_empty_model_travels():
-    with without_values():
+    with meta_init():
         module = Initialized()
     module = pickle.loads(pickle.dumps(module))
-    Filler(module, 1, torch.device("cpu")).fill(module)
+    Materializer(module, 1, torch.device("cpu")).fill(module)
     assert module.up.weight.unique().tolist() == [2.0]
 
 
 def test_an_error_while_building_leaves_modules_as_they_were():
-    with pytest.raises(RuntimeError, match="on purpose"), without_values():
+    with pytest.raises(RuntimeError, match="on purpose"), meta_init():
         raise RuntimeError("on purpose")
 
     assert not nn.Linear(2, 2).weight.is_meta

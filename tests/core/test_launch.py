@@ -20,12 +20,12 @@ import torch
 
 from stratagem import World
 from stratagem.distributed.children import Child, end
-from stratagem.distributed.peer_diagnosis import _waited_s
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import is_echo, report, root_cause
 from stratagem.distributed.supervision import start_for_good
 from stratagem.errors import ConfigError, LaunchError
+from stratagem.runtime.peer_diagnosis import _waited_s
 
 WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 import stratagem as sg
-from stratagem.distributed import peer_diagnosis
-from stratagem.distributed.peer_diagnosis import explained
 from stratagem.distributed.process_group import TorchCollectives
-from stratagem.distributed.watchdog import Watchdog
 from stratagem.errors import PeerError
+from stratagem.runtime import peer_diagnosis
+from stratagem.runtime.peer_diagnosis import explained
+from stratagem.runtime.watchdog import Watchdog
 from stratagem.testing import run_in_processes
 
 

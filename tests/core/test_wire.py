@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.kinds import Bucket
+from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
 from stratagem.testing import run_in_processes

@@ -14,8 +14,8 @@ import torch
 
 import stratagem as sg
 import stratagem_comm_hooks.lossy
-from stratagem.api.kinds import Bucket
 from stratagem.api.traffic import wire_bytes
+from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import (
     AllReduce,

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
+from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
-from stratagem.api.kinds import Capabilities
 from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stratagem as sg
-from stratagem.distributed.peer_diagnosis import _knock
+from stratagem.runtime.peer_diagnosis import _knock
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 

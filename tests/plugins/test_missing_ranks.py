@@ -15,8 +15,8 @@ import torch
 
 import stratagem as sg
 from stratagem.api.world import Collectives
-from stratagem.distributed import peer_diagnosis
 from stratagem.distributed.fingerprints import fingerprint, is_common
+from stratagem.runtime import peer_diagnosis
 from stratagem.testing import run_in_processes
 from stratagem.testing.machine import _processes_with
 from stratagem.testing.reference import Net, joined_batches, part
@@ -68,7 +68,7 @@ RUN_CALLS = {
     "run.load": lambda run: run.load("x.ckpt", model=torch.nn.Linear(1, 1)),
     "run.clip_gradients": lambda run: run.clip_gradients(run.optimizers[0], max_norm=1.0),
     "run.setup": lambda run: run.setup(torch.nn.Linear(2, 2)),
-    "filler": lambda run: run.filler(torch.nn.Linear(2, 2)),
+    "filler": lambda run: run.materializer(torch.nn.Linear(2, 2)),
 }
 
 

@@ -1,4 +1,6 @@
-"""The contract: every hook of a run, in the order of its life. This is the one file a plugin author must read.
+"""The contract: every hook of a run, in the order in which they are called.
+
+Read it with `stratagem.api.kinds` and `stratagem.api.context`: a plugin author needs nothing else.
 
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
@@ -9,19 +11,16 @@
   first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
   loggers. "All enter" means that each returned context manager is entered, in that order.
 
-An implementation names only the arguments it wants. `run` is this process's `stratagem.Run`: ``run.world``,
-``run.mesh``, ``run.device`` (the first of ``run.devices``), ``run.collectives`` (of all ranks), ``run.peers`` (of those
-that the model is spread over: fewer, if an outer strategy makes teams), ``run.policy`` (the precision's),
-``run.module`` (the user's module), ``run.model`` (what `wrap_model` made of it), ``run.optimizers``, ``run.stage``
-("train", "validate", "test" or "predict"), ``run.manual`` (the module optimizes by hand), ``run.sync_gradients`` (False
-on inner micro-batches) and ``run.settings``. Unless said otherwise a hook runs in every process.
+An implementation names only the arguments it wants. `run` is a `stratagem.api.context.RunContext`, `trainer` a
+`TrainerView`: together with the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. Unless said
+otherwise a hook runs in every process.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.kinds import hookspec
+from stratagem.api.markers import hookspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -32,17 +31,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from stratagem.api.kinds import Bucket
+    from stratagem.api.context import RunContext, TrainerView
+    from stratagem.api.values import Bucket
     from stratagem.api.world import Collectives, World
-    from stratagem.runtime.run import Run
-    from stratagem.training.module import Module
-    from stratagem.training.trainer import Trainer
 
 # --- Processes ---------------------------------------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
-def setup_environment(run: Run) -> World:
+def setup_environment(run: RunContext) -> World:
     """Answer (environment): this process's place. The first hook of every process; nothing is connected yet.
 
     Also called in the process that the user started, before `launch`: the answer is then local rank 0's place, with
@@ -52,7 +49,7 @@ def setup_environment(run: Run) -> World:
 
 
 @hookspec(firstresult=True)
-def launch(main: Callable[[], Any], run: Run) -> Any:
+def launch(main: Callable[[], Any], run: RunContext) -> Any:
     """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return what rank 0's returned.
 
     Called once, in the process that the user started, unless the environment says that all processes exist
@@ -62,7 +59,7 @@ def launch(main: Callable[[], Any], run: Run) -> Any:
 
 
 @hookspec(firstresult=True)
-def connect(world: World, run: Run) -> Collectives:
+def connect(world: World, run: RunContext) -> Collectives:
     """Answer (strategy): join the other processes. ``run.world`` and ``run.device`` are set.
 
     Default: a torch.distributed group with the accelerator's backend, or none for a single process.
@@ -73,7 +70,7 @@ def connect(world: World, run: Run) -> Collectives:
 
 
 @hookspec
-def init_context(empty: bool, run: Run) -> AbstractContextManager[None]:
+def init_context(empty: bool, run: RunContext) -> AbstractContextManager[None]:
     """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`).
 
     `empty` asks for parameters without values, which a checkpoint will fill.
@@ -81,13 +78,13 @@ def init_context(empty: bool, run: Run) -> AbstractContextManager[None]:
 
 
 @hookspec
-def prepare_module(module: nn.Module, run: Run) -> None:
+def prepare_module(module: nn.Module, run: RunContext) -> None:
     """All act: change the user's module in place before it is wrapped (convert dtypes, swap layers)."""
 
 
 @hookspec(firstresult=True)
-def wrap_model(module: nn.Module, run: Run) -> nn.Module:
-    """Answer (strategy): place `module` on ``run.device`` and return what is to be called in its stead.
+def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
+    """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 
     `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hangs its
     work on ``forward`` sees the whole step. Outer strategies wrap. Called for every stage; ``run.stage`` tells which.
@@ -95,12 +92,12 @@ def wrap_model(module: nn.Module, run: Run) -> nn.Module:
 
 
 @hookspec(firstresult=True)
-def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: Run) -> list[Optimizer]:
+def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: RunContext) -> list[Optimizer]:
     """Answer (strategy): the optimizers to step, given those made on the wrapped `module`. Default: the same."""
 
 
 @hookspec(firstresult=True)
-def wrap_dataloader(loader: DataLoader[Any], stage: str, run: Run) -> DataLoader[Any]:
+def wrap_dataloader(loader: DataLoader[Any], stage: str, run: RunContext) -> DataLoader[Any]:
     """Answer (strategy): the loader of this process's share. Default: the sampler rules of `stratagem.runtime.data`.
 
     Not called when the user sets ``use_distributed_sampler=False``.
@@ -108,7 +105,7 @@ def wrap_dataloader(loader: DataLoader[Any], stage: str, run: Run) -> DataLoader
 
 
 @hookspec(firstresult=True)
-def transfer_batch(batch: Any, run: Run) -> Any:
+def transfer_batch(batch: Any, run: RunContext) -> Any:
     """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps, to convert."""
 
 
@@ -116,7 +113,7 @@ def transfer_batch(batch: Any, run: Run) -> Any:
 
 
 @hookspec
-def step_context(stage: str, sync: bool, run: Run) -> AbstractContextManager[None]:
+def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[None]:
     """All enter: contexts around one forward (and, when training, backward).
 
     `sync` is False when the gradients of this micro-batch are only accumulated, or when the module optimizes by hand.
@@ -124,7 +121,7 @@ def step_context(stage: str, sync: bool, run: Run) -> AbstractContextManager[Non
 
 
 @hookspec(firstresult=True)
-def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: Run) -> Any:
+def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: RunContext) -> Any:
     """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
 
     Return what ``training_step`` would, and differentiate with `Run.backward`, which tells of `on_before_backward` and
@@ -133,12 +130,12 @@ def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: Run) ->
 
 
 @hookspec(firstresult=True)
-def scale_loss(loss: Tensor, run: Run) -> Tensor:
+def scale_loss(loss: Tensor, run: RunContext) -> Tensor:
     """Answer (precision): the loss to differentiate. Default: as it is."""
 
 
 @hookspec(firstresult=True)
-def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
+def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
     """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
 
     Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
@@ -146,7 +143,7 @@ def backward(loss: Tensor, module: nn.Module, run: Run) -> bool:
 
 
 @hookspec
-def reduce_bucket(bucket: Bucket, collectives: Collectives, run: Run) -> Generator[Any, Any, Tensor]:
+def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
     """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
 
     What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
@@ -158,7 +155,9 @@ def reduce_bucket(bucket: Bucket, collectives: Collectives, run: Run) -> Generat
 
 
 @hookspec(firstresult=True)
-def clip_gradients(optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: Run) -> Tensor | float:
+def clip_gradients(
+    optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: RunContext
+) -> Tensor | float:
     """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
 
     Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. When clipping by
@@ -167,7 +166,7 @@ def clip_gradients(optimizer: Optimizer, max_norm: float | None, max_value: floa
 
 
 @hookspec(firstresult=True)
-def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: Run) -> bool:
+def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
     """Answer (an engine, or a precision that scales): step; return whether parameters changed.
 
     False is a step skipped because gradients overflowed: all ranks must then agree. `closure` is set only for
@@ -179,7 +178,7 @@ def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, r
 
 
 @hookspec(firstresult=True)
-def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
+def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
     """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective.
 
     Where ``run.needs_values`` is False (on other ranks than the one that writes) a tensor may be on the meta device.
@@ -189,12 +188,12 @@ def model_state(module: nn.Module, run: Run) -> dict[str, Tensor]:
 
 
 @hookspec(firstresult=True)
-def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: Run) -> bool:
+def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: RunContext) -> bool:
     """Answer (strategy): put logical `state` into the model; return True. Collective."""
 
 
 @hookspec(firstresult=True)
-def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
     """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
 
     ``run.whole_state`` and ``run.needs_values`` as for `model_state`.
@@ -202,17 +201,17 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module, run: Run) -> dict[s
 
 
 @hookspec(firstresult=True)
-def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: Run) -> bool:
+def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: RunContext) -> bool:
     """Answer (strategy): put logical `state` into `optimizer`; return True. Collective."""
 
 
 @hookspec(firstresult=True)
-def save_checkpoint(state: dict[str, Any], path: Path, run: Run) -> bool:
+def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
     """Answer (checkpoint format): write `state` to `path`, whole or not at all; return True. Called on all ranks."""
 
 
 @hookspec(firstresult=True)
-def load_checkpoint(path: Path, into: dict[str, Any] | None, run: Run) -> dict[str, Any]:
+def load_checkpoint(path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
     """Answer (checkpoint format): read and verify `path`. `into` offers tensors to read into, where a format can."""
 
 
@@ -222,7 +221,7 @@ def load_checkpoint(path: Path, into: dict[str, Any] | None, run: Run) -> dict[s
 
 
 @hookspec
-def setup(trainer: Trainer, module: Module, stage: str, run: Run) -> None:
+def setup(trainer: TrainerView, module: nn.Module, stage: str, run: RunContext) -> None:
     """A call begins in this process: data is prepared, the data module is set up, the model may not be built.
 
     `stage` is "fit", "validate", "test" or "predict". The module's own ``setup(stage)`` is called after it.
@@ -230,42 +229,42 @@ def setup(trainer: Trainer, module: Module, stage: str, run: Run) -> None:
 
 
 @hookspec
-def on_fit_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_fit_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Model, optimizers and loaders are ready; a checkpoint to resume from has been applied."""
 
 
 @hookspec
-def on_fit_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_fit_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Training ended without an exception."""
 
 
 @hookspec
-def on_sanity_check_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_sanity_check_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before validation is tried, with ``trainer.sanity_checking`` set."""
 
 
 @hookspec
-def on_sanity_check_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_sanity_check_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After validation was tried, its metrics forgotten when this returns."""
 
 
 @hookspec
-def on_train_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_train_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before the first epoch, after the sanity check."""
 
 
 @hookspec
-def on_train_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_train_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the last epoch."""
 
 
 @hookspec
-def on_train_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_train_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before the epoch's first batch; ``trainer.current_epoch`` counts from 0."""
 
 
 @hookspec
-def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_train_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the epoch's last batch and its validation, metrics reduced.
 
     Also where training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`): then
@@ -275,159 +274,179 @@ def on_train_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
 
 
 @hookspec
-def on_train_batch_start(trainer: Trainer, module: Module, batch: Any, batch_idx: int, run: Run) -> None:
+def on_train_batch_start(trainer: TrainerView, module: nn.Module, batch: Any, batch_idx: int, run: RunContext) -> None:
     """Before a batch is used; it is on the device. A module's own returns -1 to skip the rest of the epoch."""
 
 
 @hookspec
-def on_train_batch_end(trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, run: Run) -> None:
+def on_train_batch_end(
+    trainer: TrainerView, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, run: RunContext
+) -> None:
     """After a batch, including the optimizer's step if the batch closed an accumulation window."""
 
 
 @hookspec
-def on_before_backward(trainer: Trainer, module: Module, loss: Tensor, run: Run) -> None:
+def on_before_backward(trainer: TrainerView, module: nn.Module, loss: Tensor, run: RunContext) -> None:
     """Before a loss is differentiated; `loss` is divided by the accumulation, and not scaled yet."""
 
 
 @hookspec
-def on_after_backward(trainer: Trainer, module: Module, run: Run) -> None:
+def on_after_backward(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Gradients of a batch were added up; they still carry the loss scale."""
 
 
 @hookspec
-def on_before_optimizer_step(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+def on_before_optimizer_step(trainer: TrainerView, module: nn.Module, optimizer: Optimizer, run: RunContext) -> None:
     """Gradients are complete (averaged, accumulated), not yet unscaled or clipped."""
 
 
 @hookspec
-def on_before_zero_grad(trainer: Trainer, module: Module, optimizer: Optimizer, run: Run) -> None:
+def on_before_zero_grad(trainer: TrainerView, module: nn.Module, optimizer: Optimizer, run: RunContext) -> None:
     """Before gradients are zeroed: after each step, unless the module defines a method of the step."""
 
 
 @hookspec
-def on_validation_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_validation_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before validation; ``trainer.sanity_checking`` tells a sanity check from the real thing."""
 
 
 @hookspec
-def on_validation_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_validation_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After `on_validation_start`, before the first batch."""
 
 
 @hookspec
 def on_validation_batch_start(
-    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int, run: RunContext
 ) -> None:
     """Before a validation batch is used; it is on the device."""
 
 
 @hookspec
 def on_validation_batch_end(
-    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView,
+    module: nn.Module,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int,
+    run: RunContext,
 ) -> None:
     """After a validation batch."""
 
 
 @hookspec
-def on_validation_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_validation_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the last validation batch, before its metrics are reduced: the place to log over the whole set."""
 
 
 @hookspec
-def on_validation_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_validation_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After validation, metrics reduced and in ``trainer.callback_metrics``."""
 
 
 @hookspec
-def on_test_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_test_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before testing."""
 
 
 @hookspec
-def on_test_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_test_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After `on_test_start`, before the first batch."""
 
 
 @hookspec
 def on_test_batch_start(
-    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int, run: RunContext
 ) -> None:
     """Before a test batch is used; it is on the device."""
 
 
 @hookspec
 def on_test_batch_end(
-    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView,
+    module: nn.Module,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int,
+    run: RunContext,
 ) -> None:
     """After a test batch."""
 
 
 @hookspec
-def on_test_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_test_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the last test batch, before its metrics are reduced."""
 
 
 @hookspec
-def on_test_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_test_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After testing, metrics reduced."""
 
 
 @hookspec
-def on_predict_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_predict_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """Before predicting."""
 
 
 @hookspec
-def on_predict_epoch_start(trainer: Trainer, module: Module, run: Run) -> None:
+def on_predict_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After `on_predict_start`, before the first batch."""
 
 
 @hookspec
 def on_predict_batch_start(
-    trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView, module: nn.Module, batch: Any, batch_idx: int, dataloader_idx: int, run: RunContext
 ) -> None:
     """Before a predict batch is used; it is on the device."""
 
 
 @hookspec
 def on_predict_batch_end(
-    trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int, run: Run
+    trainer: TrainerView,
+    module: nn.Module,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+    dataloader_idx: int,
+    run: RunContext,
 ) -> None:
     """After a predict batch."""
 
 
 @hookspec
-def on_predict_epoch_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_predict_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the last predict batch."""
 
 
 @hookspec
-def on_predict_end(trainer: Trainer, module: Module, run: Run) -> None:
+def on_predict_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After predicting."""
 
 
 @hookspec
-def on_save_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+def on_save_checkpoint(trainer: TrainerView, module: nn.Module, checkpoint: dict[str, Any], run: RunContext) -> None:
     """The logical state is complete; add to it or change it. Values must be tensors, numbers, strings or containers."""
 
 
 @hookspec
-def on_load_checkpoint(trainer: Trainer, module: Module, checkpoint: dict[str, Any], run: Run) -> None:
+def on_load_checkpoint(trainer: TrainerView, module: nn.Module, checkpoint: dict[str, Any], run: RunContext) -> None:
     """A checkpoint was read and verified; nothing has been applied yet."""
 
 
 @hookspec
-def on_exception(trainer: Trainer, module: Module, exception: BaseException, run: Run) -> None:
+def on_exception(trainer: TrainerView, module: nn.Module, exception: BaseException, run: RunContext) -> None:
     """The loop is about to end with `exception`, on this rank; the others may not know yet: no collectives here."""
 
 
 @hookspec
-def log_hyperparams(params: dict[str, Any], run: Run) -> None:
+def log_hyperparams(params: dict[str, Any], run: RunContext) -> None:
     """Loggers, rank 0 only: the module's hyper-parameters (`Module.save_hyperparameters`), when a fit starts."""
 
 
 @hookspec
-def log_metrics(metrics: dict[str, float], step: int, run: Run) -> None:
+def log_metrics(metrics: dict[str, float], step: int, run: RunContext) -> None:
     """Loggers, rank 0 only: numbers at optimizer step `step`."""
 
 
@@ -435,5 +454,5 @@ def log_metrics(metrics: dict[str, float], step: int, run: Run) -> None:
 
 
 @hookspec
-def teardown(run: Run) -> None:
+def teardown(run: RunContext) -> None:
     """All act: give back what this process holds; the processes are still connected. Must be safe to call twice."""

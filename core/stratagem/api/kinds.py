@@ -1,4 +1,4 @@
-"""What a plugin is made of: the base class of each kind, `hookimpl`, and `Capabilities`.
+"""The base class of each kind of plugin.
 
 A plugin is one attrs class decorated with ``@define(eq=False, kw_only=True)``: its fields are the options a user may
 set, its ``@hookimpl`` methods are its behaviour, its ``capabilities`` say what it offers and needs. A package makes it
@@ -12,125 +12,22 @@ from __future__ import annotations
 
 import argparse
 from abc import ABCMeta
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-import pluggy
-from attrs import define, field, frozen
+from attrs import define, frozen
 
+from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
 from stratagem.api.paths import modified_at
+from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Mesh, World
 from stratagem.errors import ConfigError
-from stratagem.stack.identity import class_key, options_key
 
 if TYPE_CHECKING:
     import torch
 
-    from stratagem.runtime.run import Run
-
-hookspec: Final = pluggy.HookspecMarker("stratagem")
-hookimpl: Final = pluggy.HookimplMarker("stratagem")
-
-# --- The vocabulary of capabilities ------------------------------------------------------------------------------
-# Open: a plugin may use words of its own. These are the ones that the core or a first-party plugin understands.
-
-#: Runs in more than one process.
-MULTI_PROCESS: Final = "multi-process"
-#: Gradients travel in buckets that comm hooks may transform.
-GRADIENT_BUCKETS: Final = "gradient-buckets"
-#: Inner micro-batches of an accumulation window send nothing.
-NO_SYNC: Final = "no-sync"
-#: The gradients of several batches add up to one step. Who provides "no-sync" provides this, too.
-ACCUMULATION: Final = "accumulation"
-#: Every process can build the whole, unsharded state.
-FULL_STATE: Final = "full-state"
-#: The model is spread over ``run.peers`` alone, be they all ranks or a team of them.
-WITHIN_TEAM: Final = "within-team"
-#: Each rank steps all parameters with the gradients that its comm hooks returned, be they others' or not.
-LOCAL_STEPS: Final = "local-steps"
-#: Ranks train in teams, each with a model of its own for a while.
-TEAMS: Final = "teams"
-#: Parameters are sharded over processes.
-SHARDED_PARAMETERS: Final = "sharded-parameters"
-#: Copies of the weights are stepped: what is written into a module's parameters during a fit is lost.
-STEPPED_COPIES: Final = "stepped-copies"
-#: `clip_gradients` honours max_norm / max_value.
-CLIP_BY_NORM: Final = "clip-by-norm"
-CLIP_BY_VALUE: Final = "clip-by-value"
-#: `backward` may be called inside `training_step`.
-MANUAL_OPTIMIZATION: Final = "manual-optimization"
-#: More than one optimizer.
-MULTIPLE_OPTIMIZERS: Final = "multiple-optimizers"
-#: Optimizers that call a closure several times a step (LBFGS).
-CLOSURE_OPTIMIZERS: Final = "closure-optimizers"
-#: A module may define `backward`, `optimizer_step` and `optimizer_zero_grad`: the strategy's `backward` hook calls
-#: `Run.differentiate`, and gradients stay in ``parameter.grad`` until they are zeroed.
-CUSTOM_STEP: Final = "custom-step"
-#: A module may define `configure_gradient_clipping`: ``parameter.grad`` holds complete, averaged gradients (shards are
-#: DTensors) on every rank, so that whatever it computes from them is right.
-CUSTOM_CLIPPING: Final = "custom-clipping"
-#: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
-LOSS_SCALING: Final = "loss-scaling"
-#: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.
-SIXTEEN_BIT_GRADIENTS: Final = "16-bit-gradients"
-#: The device a stack runs on.
-DEVICE_CPU: Final = "device:cpu"
-DEVICE_CUDA: Final = "device:cuda"
-DEVICE_MPS: Final = "device:mps"
-
-
-def _words(values: Iterable[str]) -> frozenset[str]:
-    return frozenset(values)
-
-
-def _offers(values: Iterable[str]) -> frozenset[str]:
-    words = frozenset(values)
-    return words | {ACCUMULATION} if NO_SYNC in words else words
-
-
-@frozen(kw_only=True)
-class Capabilities:
-    """What a plugin offers, what it needs from the others, and what it cannot stand beside."""
-
-    provides: frozenset[str] = field(default=frozenset(), converter=_offers)
-    requires: frozenset[str] = field(default=frozenset(), converter=_words)
-    conflicts: frozenset[str] = field(default=frozenset(), converter=_words)
-
-
-@frozen(kw_only=True)
-class PrecisionPolicy:
-    """Which dtype where. A strategy with native mixed precision absorbs this instead of calling the precision's hooks.
-
-    ``None`` means "leave as it is".
-    """
-
-    param_dtype: torch.dtype | None = None
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    loss_scaling: bool = False
-
-
-@frozen(kw_only=True)
-class Bucket:
-    """A flat piece of gradients on its way to the other ranks; what a comm hook receives.
-
-    For a hook that is stacked under another one, `buffer` is whatever the hook above sends and `parameters` is empty.
-    A hook's answers wait for the bucket that `is_last`: a strategy that says so of none waits for ever.
-    """
-
-    #: 1-D, any floating dtype; a hook may overwrite it.
-    buffer: torch.Tensor
-    #: The same index is the same bucket on every rank and step.
-    index: int = 0
-    #: The last bucket of this backward.
-    is_last: bool = True
-    #: The parameters whose gradients lie in `buffer`, in that order.
-    parameters: tuple[torch.Tensor, ...] = ()
-    #: Views into `buffer`, one for each parameter.
-    gradients: tuple[torch.Tensor, ...] = ()
+    from stratagem.api.context import RunContext
 
 
 # --- One base for each kind --------------------------------------------------------------------------------------
@@ -168,13 +65,17 @@ class Plugin(metaclass=PluginType):
     #: What it offers and needs; a property in a plugin whose options decide.
     capabilities: ClassVar[Capabilities] = Capabilities()
 
-    @property
-    def state_key(self) -> str:
-        """What this plugin's state is saved under: the same for every name, preset and instance of it.
+    #: A run may have several of one class, which the options that are not at their defaults tell apart in `state_key`.
+    told_apart_by_options: ClassVar[bool] = False
 
-        The class that defines the state, as ``module:Class``. Override it to read what a class of another name saved.
+    @property
+    def state_key(self) -> str | None:
+        """The name under which this plugin's state is saved; the same for every name, preset and instance of it.
+
+        None is the class that defines the state, as ``module:Class``, with the options where `told_apart_by_options`.
+        Override it to read what a class of another name saved.
         """
-        return class_key(type(self))
+        return None
 
     def preload(self, device_type: str) -> None:
         """Import what a run on such devices ("cpu", "cuda") imports late; a process that is about to be copied asks.
@@ -245,18 +146,14 @@ class CommHook(Plugin):
     """How gradients travel. Must implement `reduce_bucket`; several stack, the first is outermost."""
 
     kind: ClassVar[str] = "comm_hook"
+    told_apart_by_options: ClassVar[bool] = True
     #: It needs the gradients' shapes, which only the first hook of a stack sees.
     outermost: ClassVar[bool] = False
     #: It sends by collectives of its own rather than through the hook under it: it must be the last of a stack.
     innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
 
-    @property
-    def state_key(self) -> str:
-        """As of every plugin, with the options that tell two hooks of one class apart."""
-        return class_key(type(self)) + options_key(self)
-
-    def statistics(self, run: Run) -> dict[str, float]:
+    def statistics(self, run: RunContext) -> dict[str, float]:
         """Numbers worth logging, of this rank alone: asked between two steps, without collectives."""
         return {}
 
@@ -368,11 +265,7 @@ class Callback(Plugin):
     """Anything that acts on events (`on_*` hooks) around the loop."""
 
     kind: ClassVar[str] = "callback"
-
-    @property
-    def state_key(self) -> str:
-        """As of every plugin, with the options that tell two callbacks of one class apart."""
-        return class_key(type(self)) + options_key(self)
+    told_apart_by_options: ClassVar[bool] = True
 
 
 @define(eq=False, kw_only=True)
@@ -380,11 +273,7 @@ class Logger(Plugin):
     """Where metrics go: acts on `log_metrics` (rank 0 only)."""
 
     kind: ClassVar[str] = "logger"
-
-    @property
-    def state_key(self) -> str:
-        """As of every plugin, with the options that tell two loggers of one class apart."""
-        return class_key(type(self)) + options_key(self)
+    told_apart_by_options: ClassVar[bool] = True
 
 
 class Command:

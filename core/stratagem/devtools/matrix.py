@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attrs import frozen
 
-from stratagem.api.kinds import MULTI_PROCESS
+from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.config.settings import RunSettings, gather
 from stratagem.errors import StratagemError
 from stratagem.stack import registry

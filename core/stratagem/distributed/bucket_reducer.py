@@ -22,14 +22,14 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from stratagem.api.kinds import Bucket
+from stratagem.api.values import Bucket
 from stratagem.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+    from stratagem.api.context import RunContext
     from stratagem.api.world import Collectives
-    from stratagem.runtime.run import Run
 
 _SEE = "see reduce_bucket in docs/hooks.md"
 
@@ -48,7 +48,7 @@ class Level:
 class Wire:
     """Averages buckets over the ranks of `collectives`, through `levels`, the first of them outermost."""
 
-    def __init__(self, levels: Sequence[Level], collectives: Collectives, run: Run) -> None:
+    def __init__(self, levels: Sequence[Level], collectives: Collectives, run: RunContext) -> None:
         self.levels, self.collectives, self.run = levels, collectives, run
         self.traffic = collectives.traffic
         #: What went wrong in a hook, for the strategy's caller: an engine may tell less.

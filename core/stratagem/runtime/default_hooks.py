@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from stratagem.api.kinds import hookimpl
+from stratagem.api.markers import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.world import Collectives
 from stratagem.distributed.process_group import TorchCollectives

@@ -1,6 +1,6 @@
 """Build a model without its values, and give it values later, part by part, the same at every number of processes.
 
-A model that does not fit one process must not exist whole for a moment either. Under `without_values` a parameter that
+A model that does not fit one process must not exist whole for a moment either. Under `meta_init` a parameter that
 is made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
 
 [Note: what is done to a parameter without values]
@@ -42,7 +42,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def meta_init() -> Iterator[None]:
     """Within: parameters of modules that are built have shapes and dtypes, and no memory."""
     original, deepcopy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     watch = _Watch()
@@ -68,7 +68,7 @@ def without_values() -> Iterator[None]:
 
 
 def has_no_values(module: nn.Module) -> bool:
-    """Whether any parameter of `module` was made under `without_values` and has not been given values."""
+    """Whether any parameter of `module` was made under `meta_init` and has not been given values."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
@@ -248,7 +248,7 @@ def _in_reset_of(parameter: nn.Parameter) -> bool:
     return False
 
 
-class Filler:
+class Materializer:
     """Gives values to the parts of one model; keeps tied parameters tied.
 
     Args:

@@ -26,6 +26,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,10 @@ import torch
 from attrs import define, evolve
 
 from stratagem.api import hooks
-from stratagem.api.kinds import MULTI_PROCESS, SHARDED_PARAMETERS, CheckpointFormat, PrecisionPolicy
+from stratagem.api.capabilities import MULTI_PROCESS, SHARDED_PARAMETERS
+from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
 from stratagem.api.paths import place
+from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.checkpoint.files import (
@@ -49,18 +52,18 @@ from stratagem.checkpoint.files import (
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.config.settings import RunSettings, gather
 from stratagem.distributed.bucket_reducer import Level, Wire
-from stratagem.distributed.peer_diagnosis import Neighbours, explained
 from stratagem.distributed.rendezvous import check_address
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.distributed.supervision import join_supervision
-from stratagem.distributed.watchdog import Watchdog
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
 from stratagem.runtime import activation_checkpointing, default_hooks
-from stratagem.runtime.deferred_init import Filler, has_no_values, without_values
+from stratagem.runtime.deferred_init import Materializer, has_no_values, meta_init
 from stratagem.runtime.numerics import switch
+from stratagem.runtime.peer_diagnosis import Neighbours, explained
 from stratagem.runtime.preflight import agree, agree_before_connecting
 from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.runtime.transfer import CopyStream
+from stratagem.runtime.watchdog import Watchdog
 from stratagem.stack import lock
 from stratagem.stack.identity import matched, warn_of_differences
 from stratagem.stack.resolver import Choice, Stack, hook_implementations, resolve
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from stratagem.api.context import RunContext
     from stratagem.training.trainer import Trainer
 
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
@@ -121,6 +125,8 @@ class Run:
         self.module: nn.Module | None = None
         self.model: Any = None
         self.optimizers: list[Optimizer] = []
+        #: Learning rate schedulers with their intervals; empty for a loop of your own.
+        self.lr_scheduler_configs: list[Any] = []
         self.stage: str = "train"
         self.manual = False
         #: Batches for which `training_step` returned None, in this fit.
@@ -210,6 +216,56 @@ class Run:
     def checkpoint_format(self) -> CheckpointFormat:
         checkpoint_format: CheckpointFormat = self.stack.checkpoint.plugin
         return checkpoint_format
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that answers: the innermost one."""
+        return self.stack.strategy
+
+    @property
+    def comm_hooks(self) -> list[CommHook]:
+        return [choice.plugin for choice in self.stack.comm_hooks]
+
+    @property
+    def accelerator(self) -> Accelerator:
+        accelerator: Accelerator = self.stack.accelerator.plugin
+        return accelerator
+
+    @property
+    def backend(self) -> str:
+        """The accelerator's torch.distributed backend."""
+        return self.accelerator.backend
+
+    @property
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return self.stack.join_timeout()
+
+    @property
+    def precision_absorbed(self) -> bool:
+        """Whether the strategy applies the precision's policy itself."""
+        return self.stack.precision_absorbed
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether a `Trainer` drives this run; False for a loop of the user's."""
+        return self.trainer is not None
+
+    def name_of(self, plugin: Any) -> str:
+        """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
+        return next((choice.name for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+
+    def title_of(self, plugin: Any) -> str:
+        """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
+        return next((str(choice) for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+
+    def num_implementations(self, hook: str) -> int:
+        """Return how many plugins of this run implement `hook`."""
+        return len(getattr(self.hook, hook).get_hookimpls())
+
+    def preload(self) -> None:
+        """Let plugins import what they import late, before this process is copied."""
+        self.stack.preload()
 
     @property
     def place(self) -> World:
@@ -323,12 +379,12 @@ class Run:
             self.neighbours = Neighbours.meet(world, self.collectives)
             if not self.collectives.reports_lost_ranks:
                 self.watchdog = Watchdog(self).start()
-        size, every = self.team_world.world_size, range(world.world_size)
+        size, every = self.peers_world.world_size, range(world.world_size)
         teams = [list(every[first : first + size]) for first in every[::size]]
         self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
 
     @property
-    def team_world(self) -> World:
+    def peers_world(self) -> World:
         """This process's place among its peers: what an inner strategy takes for the world."""
         assert self.world is not None, "known once connected"
         return _team_world(self.stack, self.world)
@@ -394,7 +450,7 @@ class Run:
         """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
         with contextlib.ExitStack() as stack:
             if empty:
-                stack.enter_context(without_values())
+                stack.enter_context(meta_init())
             self._enter_all(stack, "init_context", empty=empty)
             yield
 
@@ -407,7 +463,7 @@ class Run:
         if self._recomputes is not None and stage == "train":
             activation_checkpointing.recompute(module, *self._recomputes)
         if not self.shards_parameters and has_no_values(module):
-            self.filler(module).fill(module)
+            self.materializer(module).fill(module)
         if self.world_size > 1:
             _separate_elements(module)
         if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
@@ -432,9 +488,12 @@ class Run:
                 f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
             )
 
-    def filler(self, module: nn.Module) -> Filler:
-        """Return what gives values to a `module` that was built without; the seed is rank 0's. Collective."""
-        return Filler(module, self.collectives.broadcast_object(torch.initial_seed()), self.device)
+    def materializer(self, module: nn.Module) -> Materializer:
+        """Return what initializes the parts of a `module` that was built without values. Collective.
+
+        The seed is rank 0's.
+        """
+        return Materializer(module, self.collectives.broadcast_object(torch.initial_seed()), self.device)
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
         """Prepare a module and its optimizers for a loop of your own.
@@ -644,7 +703,37 @@ class Run:
                 do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
             ) from error
 
+    def count_skipped_step(self) -> None:
+        """Report that an optimizer step which returned True turned out to have been skipped."""
+        if self.trainer is not None:
+            self.trainer.position.skipped_steps += 1
+
     # --- Files ---------------------------------------------------------------------------------------------------
+
+    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
+        """Call `write` with collectives of its own, in a thread if `background`. Collective.
+
+        Raises:
+            whatever `write` raises, if it runs now; whatever the save before this one raised.
+        """
+        self.saver.submit(write, background)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is under way; raise what it raised."""
+        self.saver.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way. All ranks agree on it."""
+        return self.saver.busy
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
+        self.saver.afterwards(action)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Hand `metrics` to all loggers. Called on rank 0."""
+        self.hook.log_metrics(metrics=metrics, step=step, run=self)
 
     def save(self, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
         """Write a checkpoint that any strategy can read: weights, optimizers, what plugins remember, and `values`.
@@ -834,12 +923,12 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         bound = {"hook", "_hooks", "model", "optimizers", "saver", "_wires", "_handles", "neighbours", "watchdog"}
-        bound |= {"_numerics", "copy_stream", *(f"_{name}" for name in _STEP_HOOKS)}
+        bound |= {"_numerics", "copy_stream", "lr_scheduler_configs", *(f"_{name}" for name in _STEP_HOOKS)}
         return {name: value for name, value in self.__dict__.items() if name not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.model, self.optimizers = None, []
+        self.model, self.optimizers, self.lr_scheduler_configs = None, [], []
         self._enter()
 
 
@@ -1030,3 +1119,10 @@ def format_tag(stack: Stack) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "plugins": {f"{e.kind}.{e.name}": f"{e.distribution} {e.version}" for e in entries},
     }
+
+
+if TYPE_CHECKING:
+
+    def _satisfies(run: Run) -> RunContext:
+        """Checked by mypy: a `Run` has all that hooks use."""
+        return run

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from stratagem.api import hooks
-from stratagem.api.kinds import KINDS, Capabilities, Plugin
+from stratagem.api.capabilities import Capabilities
+from stratagem.api.kinds import KINDS, Plugin
 from stratagem.api.options import describe as describe_type
 from stratagem.api.options import option_types, options
 from stratagem.api.redaction import redact

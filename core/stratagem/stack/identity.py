@@ -59,6 +59,12 @@ def options_key(plugin: Any) -> str:
     return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
 
 
+def _default_key(plugin: Any) -> str:
+    """Return the key of a plugin that defines none; a callback may be any object with hooks."""
+    options = options_key(plugin) if getattr(plugin, "told_apart_by_options", True) else ""
+    return class_key(type(plugin)) + options
+
+
 def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
     """Return the plugins of `stack` that have `method`, each with its key."""
     found: dict[str, Any] = {}
@@ -73,7 +79,7 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
                 f"{choice} has a method state_key", expected="a property that returns a text",
                 do="put @property above it",
             )  # fmt: skip
-        base = key = f"{choice.kind}.{own if isinstance(own, str) else class_key(type(plugin)) + options_key(plugin)}"
+        base = key = f"{choice.kind}.{own if isinstance(own, str) else _default_key(plugin)}"
         number = 0
         while key in found:
             number += 1

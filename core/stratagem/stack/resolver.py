@@ -17,19 +17,10 @@ import attrs
 from attrs import define, field, frozen
 
 from stratagem.api import hooks
-from stratagem.api.kinds import (
-    ACCUMULATION,
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    KINDS,
-    MULTI_PROCESS,
-    Capabilities,
-    Environment,
-    Plugin,
-    PrecisionPolicy,
-    Strategy,
-)
+from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
+from stratagem.api.kinds import KINDS, Environment, Plugin, Strategy
 from stratagem.api.options import build, check, convert_options
+from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import DEFAULT_TIMEOUT, NCCL_TIMEOUT
 from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.config.devices import devices_of_processes, parse_devices

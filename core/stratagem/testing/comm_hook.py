@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import stratagem as sg
-from stratagem.api.kinds import GRADIENT_BUCKETS, Bucket
+from stratagem.api.capabilities import GRADIENT_BUCKETS
+from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.stack import catalog
 from stratagem.testing.conformance import Conformance, refusal

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import pytest
 
 import stratagem as sg
-from stratagem.api.kinds import KINDS, Capabilities
+from stratagem.api.capabilities import Capabilities
+from stratagem.api.kinds import KINDS
 from stratagem.api.options import convert_options, options
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, StratagemError

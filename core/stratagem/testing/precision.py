@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.api.kinds import LOSS_SCALING, MULTI_PROCESS, PrecisionPolicy
+from stratagem.api.capabilities import LOSS_SCALING, MULTI_PROCESS
+from stratagem.api.values import PrecisionPolicy
 from stratagem.testing.conformance import Conformance
 from stratagem.testing.reference import (
     Batch,

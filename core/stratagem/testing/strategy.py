@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     ACCUMULATION,
     CLIP_BY_NORM,
     CLIP_BY_VALUE,

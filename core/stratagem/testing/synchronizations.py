@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 import stratagem as sg
-from stratagem.api.kinds import DEVICE_CPU
+from stratagem.api.capabilities import DEVICE_CPU
 
 _HOST, _DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 #: Operations that the host waits for, by schema: their answer is a number, or a shape that depends on numbers.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from stratagem.api import hooks
-from stratagem.api.kinds import CUSTOM_CLIPPING, CUSTOM_STEP
+from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
 from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.runtime.data import DataModule
 from stratagem.stack.resolver import hook_implementations, hook_specifications

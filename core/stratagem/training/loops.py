@@ -213,8 +213,7 @@ class TrainLoop:
             self._batch(batch, batch_idx, is_last)
             if self.skips_rest:
                 break
-            if trainer.on_leaving is not None:
-                trainer.on_leaving()
+            trainer.leave_if_asked()
             validates = not position.validated
             if validates:
                 self._validate()

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from stratagem.api.kinds import CLIP_BY_NORM, CLIP_BY_VALUE
+from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from stratagem.api.kinds import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
+from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import DataModule, in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
@@ -133,7 +133,7 @@ class Session:
         earlier, feed = trainer.feed, Feed(loader, trainer.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
             feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
-        trainer.feed, trainer.use_loader = feed, self.use_loader
+        trainer.feed, trainer._use_loader = feed, self.use_loader
         if resumed is not None:
             trainer_state.restore(trainer, resumed, self.read_from)
         elif job.carried is not None:

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.kinds import ACCUMULATION, CheckpointFormat
+from stratagem.api.capabilities import ACCUMULATION
+from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import place
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.api.world import Collectives, World
@@ -33,6 +34,7 @@ from stratagem.training.module import Module, OptimizerHandle, original, overrid
 from stratagem.training.optimizers import LRSchedulerConfig
 from stratagem.training.readback import as_numbers
 from stratagem.training.stage_runner import Job, Session
+from stratagem.training.trial import TrialStep, trial_steps
 
 #: How long a rank that calls `save_checkpoint` waits for the others before it says that it is alone.
 MEETING_S = 60.0
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
+
+    from stratagem.api.context import TrainerView
 
 
 def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None]:
@@ -139,13 +143,12 @@ class Trainer:
         #: The module whose `configure_callbacks` was asked, and the callbacks without those that it brought.
         self._callbacks_of: Any = None
         self._own_callbacks: list[Any] | None = None
-        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         #: What `training_step` returned last.
         self.last_outputs: Any = None
         #: Called once after the current batch, when everybody has been told of its end; a callback that sets it stops.
-        self.on_leaving: Callable[[], NoReturn] | None = None
+        self._on_leaving: Callable[[], Any] | None = None
         #: Gives training another loader, while a fit starts.
-        self.use_loader: Callable[[Any], None] | None = None
+        self._use_loader: Callable[[Any], None] | None = None
         #: What hands the loop its batches, while training.
         self.feed: Feed | None = None
         #: Number of the loader whose batches are used now.
@@ -441,6 +444,45 @@ class Trainer:
             )
 
     @property
+    def train_loader(self) -> Any:
+        """The training loader of this process's share, during a fit."""
+        assert self.feed is not None, "known during a fit"
+        return self.feed.loader
+
+    def replace_train_loader(self, loader: Any) -> None:
+        """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
+        assert self._use_loader is not None, "known during a fit"
+        self._use_loader(loader)
+
+    def leave_after_batch(self, action: Callable[[], Any]) -> None:
+        """End the current batch for all callbacks, then call `action` once; it raises to end training."""
+        self._on_leaving = action
+
+    def leave_if_asked(self) -> None:
+        """Call what `leave_after_batch` was given."""
+        if self._on_leaving is not None:
+            action, self._on_leaving = self._on_leaving, None
+            action()
+
+    def trial_steps(self, who: str) -> AbstractContextManager[TrialStep]:
+        """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
+
+        Afterwards weights, optimizer, precision, random numbers and metrics are as before.
+
+        Raises:
+            ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
+        """
+        return trial_steps(self, who)
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self.run.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
+        self.run.lr_scheduler_configs = configs
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         return self.run.optimizers
 
@@ -672,9 +714,8 @@ class Trainer:
             "training_book",
             "events",
             "feed",
-            "on_leaving",
+            "_on_leaving",
             "_handles",
-            "lr_scheduler_configs",
             "last_outputs",
             "_call_at_work",
             "_late",
@@ -684,8 +725,8 @@ class Trainer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The run may still be half unpickled; `_main` enters when all is there.
         self.__dict__.update(state)
-        self.lr_scheduler_configs, self.last_outputs, self.feed, self.on_leaving = [], None, None, None
-        self.use_loader, self._call_at_work = None, None
+        self.last_outputs, self.feed, self._on_leaving = None, None, None
+        self._use_loader, self._call_at_work = None, None
 
 
 def _with_environment(layers: Sequence[Layer]) -> list[Layer]:
@@ -721,3 +762,10 @@ def _check_signature(model: Any) -> None:
 def _require(model: Any, method: str, stage: str) -> None:
     if isinstance(model, Module) and not overrides(model, method):
         raise ConfigError(f"{type(model).__name__} has no {method}", expected=f"one, to {stage}", do="define it")
+
+
+if TYPE_CHECKING:
+
+    def _satisfies(trainer: Trainer) -> TrainerView:
+        """Checked by mypy: a `Trainer` has all that event hooks use."""
+        return trainer

@@ -35,7 +35,7 @@ class FullCheckpoint(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state, path, run):
         plain, error = None, None
-        run.saver.wait()  # one copy at a time
+        run.wait_for_saves()  # one copy at a time
         if run.is_global_zero:
             try:
                 plain = _loadable(state, self._copies.take if self.async_save else _on_cpu)
@@ -53,7 +53,7 @@ class FullCheckpoint(CheckpointFormat):
                     error = caught
             collectives.fail_together(error)
 
-        run.saver.submit(write, self.async_save)
+        run.save_in_background(write, background=self.async_save)
         return True
 
     @hookimpl

@@ -47,7 +47,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state, path, run):
         content, error = None, None
-        run.saver.wait()  # one copy at a time
+        run.wait_for_saves()  # one copy at a time
         if run.is_global_zero:
             try:
                 content = _Content(state)
@@ -66,7 +66,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
                     error = caught
             collectives.fail_together(error)
 
-        run.saver.submit(write, self.async_save)
+        run.save_in_background(write, background=self.async_save)
         return True
 
     @hookimpl

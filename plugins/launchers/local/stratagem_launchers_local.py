@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from attrs import define
 
 from stratagem import Launcher, hookimpl
-from stratagem.api.kinds import DEVICE_CUDA
+from stratagem.api.capabilities import DEVICE_CUDA
 from stratagem.distributed.children import Child, end
 from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,
@@ -190,7 +190,7 @@ class ForkLauncher(_FunctionLauncher):
     def _check(self, run: Any) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
-        uses_cuda = DEVICE_CUDA in run.stack.accelerator.plugin.capabilities.provides
+        uses_cuda = DEVICE_CUDA in run.accelerator.capabilities.provides
         if uses_cuda and not _copies_can_start_cuda():
             raise ConfigError(
                 "launcher 'fork' was chosen and this process already uses CUDA",
@@ -203,7 +203,7 @@ class ForkLauncher(_FunctionLauncher):
     def _prepare(self, run: Any) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
 
-        run.stack.preload()
+        run.preload()
 
 
 def _copies_can_start_cuda() -> bool:

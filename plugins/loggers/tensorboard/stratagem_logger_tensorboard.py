@@ -92,7 +92,7 @@ class TensorBoardLogger(Logger):
     def log_hyperparams(self, params, run):
         self._meet(run)
         self._hparams = dict(params)
-        if run.trainer is None:  # else on_fit_start follows, where all ranks can fail together
+        if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
@@ -352,7 +352,7 @@ def _example(module: Any, run: Any) -> Any:
         )  # fmt: skip
     if run.shards_parameters:
         raise ConfigError(
-            f"tensorboard.log_graph is True with {run.stack.strategies[-1]}, whose ranks compute only together",
+            f"tensorboard.log_graph is True with {run.title_of(run.strategy)}, whose ranks compute only together",
             expected="False", do="draw the graph in a run on one device",
         )  # fmt: skip
     return example

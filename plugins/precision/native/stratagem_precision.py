@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from stratagem import Capabilities, Precision, hookimpl
-from stratagem.api.kinds import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, PrecisionPolicy
+from stratagem.api.capabilities import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS
 from stratagem.api.validators import at_least, between, more_than
+from stratagem.api.values import PrecisionPolicy
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import map_batch
 

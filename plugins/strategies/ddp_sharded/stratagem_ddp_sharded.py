@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_STEP,
@@ -34,10 +34,10 @@ from stratagem.api.kinds import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     WITHIN_TEAM,
-    Bucket,
 )
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, more_than, not_empty
+from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.distributed.process_group import TorchCollectives
@@ -103,9 +103,9 @@ class ShardedDDPStrategy(Strategy):
     def connect(self, world, run):
         if world.world_size == 1:
             return Collectives()
-        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
-            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
     def teardown(self, run):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem import Capabilities, Module, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -92,8 +92,8 @@ class DDP2Strategy(Strategy):
 
     @hookimpl
     def connect(self, world, run):
-        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
-        return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+        backend = self.process_group_backend or run.backend
+        return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
     def wrap_model(self, module, run):

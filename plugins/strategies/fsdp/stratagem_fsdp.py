@@ -32,7 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_CLIPPING,
@@ -45,10 +45,10 @@ from stratagem.api.kinds import (
     NO_SYNC,
     SHARDED_PARAMETERS,
     WITHIN_TEAM,
-    Bucket,
 )
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, not_empty
+from stratagem.api.values import Bucket
 from stratagem.api.world import Mesh
 from stratagem.distributed.backends import backends_of
 from stratagem.distributed.process_group import TorchCollectives
@@ -189,9 +189,9 @@ class FSDPStrategy(Strategy):
 
     @hookimpl
     def connect(self, world, run):
-        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
-            collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+            collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
         if run.device.type == "cpu" or self.cpu_offload:
             _return_large_blocks()
         if self.cpu_offload and "cpu" not in backends_of(None):
@@ -205,17 +205,17 @@ class FSDPStrategy(Strategy):
 
     def _arranged(self, run, collectives):
         """Return the mesh of this rank's team: the axes that FSDP shards over, and replicates over unless hooks do."""
-        replicas, shards = self._layout(run.team_world)
+        replicas, shards = self._layout(run.peers_world)
         teams = run.world.world_size // (replicas * shards)
         sizes = {"team": teams, "replicate": replicas, "shard": shards}
         axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "shard"]
         mesh = _mesh(run.device.type, {axis: sizes[axis] for axis in axes}, collectives)
-        wanted = ("shard",) if run.stack.comm_hooks else tuple(axis for axis in axes if axis != "team")
+        wanted = ("shard",) if run.comm_hooks else tuple(axis for axis in axes if axis != "team")
         return mesh if wanted == tuple(axes) else mesh[wanted]
 
     def _replicas(self, run):
         """Return the conversation of the ranks that hold the same shard. Collective."""
-        replicas, shards = self._layout(run.team_world)
+        replicas, shards = self._layout(run.peers_world)
         return run.peers.split([[shards * row + column for row in range(replicas)] for column in range(shards)])
 
     @hookimpl
@@ -279,8 +279,8 @@ class FSDPStrategy(Strategy):
         self._order.add(root)
         for unit in units:
             self._whole.watch(unit._get_fsdp_state())
-        _count_bytes(units, self._layout(run.team_world)[0], run.collectives.traffic, self._order)
-        if run.stack.comm_hooks and run.stage == "train":
+        _count_bytes(units, self._layout(run.peers_world)[0], run.collectives.traffic, self._order)
+        if run.comm_hooks and run.stage == "train":
             _send_through_hooks(units, run.bucket_reducer(over=self._replicas(run)))
 
     def _units(self, user: nn.Module) -> list[nn.Module]:
@@ -296,7 +296,7 @@ class FSDPStrategy(Strategy):
 
     def _options(self, run) -> dict[str, Any]:
         policy = self.mixed_precision
-        if policy is None and run.stack.precision_absorbed:
+        if policy is None and run.precision_absorbed:
             policy = run.policy
             param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
         else:
@@ -321,7 +321,7 @@ class FSDPStrategy(Strategy):
             run.model.set_requires_gradient_sync(wanted)
             self._syncs = wanted
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
-            run.policy.compute_dtype if run.stack.precision_absorbed else None
+            run.policy.compute_dtype if run.precision_absorbed else None
         )
         compared = self._order.compared((stage, sync, self._order.number(run.model)))
         if dtype is None:
@@ -698,7 +698,7 @@ class _Order:
 
     def __init__(self, run: Any) -> None:
         self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
-        self._limit_s = _SHARE_OF_TIMEOUT * run.stack.join_timeout().total_seconds()
+        self._limit_s = _SHARE_OF_TIMEOUT * run.join_timeout.total_seconds()
         self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
         #: The same on all ranks, as they wrap the same models in the same order.
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -1028,7 +1028,7 @@ def _from_rank_0(module: nn.Module, device: Any, run: Any) -> Callable[[nn.Modul
                             part._buffers[name] = moved
                         else:
                             tensor.data = moved
-    filler = run.filler(module.module)
+    filler = run.materializer(module.module)
     filler.device = torch.device(device)
     return filler.fill
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR
 
 from stratagem import Callback, Capabilities, hookimpl
-from stratagem.api.kinds import STEPPED_COPIES, TEAMS
+from stratagem.api.capabilities import STEPPED_COPIES, TEAMS
 from stratagem.api.validators import at_least, batch_limit, between, more_than
 from stratagem.errors import ConfigError
 from stratagem.training.optimizers import LRSchedulerConfig
@@ -171,7 +171,7 @@ class StochasticWeightAveraging(Callback):
         if trainer.run.shards_parameters:
             raise ConfigError(
                 "stochastic_weight_averaging averages whole weights, and "
-                f"{trainer.run.stack.strategies[-1]} shards them",
+                f"{trainer.run.title_of(trainer.run.strategy)} shards them",
                 do="use the callback 'ema', which averages shards",
             )
         if len(trainer.optimizers) != 1:
@@ -213,18 +213,18 @@ class StochasticWeightAveraging(Callback):
         self._started = True
         self._take_over(trainer, trainer.optimizers)
 
-    def _take_over(self, trainer: Any, optimizers: Any) -> None:
+    def _take_over(self, run: Any, optimizers: Any) -> None:
         (optimizer,) = optimizers
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         scheduler = SWALR(optimizer, self.swa_lrs, self.annealing_epochs, self.annealing_strategy)
-        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
+        run.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
 
     @hookimpl(wrapper=True)
     def wrap_optimizers(self, run):
         optimizers = yield
         if self._started:  # a resumed run: the schedule that the checkpoint knows
-            self._take_over(run.trainer, optimizers)
+            self._take_over(run, optimizers)
         return optimizers
 
     @hookimpl
@@ -253,7 +253,7 @@ class StochasticWeightAveraging(Callback):
                 parameter.copy_(self.average[name])
         if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
             limit = trainer.num_training_batches
-            batches = (b for number, b in enumerate(trainer.feed.loader) if math.isinf(limit) or number < limit)
+            batches = (b for number, b in enumerate(trainer.train_loader) if math.isinf(limit) or number < limit)
             _compute_statistics_again(module, map(trainer.run.transfer, batches))
 
     def state_dict(self) -> dict[str, Any]:

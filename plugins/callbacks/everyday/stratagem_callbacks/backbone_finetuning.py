@@ -38,7 +38,7 @@ class BackboneFinetuning(Callback):
 
     @hookimpl
     def prepare_module(self, module, run):
-        if run.stage != "train" or run.trainer is None:
+        if run.stage != "train" or not run.owns_loop:
             return
         if run.world_size > 1:
             raise ConfigError(
@@ -66,7 +66,7 @@ class BackboneFinetuning(Callback):
     def wrap_optimizers(self, run):
         optimizers = yield
         if self._unfrozen:  # a resumed run: the group that the checkpoint knows
-            self._add_group(run.trainer, run.module, optimizers)
+            self._add_group(run, run.module, optimizers)
             for parameter in self._backbone(run.module).parameters():
                 parameter.requires_grad = True
         return optimizers
@@ -100,9 +100,9 @@ class BackboneFinetuning(Callback):
             parameter.requires_grad = True
         for part, training in self._modes:
             part.training = training
-        self._add_group(trainer, module, trainer.optimizers)
+        self._add_group(trainer.run, module, trainer.optimizers)
 
-    def _add_group(self, trainer: Any, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _add_group(self, run: Any, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         if len(optimizers) != 1:
             raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
         (optimizer,) = optimizers
@@ -116,7 +116,7 @@ class BackboneFinetuning(Callback):
             )
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
         optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
-        for config in trainer.lr_scheduler_configs:
+        for config in run.lr_scheduler_configs:
             scheduler = config.scheduler
             if hasattr(scheduler, "max_lrs") or "max_lr" in optimizer.param_groups[0]:
                 raise ConfigError(

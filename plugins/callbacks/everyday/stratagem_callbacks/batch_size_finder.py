@@ -13,7 +13,6 @@ from stratagem import Callback, hookimpl
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import with_batch_size
-from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 
 @define(eq=False, kw_only=True)
@@ -46,20 +45,19 @@ class BatchSizeFinder(Callback):
             return
         if trainer.global_step:
             if self.optimal_batch_size is not None:
-                trainer.use_loader(with_batch_size(trainer.feed.loader, self.optimal_batch_size))
+                trainer.replace_train_loader(with_batch_size(trainer.train_loader, self.optimal_batch_size))
             return
         if trainer.world_size > 1:
             raise ConfigError(
                 f"batch_size_finder was chosen for {trainer.world_size} processes", expected="one",
                 do="find the size with devices=1, then set it",
             )  # fmt: skip
-        check_can_rehearse(trainer, "batch_size_finder")
-        loader = trainer.feed.loader
-        with_batch_size(loader, self.init_val)  # says early if it cannot
-        with rehearsal(trainer):
-            size = self.optimal_batch_size = self._search(trainer, loader)
+        loader = trainer.train_loader
+        with trainer.trial_steps("batch_size_finder") as step:
+            with_batch_size(loader, self.init_val)  # says early if it cannot
+            size = self.optimal_batch_size = self._search(trainer, loader, step)
         trainer.print(f"batch_size_finder: {size}")
-        trainer.use_loader(with_batch_size(loader, size))
+        trainer.replace_train_loader(with_batch_size(loader, size))
         if hasattr(module, self.attr_name):
             setattr(module, self.attr_name, size)
         if self.attr_name in module.hparams:
@@ -73,11 +71,11 @@ class BatchSizeFinder(Callback):
         """Go on with what was found."""
         self.optimal_batch_size = state["optimal_batch_size"]
 
-    def _search(self, trainer: Any, loader: Any) -> int:
+    def _search(self, trainer: Any, loader: Any, step: Any) -> int:
         largest = min(self.max_val or len(loader.dataset), len(loader.dataset))
         good, bad, size = 0, None, min(self.init_val, largest)
         for _ in range(self.max_trials):
-            if self._fits(trainer, with_batch_size(loader, size)):
+            if self._fits(trainer, with_batch_size(loader, size), step):
                 good = size
             else:
                 bad = size
@@ -95,10 +93,10 @@ class BatchSizeFinder(Callback):
             )
         return good
 
-    def _fits(self, trainer: Any, loader: Any) -> bool:
+    def _fits(self, trainer: Any, loader: Any, step: Any) -> bool:
         try:
             for number, batch in enumerate(itertools.islice(loader, self.steps_per_trial)):
-                step(trainer, batch, number)
+                step(batch, number)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise

@@ -55,7 +55,7 @@ class CommStats(Callback):
                 shown["comm_ratio"] = metrics["comm/compression_ratio"]
             trainer.bar_metrics.update(shown)
         if trainer.is_global_zero:
-            run.hook.log_metrics(metrics=metrics, step=step, run=run)
+            run.log_metrics(metrics, step)
         self._before, self._step_before = _copied(run.collectives.traffic.counts), step
         self._buckets_before = _copied(run.collectives.traffic.buckets)
 
@@ -74,16 +74,16 @@ class CommStats(Callback):
         for (collective, sender), count in counts.items():
             if begun[collective, sender].calls:
                 metrics[f"comm/{collective}/{sender or 'other'}"] = count.payload / num_steps
-        hooks = [choice.name for choice in run.stack.comm_hooks]
+        hooks = [run.name_of(plugin) for plugin in run.comm_hooks]
         if hooks:
             came = _since(run.collectives.traffic.buckets, self._buckets_before)
             sent = sum(count.wire for (_, sender), count in counts.items() if sender in hooks)
             whole = came[hooks[0]].wire if hooks[0] in came else 0.0
             if sent:
                 metrics["comm/compression_ratio"] = whole / sent
-        for choice in run.stack.comm_hooks:
-            told = choice.plugin.statistics(run) if hasattr(choice.plugin, "statistics") else {}
-            metrics |= {f"comm/{choice.name}/{name}": value for name, value in told.items()}
+        for hook, plugin in zip(hooks, run.comm_hooks, strict=True):
+            statistics = plugin.statistics(run) if hasattr(plugin, "statistics") else {}
+            metrics |= {f"comm/{hook}/{name}": value for name, value in statistics.items()}
         return metrics
 
 

@@ -41,7 +41,7 @@ class DeviceStats(Callback):
         if self._process is None or step == self._last_step or step % trainer.settings.log_every_n_steps:
             return
         self._last_step = step
-        trainer.run.hook.log_metrics(metrics=self.read(trainer.run.device), step=step, run=trainer.run)
+        trainer.run.log_metrics(self.read(trainer.run.device), step)
 
     def read(self, device: Any) -> dict[str, float]:
         """Return the numbers, in bytes and percent."""

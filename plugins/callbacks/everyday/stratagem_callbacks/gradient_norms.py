@@ -32,7 +32,8 @@ class GradientNorms(Callback):
             )
         if self.per_parameter and trainer.run.shards_parameters:
             raise ConfigError(
-                f"gradient_norms.per_parameter is True and {trainer.run.stack.strategies[-1]} shards parameters",
+                f"gradient_norms.per_parameter is True and {trainer.run.title_of(trainer.run.strategy)} shards "
+                "parameters",
                 expected="False there",
             )
 
@@ -49,7 +50,7 @@ class GradientNorms(Callback):
             metrics |= _norms({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
         trainer.callback_metrics.update(metrics)
         if trainer.is_global_zero:
-            run.hook.log_metrics(metrics=metrics, step=step, run=run)
+            run.log_metrics(metrics, step)
 
 
 def _norms(gradients: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from attrs.converters import optional
 from stratagem import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
-from stratagem_callbacks.rehearsal import check_can_rehearse, rehearsal, step
 
 #: Weight of the past in the average that ends the trial early.
 _SMOOTHING = 0.95
@@ -67,9 +66,8 @@ class LearningRateFinder(Callback):
     def on_fit_start(self, trainer, module):
         if trainer.global_step or trainer.fast_dev_run:
             return
-        check_can_rehearse(trainer, "learning_rate_finder")
-        with rehearsal(trainer):
-            rates, losses = self._try(trainer)
+        with trainer.trial_steps("learning_rate_finder") as step:
+            rates, losses = self._try(trainer, step)
         self.results = {"lr": rates, "loss": smooth(losses).tolist()}
         self.suggestion = steepest(rates, losses)
         if self.plot is not None and trainer.is_global_zero:
@@ -88,18 +86,18 @@ class LearningRateFinder(Callback):
         if self.update:
             self._apply(trainer, module, self.suggestion)
 
-    def _try(self, trainer: Any) -> tuple[list[float], list[float]]:
+    def _try(self, trainer: Any, step: Any) -> tuple[list[float], list[float]]:
         (optimizer,) = trainer.optimizers
         ratios = _ratios(optimizer)
         rates: list[float] = []
         losses: list[float] = []
         smoothed = best = 0.0
-        batches = itertools.chain.from_iterable(trainer.feed.loader for _ in itertools.count())
+        batches = itertools.chain.from_iterable(trainer.train_loader for _ in itertools.count())
         for number in range(self.num_training_steps):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (number / (self.num_training_steps - 1))
             for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
                 group["lr"] = rate * ratio
-            loss = float(step(trainer, next(batches), number))
+            loss = float(step(next(batches), number))
             if not math.isfinite(loss):
                 break
             smoothed = _SMOOTHING * smoothed + (1 - _SMOOTHING) * loss

@@ -57,7 +57,7 @@ class LearningRateMonitor(Callback):
         self.lrs = dict(self._values(trainer))
         trainer.callback_metrics.update(self.lrs)
         if trainer.is_global_zero:
-            trainer.run.hook.log_metrics(metrics=dict(self.lrs), step=trainer.global_step, run=trainer.run)
+            trainer.run.log_metrics(dict(self.lrs), trainer.global_step)
 
     def _values(self, trainer: Any) -> Any:
         seen: dict[str, int] = {}

@@ -141,7 +141,7 @@ class ModelCheckpoint(Callback):
 
     def _how_to_go_on(self, trainer: Any) -> str:
         """Return what an interrupted fit has saved, and how to go on from there."""
-        if trainer.run.saver.busy and self._asked_for is not None:
+        if trainer.run.is_saving and self._asked_for is not None:
             path, step = self._asked_for
             state = f"{path} (step {step}) is being written and is the newest checkpoint when the program has ended"
         elif self._on_disk is not None:
@@ -225,9 +225,9 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             if path or last:
                 self._asked_for = (last or path, trainer.global_step)
-                trainer.run.saver.afterwards(functools.partial(setattr, self, "_on_disk", self._asked_for))
+                trainer.run.after_save(functools.partial(setattr, self, "_on_disk", self._asked_for))
             for old in doomed:  # not before there is something better on the disk
-                trainer.run.saver.afterwards(functools.partial(_remove, trainer.checkpoint_format, place(old)))
+                trainer.run.after_save(functools.partial(_remove, trainer.checkpoint_format, place(old)))
 
     def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str], str] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""

@@ -50,7 +50,7 @@ class OwnCheckpoint(Callback):
         self._written = [*(each for each in before if each != _key(path)), _key(path)]
         try:
             trainer.save_checkpoint(path)
-            trainer.run.saver.wait()
+            trainer.run.wait_for_saves()
         except BaseException:
             self._written = before
             raise

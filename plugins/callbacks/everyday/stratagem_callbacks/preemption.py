@@ -94,14 +94,14 @@ class Preemption(OwnCheckpoint):
         for name in self.signals:
             number = getattr(signal, name)
             self._earlier[number] = signal.signal(number, self._watch.signalled)
-        _let_workers_go_on(trainer.feed.loader, [getattr(signal, name) for name in self.signals])
+        _let_workers_go_on(trainer.train_loader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer):
         watch = self._watch
         watch.begun += 1  # the next batch, unless what follows forbids it
         if watch.requested and watch.last_batch() < watch.begun and trainer.at_step_boundary:
-            trainer.on_leaving = functools.partial(self._leave, trainer)
+            trainer.leave_after_batch(functools.partial(self._leave, trainer))
 
     @hookimpl
     def on_fit_end(self):
@@ -124,7 +124,6 @@ class Preemption(OwnCheckpoint):
         self._stop_watching()
 
     def _leave(self, trainer: Any) -> None:
-        trainer.on_leaving = None
         path = self.save(trainer, self.filename)
         trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip

@@ -113,7 +113,7 @@ class Throughput(Callback):
         rates = self.rates(trainer.run.mesh.num_data_shards)
         trainer.callback_metrics.update(rates)
         if trainer.is_global_zero and rates:
-            trainer.run.hook.log_metrics(metrics=rates, step=step, run=trainer.run)
+            trainer.run.log_metrics(rates, step)
 
     def rates(self, num_shards: int) -> dict[str, float]:
         """Return what is logged: of all ranks together, but FLOPs of one device."""

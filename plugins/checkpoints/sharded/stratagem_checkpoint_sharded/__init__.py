@@ -57,10 +57,10 @@ class ShardedCheckpoint(CheckpointFormat):
         run.collectives.fail_together(error)
         plan.divide(run.collectives.all_gather_object(plan.absent))
         if self.async_save:
-            run.saver.wait()  # the save before this one may still read the memory
+            run.wait_for_saves()  # the save before this one may still read the memory
             self._memory = plan.copy(self._memory)
         write = objects.write if is_remote(path) else folder.write
-        run.saver.submit(lambda collectives: write(plan, path, collectives), self.async_save)
+        run.save_in_background(lambda collectives: write(plan, path, collectives), background=self.async_save)
         return True
 
     @hookimpl

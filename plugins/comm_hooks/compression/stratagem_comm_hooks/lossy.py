@@ -68,7 +68,7 @@ class Lossy(CommHook):
     def prepare_module(self, run):
         if self.nonfinite == "error" and run.policy.loss_scaling:
             raise ConfigError(
-                f"comm_hook.{self.name_in(run)}.nonfinite is 'error', and the precision scales the loss, for which "
+                f"comm_hook.{run.name_of(self)}.nonfinite is 'error', and the precision scales the loss, for which "
                 "gradients that overflow are nothing unusual",
                 expected="'skip'",
             )
@@ -141,8 +141,7 @@ class Lossy(CommHook):
         while watch.late and (wait or watch.late[0].ready):
             if watch.late.pop(0).numbers()["skipped"]:
                 self._warn(watch, run)
-                if run.trainer is not None:
-                    run.trainer.position.skipped_steps += 1
+                run.count_skipped_step()
 
     @hookimpl
     def on_train_epoch_end(self, run):
@@ -163,25 +162,20 @@ class Lossy(CommHook):
         if not watch.warned and run.is_global_zero:
             watch.warned = True
             warnings.warn(
-                f"comm_hook {self.name_in(run)!r} averaged gradients that are not finite: the step is skipped, and so "
+                f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite: the step is skipped, and so "
                 "will be others like it (trainer.position.skipped_steps counts them)",
                 stacklevel=2,
             )
 
     def _refusal(self, run: Any, where: str = "") -> StratagemError:
         return StratagemError(
-            f"comm_hook {self.name_in(run)!r} averaged gradients that are not finite{where}",
+            f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite{where}",
             expected="finite ones on all ranks",
-            do=f"look for the cause in the loss, lower the learning rate, or (comm_hook.{self.name_in(run)}.nonfinite "
+            do=f"look for the cause in the loss, lower the learning rate, or (comm_hook.{run.name_of(self)}.nonfinite "
             'is "error") skip such steps with "skip"'
             if self.nonfinite == "error" and not where
             else "look for the cause in the loss, or lower the learning rate",
         )
-
-    def name_in(self, run: Any) -> str:
-        """Return the name under which this hook was chosen."""
-        names = [choice.name for choice in run.stack.comm_hooks if choice.plugin is self]
-        return names[0] if names else type(self).__name__
 
 
 def _can_skip(optimizer: Any) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from attrs import define
 
 from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.kinds import GRADIENT_BUCKETS, LOCAL_STEPS
+from stratagem.api.capabilities import GRADIENT_BUCKETS, LOCAL_STEPS
 
 
 @define(eq=False, kw_only=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem import hookimpl
-from stratagem.api.kinds import Bucket
 from stratagem.api.validators import at_least
+from stratagem.api.values import Bucket
 from stratagem.errors import ConfigError
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.lossy import is_finite

@@ -14,7 +14,7 @@ import torch
 from attrs import define, field
 
 from stratagem import CommHook, hookimpl
-from stratagem.api.kinds import Bucket
+from stratagem.api.values import Bucket
 from stratagem.errors import ConfigError, PluginError, shown
 
 #: torch's hooks and wrappers, by the comm hook that does the same.

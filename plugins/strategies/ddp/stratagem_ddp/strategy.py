@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -132,9 +132,9 @@ class DDPStrategy(Strategy):
 
     @hookimpl
     def connect(self, world, run):
-        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
-            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
     def teardown(self, run):
@@ -186,7 +186,7 @@ class DDPStrategy(Strategy):
                 _backward_inside_forward(loss, module, run)
             else:
                 run.differentiate(loss)
-            if run.sync_gradients and run.trainer is not None:  # a loop of one's own may need several backwards a step
+            if run.sync_gradients and run.owns_loop:  # a loop of one's own may need several backwards a step
                 check_complete(module, run)
         except RuntimeError as error:
             explain(error, module, run.rank, loss)

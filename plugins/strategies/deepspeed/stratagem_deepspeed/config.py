@@ -22,7 +22,7 @@ from stratagem_deepspeed.given import AUTO
 if TYPE_CHECKING:
     import torch
 
-    from stratagem.api.kinds import PrecisionPolicy
+    from stratagem.api.values import PrecisionPolicy
     from stratagem.runtime.run import Run
     from stratagem_deepspeed.options import DeepSpeedOptions
 

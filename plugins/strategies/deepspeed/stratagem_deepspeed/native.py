@@ -230,7 +230,7 @@ def _check_fits(facts: Mapping[str, Any], path: Path, run: Any) -> None:
     """
     if isinstance(run, Alone):
         return
-    strategy = run.stack.strategy
+    strategy = run.strategy
     if getattr(strategy, "load_full_weights", False):
         raise CheckpointError(
             f"strategy.deepspeed.load_full_weights is True and {path} holds shards", expected="a file of whole weights",
@@ -242,7 +242,7 @@ def _check_fits(facts: Mapping[str, Any], path: Path, run: Any) -> None:
         here = (strategy.zero_stage, run.world_size, dtype)
         expected = f"{_place(*here)} as in this run"
     else:
-        here, expected = None, f"a checkpoint that {run.stack.strategies[-1]} reads"
+        here, expected = None, f"a checkpoint that {run.title_of(run.strategy)} reads"
     if here != wrote:
         raise CheckpointError(
             f"{path} was written by DeepSpeed at {_place(*wrote)}, and its own folders are only read at the same",

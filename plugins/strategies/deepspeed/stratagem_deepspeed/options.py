@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, field
 
 from stratagem import Strategy
-from stratagem.api.kinds import PrecisionPolicy
 from stratagem.api.options import check, options
 from stratagem.api.validators import at_least, duration, not_empty
+from stratagem.api.values import PrecisionPolicy
 from stratagem.errors import ConfigError
 from stratagem.runtime.tuning import gloo_options, nccl_options
 from stratagem_deepspeed import config as configuration

@@ -88,7 +88,7 @@ def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | N
 
 
 def _give(module: nn.Module, maker: Any, dtype: torch.dtype | None, run: Any) -> None:
-    fill = run.filler(module)
+    fill = run.materializer(module)
     fill.device = run.device
     for part in children_first(module, set(module.modules())):
         fill.fill(part)

@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import nn
 
 from stratagem import Capabilities, hookimpl
-from stratagem.api.kinds import (
+from stratagem.api.capabilities import (
     ACCUMULATION,
     CLIP_BY_NORM,
     FULL_STATE,
@@ -103,9 +103,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def connect(self, world, run):
         self._deepspeed = start.load(run.device.type, self.logging_level)
         self._layers = CheckpointedLayers()
-        backend = self.process_group_backend or run.stack.accelerator.plugin.backend
+        backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
-            joined = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.stack.join_timeout())
+            joined = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
         start.join(run)  # a model may ask things of deepspeed while it is built
         return joined
 
@@ -237,7 +237,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     def _check_schedulers(self, run) -> None:
         """Refuse two schedules of one learning rate."""
-        own = getattr(run.trainer, "lr_scheduler_configs", ())
+        own = run.lr_scheduler_configs
         if own and self.configured_scheduler is not None:
             raise ConfigError(
                 f"there are two schedulers: {type(own[0].scheduler).__name__} of configure_optimizers, and "
@@ -287,7 +287,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl(wrapper=True)
     def on_before_optimizer_step(self, run):
         gradients = run.model.gradients
-        if gradients is None or len(run.hook.on_before_optimizer_step.get_hookimpls()) == 1:
+        if gradients is None or run.num_implementations("on_before_optimizer_step") == 1:
             return (yield)
         with gradients.guarding():
             return (yield)

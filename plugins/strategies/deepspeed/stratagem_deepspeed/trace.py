@@ -150,7 +150,7 @@ class SharedTrace:
     def _leave(self, what: str) -> None:
         """Go another way than ever before, if all ranks do. Collective, by way of the store."""
         self._write(what)
-        deadline = time.monotonic() + self._run.stack.join_timeout().total_seconds()
+        deadline = time.monotonic() + self._run.join_timeout.total_seconds()
         others = set(range(self._run.world_size)) - {self._run.rank}
         while others:
             for rank in sorted(others):

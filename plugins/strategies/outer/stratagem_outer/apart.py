@@ -139,7 +139,7 @@ class Apart(Plugin):
         self._own = None
         if self._run() is run and earlier is run.module:
             return
-        if self._run() is run and earlier is not None and run.trainer is None:
+        if self._run() is run and earlier is not None and not run.owns_loop:
             raise ConfigError(
                 f"{self.path} was given a {type(run.module).__name__} after a {type(earlier).__name__}",
                 expected="one module in a run: which models would meet?",

@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import define, field
 
 from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.kinds import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
+from stratagem.api.capabilities import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
 from stratagem.api.validators import at_least
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError

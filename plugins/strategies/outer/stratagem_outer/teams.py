@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from attrs import define, field
 
 from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.kinds import MULTI_PROCESS, TEAMS, WITHIN_TEAM
+from stratagem.api.capabilities import MULTI_PROCESS, TEAMS, WITHIN_TEAM
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
 from stratagem_outer.apart import Apart
@@ -66,7 +66,7 @@ class OuterStrategy(Apart, Strategy):
     @hookimpl(wrapper=True)
     def connect(self, world, run):
         collectives = yield
-        size = run.team_world.world_size
+        size = run.peers_world.world_size
         self._across = collectives.split([list(range(place, world.world_size, size)) for place in range(size)])
         self._first = world.rank % size
         return collectives

@@ -1,11 +1,11 @@
-"""Train a few steps for a trial, and leave no trace."""
+"""Make optimizer steps for a trial, and leave no trace."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +13,46 @@ from stratagem.errors import ConfigError
 from stratagem.training.metrics import MetricBook
 from stratagem.training.module import takes
 
+if TYPE_CHECKING:
+    from stratagem.training.trainer import Trainer
 
-def check_can_rehearse(trainer: Any, who: str) -> None:
-    """Refuse what a trial cannot train.
+#: Trains on a batch, with its number; returns the loss, averaged over ranks.
+TrialStep = Callable[[Any, int], torch.Tensor]
 
-    Raises:
-        ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
-    """
+
+@contextmanager
+def trial_steps(trainer: Trainer, who: str) -> Iterator[TrialStep]:
+    """Within: steps may be made; see `Trainer.trial_steps`."""
+    _check(trainer, who)
+    module, run, feed = trainer.module, trainer.run, trainer.feed
+    assert feed is not None, "a trial is made during a fit"
+    tensors = [*module.parameters(), *module.buffers()]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    (optimizer,) = trainer.optimizers
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in run.stack.stateful()
+               if not key.startswith("callback.")]  # fmt: skip
+    random, book = feed.random_state(), trainer.book
+    modes = [(part, part.training) for part in module.modules()]
+    trainer.book = MetricBook(default_on_step=True, collectives=run.collectives)
+    try:
+        yield lambda batch, number: _step(trainer, batch, number)
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer_state)
+        for plugin, state in plugins:
+            plugin.load_state_dict(state)
+        feed.restore_random_state(random)
+        trainer.book = book
+        for part, training in modes:
+            part.training = training
+
+
+def _check(trainer: Trainer, who: str) -> None:
+    """Refuse what a trial cannot train."""
     if trainer.run.manual or len(trainer.optimizers) != 1:
         raise ConfigError(
             f"{who} found {type(trainer.module).__name__} with {len(trainer.optimizers)} optimizers"
@@ -29,44 +62,14 @@ def check_can_rehearse(trainer: Any, who: str) -> None:
     (optimizer,) = trainer.optimizers
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{who} cannot take back what {type(optimizer).__name__} steps: {trainer.run.stack.strategies[-1]} keeps "
-            "copies of the weights",
+            f"{who} cannot restore what {type(optimizer).__name__} steps: "
+            f"{trainer.run.title_of(trainer.run.strategy)} keeps copies of the weights",
             expected="an optimizer of torch's",
             do='find it with another strategy, such as "ddp"',
         )
 
 
-@contextmanager
-def rehearsal(trainer: Any) -> Iterator[None]:
-    """Within: steps may be made. Afterwards weights, optimizer, precision, random numbers and metrics are as before."""
-    module, run = trainer.module, trainer.run
-    tensors = [*module.parameters(), *module.buffers()]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    (optimizer,) = trainer.optimizers
-    optimizer_state = copy.deepcopy(optimizer.state_dict())
-    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in run.stack.stateful()
-               if not key.startswith("callback.")]  # fmt: skip
-    random, book = trainer.feed.random_state(), trainer.book
-    modes = [(part, part.training) for part in module.modules()]
-    trainer.book = MetricBook(default_on_step=True, collectives=run.collectives)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)
-        optimizer.zero_grad()
-        optimizer.load_state_dict(optimizer_state)
-        for plugin, state in plugins:
-            plugin.load_state_dict(state)
-        trainer.feed.restore_random_state(random)
-        trainer.book = book
-        for part, training in modes:
-            part.training = training
-
-
-def step(trainer: Any, batch: Any, number: int) -> torch.Tensor:
-    """Make one optimizer step on `batch`; return the loss, averaged over ranks."""
+def _step(trainer: Trainer, batch: Any, number: int) -> torch.Tensor:
     run = trainer.run
     trainer.book.batch = batch = run.transfer(batch)
     outputs = run.train_step(batch, number, 1, True, takes(trainer.module.training_step, 2))
@@ -79,5 +82,4 @@ def step(trainer: Any, batch: Any, number: int) -> torch.Tensor:
     (optimizer,) = trainer.optimizers
     run.optimizer_step(optimizer)
     optimizer.zero_grad()
-    averaged: torch.Tensor = run.collectives.all_reduce(loss.detach().float().clone(), "mean")
-    return averaged
+    return run.collectives.all_reduce(loss.detach().float().clone(), "mean")

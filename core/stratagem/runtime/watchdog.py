@@ -25,10 +25,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stratagem.distributed import peer_diagnosis
 from stratagem.distributed.call_site import where
 from stratagem.distributed.reports import tell_launcher
 from stratagem.errors import PeerError
+from stratagem.runtime import peer_diagnosis
 
 if TYPE_CHECKING:
     from stratagem.runtime.run import Run

@@ -1,0 +1,323 @@
+"""The arguments `run` and `trainer` of hooks: `RunContext` and `TrainerView`, which are all that a plugin uses of them.
+
+`stratagem.Run` and `stratagem.Trainer` have these attributes and more; the rest is theirs, and may change at any time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+    from stratagem.api.values import Bucket, PrecisionPolicy
+    from stratagem.api.world import Collectives, Mesh, World
+
+
+class BucketReducer(Protocol):
+    """The stack of comm hooks as one function."""
+
+    def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """Start to average `bucket`; the future holds the average, in a tensor like ``bucket.buffer``."""
+
+    def finish(self) -> None:
+        """Return once all buckets of this backward, up to the one that is the last, are averaged."""
+
+
+class Materializer(Protocol):
+    """Gives parameters that were built without memory their initial values, the same on every rank."""
+
+    def fill(self, part: nn.Module) -> None:
+        """Allocate and initialize the parameters of `part` that have no values yet."""
+
+
+class RunContext(Protocol):
+    """One resolved set of plugins at work in this process. Unless said otherwise, values are known once connected."""
+
+    # --- Who and where -------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World | None:
+        """This process's place among all processes; None before `setup_environment` has answered."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int:
+        """Processes that take part; 1 before they connect."""
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device:
+        """The first of `devices`."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices of this process."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node. Known before anything is connected."""
+
+    @property
+    def devices_given(self) -> bool:
+        """Whether the user set `devices`, rather than leaving it to "auto". Known before anything is connected."""
+
+    # --- Communication -------------------------------------------------------------------------------------------
+
+    @property
+    def collectives(self) -> Collectives:
+        """All ranks."""
+
+    @property
+    def peers(self) -> Collectives:
+        """The ranks that the strategy spreads the model over: all, or those of one team of an outer strategy."""
+
+    @property
+    def peers_world(self) -> World:
+        """This process's place among `peers`."""
+
+    @property
+    def backend(self) -> str:
+        """The accelerator's torch.distributed backend."""
+
+    @property
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+
+    def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
+        """Return the stack of comm hooks as one function; None if there are none.
+
+        A strategy that provides "gradient-buckets" calls this in `wrap_model`, and sends every bucket through it.
+
+        Args:
+            over: the ranks to average over, if not `peers`.
+        """
+
+    # --- What was chosen -----------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of the run, as attributes: see `stratagem.config.settings`."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that answers: the innermost one."""
+
+    @property
+    def comm_hooks(self) -> Sequence[CommHook]: ...
+
+    @property
+    def accelerator(self) -> Accelerator: ...
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat: ...
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The precision's policy."""
+
+    @property
+    def precision_absorbed(self) -> bool:
+        """Whether the strategy applies the policy itself, and the precision's own hooks are not called."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether every forward needs all ranks, as each holds a part of the parameters."""
+
+    def name_of(self, plugin: Any) -> str:
+        """Return the name by which `plugin` was chosen."""
+
+    def title_of(self, plugin: Any) -> str:
+        """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
+
+    def num_implementations(self, hook: str) -> int:
+        """Return how many plugins of this run implement `hook`."""
+
+    def preload(self) -> None:
+        """Let plugins import what they import late, before this process is copied."""
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    #: The user's module, what `wrap_model` made of it, and the optimizers to step.
+    module: nn.Module | None
+    model: Any
+    optimizers: list[Optimizer]
+    #: Learning rate schedulers with their intervals, as `stratagem.training.optimizers` reads them.
+    lr_scheduler_configs: list[Any]
+    #: "train", "validate", "test" or "predict".
+    stage: str
+    #: The module calls backward and steps its optimizers itself.
+    manual: bool
+    #: False while gradients are only accumulated.
+    sync_gradients: bool
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether a `Trainer` drives this run; False for a loop of the user's."""
+
+    def materializer(self, module: nn.Module) -> Materializer:
+        """Return what initializes the parts of a `module` that was built without values. Collective."""
+
+    def transfer(self, batch: Any) -> Any:
+        """Return `batch` on the device, in the precision's dtype."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale `loss` and differentiate it: what ``forward_backward`` calls."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Call ``loss.backward()``, or the module's own `backward`: what the strategy's `backward` hook calls."""
+
+    def count_skipped_step(self) -> None:
+        """Report that an optimizer step which returned True turned out to have been skipped."""
+
+    # --- State and files -----------------------------------------------------------------------------------------
+
+    @property
+    def whole_state(self) -> bool:
+        """Whether `model_state` and `optimizer_state` are to return whole tensors rather than each rank's shards."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether whole tensors of the state are used on this rank; elsewhere they may be on the meta device."""
+
+    def ask(self, hook: str, **arguments: Any) -> Any:
+        """Call an answer hook, such as ``model_state``, and return the answer."""
+
+    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
+        """Call `write` with collectives of its own, in a thread if `background`. Collective.
+
+        Raises:
+            whatever `write` raises, if it runs now; whatever the save before this one raised.
+        """
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is under way; raise what it raised."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way. All ranks agree on it."""
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Hand `metrics` to all loggers. Called on rank 0."""
+
+
+class TrainerView(Protocol):
+    """The trainer, as event hooks of callbacks and loggers see it."""
+
+    @property
+    def run(self) -> RunContext: ...
+
+    #: The module being trained or evaluated, and the data module, if there is one.
+    module: Any
+    datamodule: Any
+    #: Every metric that was published, by name.
+    callback_metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+    #: What a progress bar shows beside `progress_bar_metrics`.
+    bar_metrics: dict[str, Any]
+    #: Training ends at the next step that may end it.
+    should_stop: bool
+    #: Validation is being tried before training.
+    sanity_checking: bool
+    #: Samples in a batch of one process, if the loader tells.
+    batch_size: int | None
+    num_training_batches: float
+    num_val_batches: list[float]
+    num_test_batches: list[float]
+    num_predict_batches: list[float]
+    max_epochs: int
+    max_steps: int
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of the trainer, as attributes."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch being trained, from 0."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+    @property
+    def default_root_dir(self) -> Path: ...
+
+    @property
+    def fast_dev_run(self) -> bool: ...
+
+    @property
+    def callbacks(self) -> list[Any]: ...
+
+    @property
+    def loggers(self) -> list[Any]: ...
+
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients are waiting for more batches before the next optimizer step."""
+
+    @property
+    def accumulate_grad_batches(self) -> int: ...
+
+    @property
+    def effective_batch_size(self) -> int | None: ...
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]: ...
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None: ...
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+
+    def leave_after_batch(self, action: Callable[[], Any]) -> None:
+        """End the current batch for all callbacks, then call `action` once; it raises to end training."""
+
+    def replace_train_loader(self, loader: Any) -> None:
+        """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
+
+    @property
+    def train_loader(self) -> Any:
+        """The training loader of this process's share, during a fit."""
+
+    def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:
+        """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
+
+        Afterwards weights, optimizer, precision, random numbers and metrics are as before.
+        """
