@@ -14,9 +14,8 @@ import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 _MODULES = {
+    "__version__": "_version",
     "Trainer": "training.trainer",
     "Run": "runtime.run",
     "Module": "training.module",
@@ -38,9 +37,10 @@ _MODULES = {
     "StratagemError": "errors",
 }
 
-__all__ = ["__version__", *_MODULES]
+__all__ = [*_MODULES]
 
 if TYPE_CHECKING:
+    from stratagem._version import __version__ as __version__
     from stratagem.api.capabilities import Capabilities as Capabilities
     from stratagem.api.kinds import Accelerator as Accelerator
     from stratagem.api.kinds import Callback as Callback
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from stratagem.api.markers import hookimpl as hookimpl
     from stratagem.api.world import World as World
     from stratagem.errors import StratagemError as StratagemError
-    from stratagem.runtime.data import DataModule as DataModule
     from stratagem.runtime.run import Run as Run
     from stratagem.runtime.seeding import seed_everything as seed_everything
+    from stratagem.training.datamodule import DataModule as DataModule
     from stratagem.training.module import Module as Module
     from stratagem.training.trainer import Trainer as Trainer
 

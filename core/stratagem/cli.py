@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stratagem import __version__
+from stratagem._version import __version__
 from stratagem.api.kinds import KINDS
 from stratagem.distributed.process_variables import REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import open_standard_streams

@@ -13,8 +13,9 @@ import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import replace_text
 from stratagem.checkpoint import files as checkpoint
-from stratagem.checkpoint.files import newest_whole, publish_file, remove_file, sidecar, verify_file
+from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.stack.formats import newest_whole
 from stratagem.testing.reference import Net, joined_batches
 
 

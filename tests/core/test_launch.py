@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from stratagem import World
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.children import Child, end
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.distributed.reports import is_echo, report, root_cause
+from stratagem.distributed.reports import report, root_cause
 from stratagem.distributed.supervision import start_for_good
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.runtime.peer_diagnosis import _waited_s

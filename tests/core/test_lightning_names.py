@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError, PluginError
+from stratagem.stack.lightning_callbacks import CALLBACK
 from stratagem.stack.resolver import hook_specifications
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, relative_difference
@@ -299,7 +300,7 @@ def callback_with(names, seen=None, marked=True):
 
 
 def test_every_method_of_a_callback_is_called_or_refused(tmp_path):
-    seen, refused = {}, set(lightning_names.CALLBACK)
+    seen, refused = {}, set(CALLBACK)
     called = {*CALLBACK_API, *OLD_CALLBACK_API} - refused
     trainer = live(tmp_path, Base(), callbacks=[callback_with(called, seen)])
     trainer.close()
@@ -699,7 +700,7 @@ def test_the_tables_name_nothing_that_is_called():
     known = {*dir(sg.Module), *lightning_names.CALLED_WITH, *lightning_names.EVENTS}
 
     assert not known & set(lightning_names.MODULE)
-    assert not set(hook_specifications()) & set(lightning_names.CALLBACK)
+    assert not set(hook_specifications()) & set(CALLBACK)
     for name, arguments in lightning_names.CALLED_WITH.items():
         own = getattr(sg.Module, name, None)
         if own is not None:

@@ -21,6 +21,11 @@ from stratagem.testing.training import outcome, share
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 
+def _described(**arguments):
+    run = sg.Run(**arguments)
+    return lock.describe(run.stack, run.settings)
+
+
 def trained(**arguments):
     trainer = sg.Trainer(**({"max_epochs": 1} | QUIET | arguments))
     trainer.fit(Net(), joined_batches(2, 8))
@@ -168,8 +173,8 @@ def test_a_lock_that_is_none_is_refused(tmp_path, content, message):
 
 
 def test_where_processes_come_from_is_no_drift():
-    ours = lock.flatten(lock.describe(sg.Run(accelerator="cpu", launcher="subprocess")))
-    theirs = lock.flatten(lock.describe(sg.Run(accelerator="cpu", launcher="fork")))
+    ours = lock.flatten(_described(accelerator="cpu", launcher="subprocess"))
+    theirs = lock.flatten(_described(accelerator="cpu", launcher="fork"))
 
     assert lock.differences(ours, theirs, "here", "there")
     assert not lock.differences(ours, theirs, "here", "there", ignored=lock._PLACES)

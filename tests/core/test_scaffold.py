@@ -20,12 +20,12 @@ import torch
 import stratagem as sg
 from stratagem.api.kinds import KINDS
 from stratagem.api.world import Collectives
-from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.cli import main
 from stratagem.devtools.scaffold import render, write
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry, describe, option_docs
+from stratagem.stack.formats import newest_whole, read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Gan,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.checkpoint.files import read_any
+from stratagem.stack.formats import read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
 from stratagem.testing.training import share, weights_of

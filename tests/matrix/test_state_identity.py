@@ -11,9 +11,9 @@ import torch
 import stratagem as sg
 from stratagem.api.json_tree import encode
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
-from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
+from stratagem.stack.formats import read_any
 from stratagem.stack.identity import keyed, matched
 from stratagem.stack.resolver import make
 from stratagem.testing import run_in_processes

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint.files import read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import stratagem as sg
-from stratagem.checkpoint.files import read_any
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.checkpoint import assert_same, example
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly

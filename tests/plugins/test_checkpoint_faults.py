@@ -15,9 +15,9 @@ import torch
 
 import stratagem as sg
 from stratagem.api.paths import claim
-from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError, StratagemError
+from stratagem.stack.formats import newest_whole, read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.processes import ProcessesFailed
 from stratagem_checkpoint_sharded import folder as writing

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.checkpoint.files import format_named, read_any
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import format_named, read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import (
     Net,

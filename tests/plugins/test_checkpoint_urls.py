@@ -14,10 +14,10 @@ import torch
 import stratagem as sg
 from stratagem.api.paths import place
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint.files import newest_whole, read_any
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.stack.formats import newest_whole, read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem.testing.training import outcome, share, weights_of

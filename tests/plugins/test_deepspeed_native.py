@@ -18,9 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint.files import format_named
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.stack.formats import format_named
 from stratagem.strategies import DeepSpeedStrategy
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, loss_of, net, part

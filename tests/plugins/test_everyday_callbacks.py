@@ -31,8 +31,8 @@ from stratagem.callbacks import (
     Throughput,
     Timer,
 )
-from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError
+from stratagem.stack.formats import read_any
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, train_module_plainly
 from stratagem.testing.training import share, weights_of

@@ -17,10 +17,10 @@ import torch
 import yaml
 
 import stratagem as sg
-from stratagem.checkpoint.files import read_any
 from stratagem.cli import main
 from stratagem.config.settings import TrainerSettings, gather, option_names
 from stratagem.config.sources import Layer
+from stratagem.stack.formats import read_any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "run-files.md"
@@ -564,7 +564,7 @@ def test_a_checkpoint_names_no_class_that_is_imported(tmp_path):
     (tmp_path / "elsewhere.py").write_text("raise SystemExit('imported')\n")
     state = read_any("checkpoints/last.ckpt")
     state["hyper_parameters"] = {"class_path": "elsewhere.Net", "model": {"class_path": "elsewhere.Net"}}
-    from stratagem.checkpoint.files import Alone, format_named, write_with
+    from stratagem.stack.formats import Alone, format_named, write_with
 
     write_with(format_named("full"), state, tmp_path / "evil.ckpt", Alone())
     assert main(["validate", "run.yaml", "--ckpt_path", "evil.ckpt"]) == 0

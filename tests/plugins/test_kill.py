@@ -14,8 +14,8 @@ import torch._dynamo
 
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.checkpoint.files import newest_whole
 from stratagem.checkpoints import FullCheckpoint
+from stratagem.stack.formats import newest_whole
 from stratagem.testing.reference import Net, joined_batches
 
 

@@ -19,8 +19,8 @@ import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
-from stratagem.checkpoint.files import read_any
 from stratagem.errors import ConfigError, LaunchError
+from stratagem.stack.formats import read_any
 from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import inspect
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
-from stratagem.api.paths import Claim, claim, create_beside, is_remote, place, publish_object, refusals
+from stratagem.api.paths import Claim, claim, create_beside, is_remote, publish_object, refusals
 from stratagem.checkpoint.atomic import sync_folder
 from stratagem.checkpoint.state_checks import check_structure
-from stratagem.errors import CheckpointError, PluginError
-
-if TYPE_CHECKING:
-    from stratagem.api.kinds import CheckpointFormat
+from stratagem.errors import CheckpointError
 
 #: Layout of the state that checkpoint formats store.
 STATE_VERSION: Final = 2
 
-_STAGED = ".staged"
+STAGED = ".staged"
+
 _CHUNK = 1 << 20
 
 
@@ -57,7 +53,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         _clear_away_what_was_killed(path)
-        with create_beside(path, _STAGED) as file, _claimed(staged := file.path):
+        with create_beside(path, STAGED) as file, _claimed(staged := file.path):
             hashing = _HashingFile(file, hasher())
             hashing.fill(write)
             file.flush()
@@ -126,28 +122,6 @@ def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
     )
 
 
-def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
-    """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
-
-    Damaged ones are warned about. `checkpoint_format` is asked first; other formats are imported only if there is
-    something that it does not recognise.
-    """
-    with refusals(folder, "listed"):
-        if not folder.is_dir():
-            return None
-        found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
-    for path, form in found:
-        if form.is_whole(path):
-            return path
-        warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
-    return None
-
-
-def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
-    """Return when `path` was saved, in seconds since 1970; 0 if it does not tell."""
-    return _age(path, format_of(path, checkpoint_format))
-
-
 def remove_file(path: Path) -> None:
     """Delete a published file and its sidecar."""
     path.unlink(missing_ok=True)
@@ -157,111 +131,6 @@ def remove_file(path: Path) -> None:
 def sidecar(path: Path) -> Path:
     """Return where the checksum of `path` stands."""
     return path.with_name(path.name + ".sum")
-
-
-def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
-    """Read a checkpoint in this process alone, in whichever installed format recognises it.
-
-    Args:
-        trust: also one that cannot be read without executing what pickles in it say.
-
-    Raises:
-        CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
-    """
-    path = place(path)
-    with refusals(path, "read"):
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
-    name = name_of_format(path)
-    if name is None and path.is_dir():
-        check_is_no_folder(path)
-    if name is None:
-        raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
-    checkpoint_format = format_named(name)
-    if checkpoint_format.reads_pickles and not trust:
-        raise CheckpointError(
-            f"{path} holds pickles, and whoever wrote a pickle can make its reader do anything",
-            expected="files that only you, or people you trust, have written",
-            do="if they are, `stratagem checkpoint consolidate --trust DIR FILE` makes a file without pickles of it",
-        )
-    if checkpoint_format.reads_pickles:
-        state = checkpoint_format.consolidate(path)
-    else:
-        state = read_with(checkpoint_format, path, Alone())
-    check_version(state, path)
-    return state
-
-
-def check_is_no_folder(path: Path) -> None:
-    """Refuse a folder, which no format recognises, and name the checkpoints in it."""
-    with refusals(path, "read"):
-        if not path.is_dir():
-            return
-        inside = sorted(each.name for each in path.iterdir() if name_of_format(each) is not None)
-    raise CheckpointError(
-        f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
-        do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
-    )  # fmt: skip
-
-
-class Alone:
-    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
-
-    rank, world_size, is_global_zero = 0, 1, True
-
-    def __init__(self) -> None:
-        from stratagem.api.world import Collectives, World
-        from stratagem.checkpoint.background_save import Saver
-
-        self.world, self.collectives = World(), Collectives()
-        self.saver = Saver(self.collectives)
-
-
-def name_of_format(path: Path) -> str | None:
-    """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
-    from stratagem.stack import registry
-
-    for entry in registry.entries("checkpoint"):
-        with contextlib.suppress(PluginError):  # one broken package must not hide the others
-            if _recognises(format_named(entry.qualified_name), path):
-                return entry.qualified_name
-    return None
-
-
-def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
-    """Return the installed format that recognises `path`; `preferred` if it does, or if none does."""
-    if _recognises(preferred, path):
-        return preferred
-    name = name_of_format(path)
-    return preferred if name is None else format_named(name)
-
-
-def format_named(name: str) -> CheckpointFormat:
-    """Return the checkpoint format of that name, with its default options."""
-    from stratagem.stack import registry
-    from stratagem.stack.resolver import make
-
-    checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
-    return checkpoint_format
-
-
-def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
-    """Have a format that is not the run's own read `path`."""
-    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
-    return state
-
-
-def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
-    """Have a format that is not the run's own write `state` to `path`."""
-    _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
-    run.saver.wait()
-
-
-def _call(plugin: Any, hook: str, **given: Any) -> Any:
-    """Call an implementation of `hook` as its caller would, with the arguments that it takes."""
-    function = getattr(plugin, hook)
-    accepted = inspect.signature(function).parameters
-    return function(**{name: value for name, value in given.items() if name in accepted})
 
 
 def check_version(state: Mapping[str, Any], path: Path) -> None:
@@ -312,39 +181,6 @@ class _HashingFile:
         return self.size
 
 
-def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
-    """Yield what is in `folder` and recognised by a format, with that format."""
-    formats = [checkpoint_format]
-    for path in folder.iterdir():
-        if path.name.endswith((_STAGED, ".sum")):
-            continue
-        if len(formats) == 1 and not _recognises(checkpoint_format, path) and not path.name.startswith("."):
-            formats += _installed_formats()
-        form = next((form for form in formats if _recognises(form, path)), None)
-        if form is not None:
-            yield path, form
-
-
-def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
-    with contextlib.suppress(OSError):  # what cannot be looked into is not taken for a checkpoint
-        return checkpoint_format.recognises(path)
-    return False
-
-
-def _installed_formats() -> Iterator[CheckpointFormat]:
-    from stratagem.stack import registry
-
-    for entry in registry.entries("checkpoint"):
-        with contextlib.suppress(PluginError):  # one broken package must not hide the others
-            yield format_named(entry.qualified_name)
-
-
-def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:
-    with contextlib.suppress(OSError):  # another process may be tidying up
-        return checkpoint_format.saved_at(path)
-    return 0
-
-
 def _lines(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
@@ -354,7 +190,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _write_durably(path: Path, lines: list[str]) -> None:
-    file = create_beside(path, _STAGED)
+    file = create_beside(path, STAGED)
     try:
         with file:
             file.write("".join(f"{line}\n" for line in lines).encode("ascii"))
@@ -379,7 +215,7 @@ def _claimed(path: Path) -> Claim:
 
 def _clear_away_what_was_killed(path: Path) -> None:
     """Delete the staged files for `path` that nobody is writing any more."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_STAGED}"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{STAGED}"):
         with contextlib.suppress(OSError):
             if (claimed := claim(left, follow=False)) is not None:
                 left.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from stratagem.api.named_state import check_weights
+from stratagem.api.peer_errors import is_echo
 from stratagem.errors import CheckpointError, StratagemError
 
 if TYPE_CHECKING:
@@ -231,8 +232,6 @@ def check_similar(now: Any, state: Any, where: str) -> None:
 @contextlib.contextmanager
 def applying(where: str) -> Iterator[None]:
     """Within: turn what code raises when data are not as it expects into a `CheckpointError` that names `where`."""
-    from stratagem.distributed.reports import is_echo
-
     try:
         yield
     except (StratagemError, torch.OutOfMemoryError):

@@ -13,12 +13,9 @@ command line   ``--max_epochs 3``                      ``--strategy.timeout 60``
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,8 @@ from stratagem.api.kinds import KINDS
 from stratagem.api.paths import place
 from stratagem.errors import ConfigError, nearest, shown
 
-_PREFIX = "STRATAGEM_"
+PREFIX = "STRATAGEM_"
+
 #: Kinds whose options can be set by a dotted name: exactly one plugin answers, so it is clear whose they are.
 DOTTED = tuple(kind for kind in KINDS if kind != "callback")
 
@@ -168,70 +166,6 @@ def _check_nodes(root: Any, path: Path) -> None:
                     expected="each name once in a mapping", do="drop one of them",
                 )  # fmt: skip
             lines[name] = key_line
-
-
-def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
-    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
-    layer = Layer("environment", text=True)
-    for variable, text in sorted(variables.items()):
-        name = variable.removeprefix(_PREFIX)
-        if name == variable:
-            continue
-        if name.startswith("TRAINER_"):
-            layer.set(name.removeprefix("TRAINER_").lower(), text)
-            continue
-        # The longest kind first: no kind's name begins another's today, and none may silently take its options.
-        for kind in sorted(DOTTED, key=len, reverse=True):
-            if name.startswith(f"{kind.upper()}_"):
-                layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
-                break
-        else:
-            _check_not_misspelt(variable, name)
-    _warn_of_lightning(variables)
-    return layer
-
-
-def _check_not_misspelt(variable: str, name: str) -> None:
-    """Refuse a variable that is meant as an argument or an option and is neither."""
-    from stratagem.config.settings import TrainerSettings, option_names
-
-    if name.lower() in option_names(TrainerSettings) and name != "PLUGINS":  # the list of allowed plugins
-        raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {_PREFIX}TRAINER_{name}")
-    if name.startswith("CALLBACK_"):
-        raise ConfigError(
-            f"the variable {variable} is set, and there may be several callbacks", expected="options with their names",
-            do=f"use {_PREFIX}TRAINER_CALLBACKS with JSON",
-        )  # fmt: skip
-    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in DOTTED))}
-    word, _, rest = name.partition("_")
-    close = difflib.get_close_matches(word, first, n=1, cutoff=0.8)
-    if rest and close and word not in first:
-        raise ConfigError(
-            f"the variable {variable} is set, which nothing reads", do=f"did you mean {_PREFIX}{close[0]}_{rest}"
-        )
-
-
-def _warn_of_lightning(variables: Mapping[str, str]) -> None:
-    """Warn of variables that Lightning reads, and nothing here; once, where this process is the first of its node."""
-    from stratagem.config.settings import TrainerSettings, moved, option_names
-
-    if variables.get("LOCAL_RANK", "0") != "0":
-        return
-    for variable in sorted(variables):
-        if variable == "PL_GLOBAL_SEED":
-            advice = "call stratagem.seed_everything(number), or set STRATAGEM_SEED"
-        elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
-            name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
-            known = name.lower() in option_names(TrainerSettings)
-            advice = f"set {_PREFIX}TRAINER_{name}" if known else moved(name.lower()) or "unset it"
-        else:
-            continue
-        warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",
-                      stacklevel=2)  # fmt: skip
-
-
-#: What `lightning run` sets.
-_LIGHTNING_RUN = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")
 
 
 def from_arguments(arguments: Sequence[str]) -> tuple[Layer, Path | None, bool]:

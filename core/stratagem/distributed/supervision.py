@@ -27,9 +27,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.children import END_S, Child, end, wait_until
 from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
-from stratagem.distributed.reports import is_echo, read_report, report, root_cause
+from stratagem.distributed.reports import read_report, report, root_cause
 from stratagem.errors import LaunchError
 
 #: How long a process may take to notice that another died.

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.call_site import where
 from stratagem.distributed.interfaces import address_towards
 from stratagem.distributed.rendezvous import LOOPBACK
-from stratagem.distributed.reports import is_echo
 from stratagem.errors import PeerError
 
 if TYPE_CHECKING:

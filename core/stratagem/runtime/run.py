@@ -37,18 +37,12 @@ from attrs import define, evolve
 from stratagem.api import hooks
 from stratagem.api.capabilities import MULTI_PROCESS, SHARDED_PARAMETERS
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+from stratagem.api.optimizers import needs_closure
 from stratagem.api.paths import place
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
-from stratagem.checkpoint.files import (
-    STATE_VERSION,
-    check_is_no_folder,
-    check_version,
-    format_named,
-    name_of_format,
-    read_with,
-)
+from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.config.settings import RunSettings, gather
 from stratagem.distributed.bucket_reducer import Level, Wire
@@ -62,21 +56,19 @@ from stratagem.runtime.numerics import switch
 from stratagem.runtime.peer_diagnosis import Neighbours, explained
 from stratagem.runtime.preflight import agree, agree_before_connecting
 from stratagem.runtime.seeding import random_state, restore_random_state
+from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
 from stratagem.runtime.watchdog import Watchdog
-from stratagem.stack import lock
+from stratagem.stack import lightning_callbacks, lock
+from stratagem.stack.formats import check_is_no_folder, format_named, name_of_format, read_with
 from stratagem.stack.identity import matched, warn_of_differences
 from stratagem.stack.resolver import Choice, Stack, hook_implementations, resolve
-from stratagem.training import lightning_names
-from stratagem.training.module import StepModule
-from stratagem.training.optimizers import needs_closure
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from stratagem.api.context import RunContext
-    from stratagem.training.trainer import Trainer
 
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
 EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
@@ -119,9 +111,9 @@ class Run:
         wanted = self.settings.activation_checkpointing
         self._recomputes = None if wanted is None else activation_checkpointing.read(wanted)
         if self.settings.lock is not None:
-            lock.check(self, self.settings.lock)
-        #: The trainer that drives this run; None for a loop of your own.
-        self.trainer: Trainer | None = None
+            lock.check(self.stack, self.settings, self.settings.lock)
+        #: How far the trainer that drives this run has come; None for a loop of your own.
+        self.progress: Any = None
         self.module: nn.Module | None = None
         self.model: Any = None
         self.optimizers: list[Optimizer] = []
@@ -249,7 +241,7 @@ class Run:
     @property
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for a loop of the user's."""
-        return self.trainer is not None
+        return self.progress is not None
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
@@ -332,16 +324,16 @@ class Run:
         """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
         from stratagem.stack.describe import explain_stack, render_stack
 
-        return render_stack(explain_stack(self))
+        return render_stack(explain_stack(self.stack, self.settings))
 
     def _explain_and_stop(self, form: str) -> None:
         import json
 
         from stratagem.stack.describe import explain_stack, unread_arguments
 
-        for sentence in unread_arguments(self, sys.argv[1:]):
+        for sentence in unread_arguments(self.stack, self.settings, sys.argv[1:]):
             print(f"stratagem: {sentence}", file=sys.stderr)
-        self.print(json.dumps(explain_stack(self), indent=2) if form == "json" else self.explain())
+        self.print(json.dumps(explain_stack(self.stack, self.settings), indent=2) if form == "json" else self.explain())
         raise SystemExit(0)
 
     def connect(self) -> None:
@@ -370,7 +362,7 @@ class Run:
         """Join the other ranks, once it is known that they were started alike."""
         if world.world_size > 1 and not world.store_hosted:
             check_address(world, self.stack.join_timeout().total_seconds())
-        facts = lock.facts(self) if world.world_size > 1 else {}
+        facts = lock.facts(self.stack, self.settings) if world.world_size > 1 else {}
         compared = agree_before_connecting(world, facts, self.stack.join_timeout())
         self.collectives = self.ask("connect", world=world)
         if not compared:
@@ -475,8 +467,8 @@ class Run:
         if make_optimizers is not None:
             made = make_optimizers()
             self.optimizers = list(self.ask("wrap_optimizers", optimizers=made, module=self.model))
-        if stage == "train" and self.settings.writes_files:
-            lock.write(self)
+        if stage == "train" and self.settings.writes_files and self.is_global_zero:
+            lock.write(self.stack, self.settings)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
 
@@ -596,7 +588,7 @@ class Run:
                 do="return a loss multiplied by zero to skip a batch: the other ranks wait for its gradients",
             )  # fmt: skip
         if self.skipped_batches == 0:
-            epoch = "" if self.trainer is None else f" of epoch {self.trainer.current_epoch}"
+            epoch = "" if self.progress is None else f" of epoch {self.progress.epoch}"
             warnings.warn(
                 f"training_step returned None for batch {batch_idx}{epoch}: the batch is skipped. "
                 "If that is not meant, end training_step with `return loss`",
@@ -705,8 +697,8 @@ class Run:
 
     def count_skipped_step(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""
-        if self.trainer is not None:
-            self.trainer.position.skipped_steps += 1
+        if self.progress is not None:
+            self.progress.skipped_steps += 1
 
     # --- Files ---------------------------------------------------------------------------------------------------
 
@@ -1046,7 +1038,7 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
         try:
             manager.register(choice.plugin)
         except (pluggy.PluginValidationError, ValueError) as error:
-            lightning_names.check_hook_arguments(choice)
+            lightning_callbacks.check_hook_arguments(choice)
             raise PluginError(
                 f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
             ) from error
@@ -1061,9 +1053,9 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
 def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
     """A method called like a hook that is not marked as one would never be called."""
     base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
-    for name, instead in lightning_names.CALLBACK.items():
+    for name, instead in lightning_callbacks.CALLBACK.items():
         if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
-            raise lightning_names.refuse(str(choice), name, instead)
+            raise lightning_callbacks.refuse(str(choice), name, instead)
     for name in vars(hooks):
         method = getattr(choice.plugin, name, None)
         if name in implementations or name.startswith("_") or not callable(method) or hasattr(base, name):
@@ -1109,7 +1101,7 @@ def _close(reference: weakref.ref[Run]) -> None:
 
 def format_tag(stack: Stack) -> dict[str, Any]:
     """Return what a checkpoint says about itself: the version of its layout, and who wrote it."""
-    from stratagem import __version__
+    from stratagem._version import __version__
 
     entries = [choice.entry for choice in stack.choices() if choice.entry is not None]
     return {

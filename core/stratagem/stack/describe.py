@@ -22,7 +22,8 @@ from stratagem.stack.registry import Entry
 from stratagem.stack.resolver import Choice, hook_implementations, hook_specifications, make
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.config.settings import RunSettings
+    from stratagem.stack.resolver import Stack
 
 
 def describe(entry: Entry) -> dict[str, Any]:
@@ -70,20 +71,20 @@ def option_docs(cls: type[Any]) -> dict[str, str]:
     return docs
 
 
-def explain_stack(run: Run) -> dict[str, Any]:
+def explain_stack(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     """Return the resolved stack of `run` as plain data, plugins in the order in which they act."""
     return {
         "processes": {
-            "per_node": run.num_processes,
-            "nodes": run.settings.num_nodes,
-            "devices": list(run.stack.devices),
+            "per_node": stack.num_processes,
+            "nodes": settings.num_nodes,
+            "devices": list(stack.devices),
         },
         "arguments": {
-            name: {"value": shown(redact(name, getattr(run.settings, name)), None), "origin": origin}
-            for name, origin in sorted(run.settings.origins.items())
-            if name not in CHOICES and hasattr(run.settings, name)
+            name: {"value": shown(redact(name, getattr(settings, name)), None), "origin": origin}
+            for name, origin in sorted(settings.origins.items())
+            if name not in CHOICES and hasattr(settings, name)
         },
-        "plugins": [_explain_choice(choice, run) for choice in run.stack.choices()],
+        "plugins": [_explain_choice(choice, stack) for choice in stack.choices()],
     }
 
 
@@ -106,7 +107,7 @@ def render_stack(explained: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
+def _explain_choice(choice: Choice, stack: Stack) -> dict[str, Any]:
     plugin, specifications = choice.plugin, hook_specifications()
     capabilities = capabilities_of(plugin)
     implemented = hook_implementations(plugin)
@@ -132,27 +133,27 @@ def _explain_choice(choice: Choice, run: Run) -> dict[str, Any]:
         "answers": sorted(answers),
         "wraps": sorted(wraps),
         "acts": sorted(set(implemented) - set(answers) - set(wraps)),
-        "stands_down": run.stack.precision_absorbed and choice is run.stack.precision,
+        "stands_down": stack.precision_absorbed and choice is stack.precision,
     }
 
 
-def unread_arguments(run: Run, words: Sequence[str]) -> list[str]:
+def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) -> list[str]:
     """Return a sentence for each Trainer argument in `words` of the command line that has not reached `run`."""
     sentences = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, text = word.removeprefix("--").partition("=")
         text = text if equals else "" if following.startswith("--") else following
         name, dot, option = name.replace("-", "_").partition(".")
-        if not word.startswith("--") or not text or name not in (DOTTED if dot else option_types(type(run.settings))):
+        if not word.startswith("--") or not text or name not in (DOTTED if dot else option_types(type(settings))):
             continue
-        choices = [choice for choice in run.stack.choices() if choice.kind == CHOICES.get(name, name)]
+        choices = [choice for choice in stack.choices() if choice.kind == CHOICES.get(name, name)]
         if dot:
             values = [
                 (getattr(choice.plugin, option, None), choice.origins.get(option, "default")) for choice in choices
             ]
         else:
-            origin = run.settings.origins.get(name, "default")
-            values = [(choice.name, origin) for choice in choices] or [(getattr(run.settings, name), origin)]
+            origin = settings.origins.get(name, "default")
+            values = [(choice.name, origin) for choice in choices] or [(getattr(settings, name), origin)]
         if any(origin == "command line" or str(value).lower() == text.lower() for value, origin in values):
             continue
         used = " and ".join(f"{shown(value)} ({origin})" for value, origin in values) or "nothing"

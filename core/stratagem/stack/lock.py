@@ -25,8 +25,8 @@ from stratagem.config.settings import CHOICES
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
-    from stratagem.stack.resolver import Choice
+    from stratagem.config.settings import RunSettings
+    from stratagem.stack.resolver import Choice, Stack
 
 #: What a run writes into its ``default_root_dir``.
 FILE_NAME = "run.lock"
@@ -37,40 +37,37 @@ _PLACES = {"environment", "launcher"}
 _NOT_COMPARED = {"lock", "default_root_dir"}
 
 
-def describe(run: Run) -> dict[str, Any]:
-    """Return the lock of `run`."""
+def describe(stack: Stack, settings: RunSettings) -> dict[str, Any]:
+    """Return the lock of a run."""
     import torch
 
-    from stratagem import __version__
+    from stratagem._version import __version__
 
-    settings = run.settings
     return {
         "format": _FORMAT,
         "versions": {"stratagem": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "processes": {"per_node": run.num_processes, "nodes": settings.num_nodes},
+        "processes": {"per_node": stack.num_processes, "nodes": settings.num_nodes},
         "arguments": {
             name: {"value": _shown(name, getattr(settings, name)), "origin": origin}
             for name, origin in sorted(settings.origins.items())
             if name not in CHOICES and name != "plugins" and hasattr(settings, name)
         },
-        "plugins": [_describe(choice) for choice in run.stack.choices()],
+        "plugins": [_describe(choice) for choice in stack.choices()],
     }
 
 
-def write(run: Run) -> None:
-    """Write the lock of `run` into its ``default_root_dir``, on rank 0; a folder that refuses is only warned about."""
-    if not run.is_global_zero:
-        return
-    path = Path(run.settings.default_root_dir) / FILE_NAME
+def write(stack: Stack, settings: RunSettings) -> None:
+    """Write the lock of a run into its ``default_root_dir``; a folder that refuses is only warned about."""
+    path = Path(settings.default_root_dir) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(describe(run), indent=2, ensure_ascii=False) + "\n")
+        replace_text(path, json.dumps(describe(stack, settings), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         warnings.warn(f"{path} could not be written ({error.strerror or error})", stacklevel=2)
 
 
-def check(run: Run, path: Path) -> None:
-    """Refuse `run` if it differs from the lock at `path`, in plugins, versions, options or arguments.
+def check(stack: Stack, settings: RunSettings, path: Path) -> None:
+    """Refuse a run if it differs from the lock at `path`, in plugins, versions, options or arguments.
 
     Where processes come from (environment, launcher), how many there are, and folders may differ.
 
@@ -89,7 +86,8 @@ def check(run: Run, path: Path) -> None:
         ) from None  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"lock {str(path)!r} cannot be read ({error})", expected=f"a {FILE_NAME}") from error
-    found = differences(flatten(describe(run)), before, "in this run", "in the lock", ignored=_PLACES | _NOT_COMPARED)
+    now = flatten(describe(stack, settings))
+    found = differences(now, before, "in this run", "in the lock", ignored=_PLACES | _NOT_COMPARED)
     if found:
         raise ConfigError(
             f"this run differs from {path}: {found}",
@@ -98,10 +96,12 @@ def check(run: Run, path: Path) -> None:
         )
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     """Return what all ranks of a run must agree on, by path."""
     return {
-        name: value for name, value in flatten(describe(run)).items() if name.partition(".")[0] not in _NOT_COMPARED
+        name: value
+        for name, value in flatten(describe(stack, settings)).items()
+        if name.partition(".")[0] not in _NOT_COMPARED
     }
 
 

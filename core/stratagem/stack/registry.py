@@ -169,7 +169,7 @@ def check_core_version(entry: Entry) -> None:
     Raises:
         PluginError: both versions are in it.
     """
-    from stratagem import __version__
+    from stratagem._version import __version__
 
     if not _fits(__version__, entry.core_requirement):
         raise PluginError(

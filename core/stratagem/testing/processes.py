@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.distributed.reports import is_echo
 
 #: How long the other ranks have to write what they saw, once one has failed.
 _LAST_WORDS_S = 0.3

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import DataModule
 from stratagem.stack.resolver import hook_implementations
+from stratagem.training.datamodule import DataModule
 from stratagem.training.module import overrides
 
 if TYPE_CHECKING:

@@ -12,14 +12,11 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import frozen
-
-from stratagem.api import hooks
 from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
-from stratagem.errors import ConfigError, PluginError, nearest
-from stratagem.runtime.data import DataModule
-from stratagem.stack.resolver import hook_implementations, hook_specifications
+from stratagem.errors import ConfigError
+from stratagem.stack.lightning_callbacks import Instead, refuse
 from stratagem.training.custom_step import STEP_METHODS
+from stratagem.training.datamodule import DataModule
 from stratagem.training.events import arguments_of, by_name
 from stratagem.training.module import EVENTS, Module, overrides
 
@@ -27,19 +24,12 @@ if TYPE_CHECKING:
     from stratagem.stack.resolver import Stack
 
 
-@frozen
-class Instead:
-    """What to write instead of a method that is not called."""
-
-    #: The method or argument that does it.
-    expected: str
-    #: What else to know, in the imperative.
-    do: str = "move the code there"
-
-
 _OWN_LIST = "append what you need of each batch to a list of your own, and clear it there"
+
 _LOADERS = "a loader that is complete when it is returned"
+
 _STRATEGY = "choose a strategy, or write one (docs/strategy-in-60-lines.md)"
+
 _DDP = Instead("Trainer(strategy=)", _STRATEGY)
 
 #: Not called on a module.
@@ -83,36 +73,12 @@ DATA_MODULE: Final[dict[str, Instead]] = {
     **{name: MODULE[name] for name in MODULE if name.endswith("_dataloader")},
 }
 
-#: Not called on a callback, or on another plugin.
-CALLBACK: Final[dict[str, Instead]] = {
-    "on_init_start": Instead("__init__(self)"),
-    "on_init_end": Instead("setup(self, trainer, module, stage)"),
-    "on_before_accelerator_backend_setup": Instead("setup(self, trainer, module, stage)"),
-    "on_configure_sharded_model": Instead("prepare_module(self, module)"),
-    "on_pretrain_routine_start": Instead("on_fit_start(self, trainer, module)"),
-    "on_pretrain_routine_end": Instead("on_fit_start(self, trainer, module)"),
-    "on_epoch_start": Instead("on_train_epoch_start(self, trainer, module)"),
-    "on_epoch_end": Instead("on_train_epoch_end(self, trainer, module)"),
-    "on_batch_start": Instead("on_train_batch_start(self, trainer, module, batch, batch_idx)"),
-    "on_batch_end": Instead("on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)"),
-    "on_keyboard_interrupt": Instead("on_exception(self, trainer, module, exception)"),
-}
-
 #: Arguments of Lightning's that are no longer passed, and what to do.
 ARGUMENTS: Final[dict[str, str]] = {
     "optimizer_idx": "set automatic_optimization = False and step each of self.optimizers() in training_step",
     "opt_idx": "set automatic_optimization = False and step each of self.optimizers() in training_step",
     "hiddens": "set automatic_optimization = False and cut the sequence in training_step",
     "dataloader_iter": "take (self, batch, batch_idx), and read ahead in the loader",
-}
-
-#: Names of arguments of Lightning's callbacks, and what they are called here.
-CALLBACK_ARGUMENTS: Final[dict[str, str]] = {"pl_module": "name it `module`"}
-
-#: Hooks that are called at another time than the method of this name of Lightning's callbacks.
-HOOKS: Final[dict[str, str]] = {
-    "teardown": "take `run` alone: it is called once, when the run closes; for the end of a call define on_fit_end, "
-    "on_validation_end, on_test_end or on_predict_end",
 }
 
 #: What the methods of a module and a data module that are no events are called with, in order.
@@ -171,29 +137,6 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
-
-
-def check_hook_arguments(choice: Any) -> None:
-    """Refuse hooks of a plugin that name an argument which they do not get.
-
-    Raises:
-        PluginError: there is one.
-    """
-    for hook in hook_implementations(choice.plugin):
-        if hook not in hook_specifications():
-            continue
-        known = list(inspect.signature(getattr(hooks, hook)).parameters)
-        for name in inspect.signature(getattr(choice.plugin, hook)).parameters:
-            if name not in known:
-                do = HOOKS.get(hook) or CALLBACK_ARGUMENTS.get(name) or nearest(name, known) or "leave it out"
-                raise PluginError(
-                    f"{choice} takes {name} in {hook}", expected=f"arguments out of ({', '.join(known)})", do=do
-                )
-
-
-def refuse(owner: str, name: str, instead: Instead) -> ConfigError:
-    """Return the error for `name`, which `owner` defines."""
-    return ConfigError(f"{owner} defines {name}, which is never called", expected=instead.expected, do=instead.do)
 
 
 def warn_of_uncalled(module: Module) -> None:

@@ -21,13 +21,14 @@ import torch
 from attrs import define, field
 from torch import nn
 
+from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import set_epoch
 from stratagem.training.batches import Feed
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
 from stratagem.training.metrics import MetricBook
-from stratagem.training.module import overrides, takes
-from stratagem.training.optimizers import needs_closure
+from stratagem.training.module import overrides
+from stratagem.training.overrides import takes
 
 if TYPE_CHECKING:
     from stratagem.training.stage_runner import Session

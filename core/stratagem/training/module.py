@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import inspect
-import types
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 from torch import nn
 
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
+from stratagem.runtime.step_module import COMPILER
+from stratagem.training.hyperparameters import Hyperparameters, check_storable, constructor_arguments, items_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
-    from torch.optim import Optimizer
 
     from stratagem.training.trainer import Trainer
+
 
 #: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
 EVENTS = (
@@ -324,7 +321,7 @@ class Module(nn.Module):
         Raises:
             ConfigError: no such argument, or one that a checkpoint cannot hold.
         """
-        given, derived = _constructor_arguments(self, inspect.currentframe())
+        given, derived = constructor_arguments(self, inspect.currentframe())
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         objects = [each for each in names if not isinstance(each, str)]
         if objects:
@@ -334,7 +331,7 @@ class Module(nn.Module):
                     do="merge them into one dictionary",
                 )  # fmt: skip
             self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is objects[0]), "")
-            given, derived, names = _items_of(objects[0]), set(), ()
+            given, derived, names = items_of(objects[0]), set(), ()
         for name in [*names, *ignored]:
             if name not in given:
                 raise ConfigError(
@@ -344,7 +341,7 @@ class Module(nn.Module):
         chosen = {name: given[name] for name in (names or given) if name not in ignored}
         for name, value in list(chosen.items()):
             try:
-                _check_storable(type(self).__name__, name, value)
+                check_storable(type(self).__name__, name, value)
             except ConfigError:
                 if name in names or name not in derived:
                     raise
@@ -372,7 +369,7 @@ class Module(nn.Module):
             CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
         """
         from stratagem.api.named_state import load_weights
-        from stratagem.checkpoint.files import read_any
+        from stratagem.stack.formats import read_any
 
         state = read_any(path)
         accepted = inspect.signature(cls.__init__).parameters
@@ -394,26 +391,6 @@ class Module(nn.Module):
         return self.__dict__ | {"_trainer": None}
 
 
-#: Attribute of a module that was given as ``torch.compile(module)``: what compiles a function.
-COMPILER = "_step_compiler"
-#: Steps whose output goes through a method of the same name with ``_end``, if the module has one.
-_STEPS = ("training_step", "validation_step", "test_step")
-
-
-class Hyperparameters(dict[str, Any]):
-    """A dictionary whose items are attributes as well: ``self.hparams.width``."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            hint = nearest(name, self) or "see save_hyperparameters"
-            raise AttributeError(f"no hyper-parameter is called {name!r}; {hint}") from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-
 def original(model: Any) -> Any:
     """Return the module behind ``torch.compile(module)``, made to compile its steps; anything else as it is."""
     inner, compiler = getattr(model, "_orig_mod", None), getattr(model, "dynamo_ctx", None)
@@ -421,63 +398,6 @@ def original(model: Any) -> Any:
         return model
     inner.__dict__[COMPILER] = compiler
     return inner
-
-
-class StepModule(nn.Module):
-    """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-        # Plain attributes, and looked up once: a step asks for them.
-        ends = {step: f"{step}_end" for step in _STEPS}
-        self.__dict__["_ends"] = {step: end for step, end in ends.items() if overrides(module, end)}
-        self.__dict__["_compiled"] = {}
-
-    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        output = self.step(method, *arguments, **options)
-        return self.end(method, output) if method in self._ends else output
-
-    def step(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Run `method` of the user's module, and leave its end to the caller."""
-        step = self._compiled.get(method) or self._step(method)
-        return step(*arguments, **options)
-
-    def has_end(self, method: str) -> bool:
-        """Whether the user's module defines ``{method}_end``."""
-        return method in self._ends
-
-    def end(self, method: str, output: Any) -> Any:
-        """Return what the user's ``{method}_end`` makes of `output`."""
-        return getattr(self.module, self._ends[method])(output)
-
-    def _step(self, method: str) -> Any:
-        step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
-        if compiler is None:
-            return step
-        self._compiled[method] = compiler(step)
-        return self._compiled[method]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiled": {}}
-
-
-class OptimizerHandle:
-    """An optimizer to be stepped by hand: `step` goes through the hooks, everything else is the optimizer's."""
-
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
-        self.optimizer, self._trainer = optimizer, trainer
-
-    def step(self, closure: Any = None) -> bool:
-        """Step, counting one optimizer step; return False if an overflow skipped it."""
-        return self._trainer.step_by_hand(self.optimizer, closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
 
 def overrides(owner: Any, method: str, base: type[Any] = Module) -> bool:
@@ -504,41 +424,6 @@ def build(module: Any) -> None:
     module.configure_model()
 
 
-def takes(function: Any, count: int) -> bool:
-    """Whether `function` accepts `count` positional arguments."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    return True
-
-
-def logged_hyperparameters(module: Any) -> dict[str, Any]:
-    """Return the hyper-parameters of `module`, a `Module` or a `DataModule`, that loggers get."""
-    unlogged = module.__dict__.get("_unlogged", ())
-    return {name: value for name, value in module.hparams.items() if name not in unlogged}
-
-
-def _items_of(value: Any) -> dict[str, Any]:
-    """Return what a mapping, a namespace or a dataclass holds, by name."""
-    if isinstance(value, Mapping):
-        items = dict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        items = dict(vars(value))
-    elif attrs.has(type(value)):
-        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
-    else:
-        raise ConfigError(
-            f"save_hyperparameters was given {shown(value)}",
-            expected="names of arguments, a mapping, a namespace or a dataclass",
-        )
-    if odd := next((name for name in items if not isinstance(name, str)), None):
-        raise ConfigError(f"save_hyperparameters was given a mapping with the key {shown(odd)}", expected="names")
-    return items
-
-
 def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> None:
     parameters = inspect.signature(cls.__init__).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -550,42 +435,6 @@ def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> 
             expected="what save_hyperparameters() remembered, or an argument",
             do=f"pass {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)",
         )
-
-
-def _constructor_arguments(module: Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return what the constructors of `module` that are running were given; the most derived class's stand.
-
-    The second result names what the constructor that asks does not take, but one of a derived class.
-    """
-    found: dict[str, Any] = {}
-    mine: set[str] | None = None
-    frame = frame.f_back
-    while frame is not None:
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if not names or frame.f_locals.get(names[0]) is not module:
-            break
-        if frame.f_code.co_name == "__init__":
-            arguments = inspect.getargvalues(frame)
-            keywords = arguments.locals.get(arguments.keywords or "", {})
-            keyword_only = frame.f_code.co_varnames[len(names) : len(names) + frame.f_code.co_kwonlyargcount]
-            own = {name: arguments.locals[name] for name in (*names[1:], *keyword_only) if name in arguments.locals}
-            found |= own | {name: value for name, value in keywords.items() if not name.startswith("_")}
-            mine = set(found) if mine is None else mine
-        frame = frame.f_back
-    return found, set(found) - (mine or set())
-
-
-def _check_storable(cls: str, name: str, value: Any) -> None:
-    from stratagem.api.json_tree import encode
-
-    try:
-        encode(value, lambda *_: 0, name)
-    except CheckpointError as error:
-        raise ConfigError(
-            f"{cls}.save_hyperparameters: {error.found}",
-            expected="tensors, numbers, strings and containers of them, which a checkpoint can hold",
-            do=f"leave it out with save_hyperparameters(ignore=[{name!r}])",
-        ) from None
 
 
 def _missing(module: Module, method: str, stage: str) -> ConfigError:

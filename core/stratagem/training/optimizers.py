@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ from stratagem.training.monitored import monitored
 
 if TYPE_CHECKING:
     from stratagem.training.trainer import Trainer
+
 
 _FORMS = "an optimizer, a list of them, ([optimizers], [schedulers]), or a dict with 'optimizer' and 'lr_scheduler'"
 
@@ -90,12 +90,6 @@ def read(configured: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
         else:
             optimizers.append(item)
     return _optimizers(optimizers), schedulers
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` evaluates the model itself (LBFGS): its step cannot be called without a closure."""
-    step = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return step is not None and step.default is inspect.Parameter.empty
 
 
 def _optimizers(values: Any) -> list[Optimizer]:

@@ -12,17 +12,20 @@ import torch
 from attrs import define
 
 from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
+from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import DataModule, in_order, seed_loader_workers, several
+from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.training import lightning_names, trainer_state
 from stratagem.training.batches import Feed, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
+from stratagem.training.datamodule import DataModule
 from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
+from stratagem.training.hyperparameters import logged_hyperparameters
 from stratagem.training.loops import TrainLoop, evaluate
-from stratagem.training.module import Module, build, logged_hyperparameters, overrides
-from stratagem.training.optimizers import needs_closure, read
+from stratagem.training.module import Module, build, overrides
+from stratagem.training.optimizers import read
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -18,20 +18,23 @@ from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import place
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.api.world import Collectives, World
+from stratagem.config.environment import from_environment
 from stratagem.config.settings import TrainerSettings, gather, moved
-from stratagem.config.sources import Layer, from_arguments, from_environment, from_file, program
+from stratagem.config.sources import Layer, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
-from stratagem.runtime.data import DataModule
 from stratagem.runtime.run import Run
 from stratagem.stack.resolver import with_callbacks
 from stratagem.training import lightning_names, trainer_state
 from stratagem.training.batches import Feed
+from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
 from stratagem.training.loops import Position
 from stratagem.training.metrics import MetricBook
-from stratagem.training.module import Module, OptimizerHandle, original, overrides, takes
+from stratagem.training.module import Module, original, overrides
+from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.optimizers import LRSchedulerConfig
+from stratagem.training.overrides import takes
 from stratagem.training.readback import as_numbers
 from stratagem.training.stage_runner import Job, Session
 from stratagem.training.trial import TrialStep, trial_steps
@@ -123,7 +126,6 @@ class Trainer:
         self.layers: Sequence[Layer]
         self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
         self.run = Run(self.settings)
-        self.run.trainer = self
         self.max_time = read_duration(self.settings.max_time, "max_time")
         if self.settings.fast_dev_run:
             self.settings.max_epochs, self.settings.max_steps = 1, -1
@@ -332,6 +334,16 @@ class Trainer:
     def world_size(self) -> int:
         """Processes of the run: those that take part now, or that a launch would start."""
         return self.run.world_size if self.run.world else self.run.num_processes * self.settings.num_nodes
+
+    @property
+    def position(self) -> Position:
+        """How far training has come."""
+        position: Position = self.run.progress
+        return position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.run.progress = position
 
     @property
     def current_epoch(self) -> int:

@@ -11,7 +11,6 @@ from attrs import define
 
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import is_remote, place
-from stratagem.checkpoint.files import Alone, format_of, newest_whole, read_with, saved_at
 from stratagem.checkpoint.state_checks import (
     applying,
     check_feed,
@@ -23,11 +22,12 @@ from stratagem.checkpoint.state_checks import (
 )
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime import default_hooks
-from stratagem.runtime.data import DataModule
 from stratagem.runtime.deferred_init import allocate
 from stratagem.runtime.run import format_tag
 from stratagem.runtime.seeding import random_state, restore_random_state
+from stratagem.stack.formats import Alone, format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
+from stratagem.training.datamodule import DataModule
 from stratagem.training.module import build, overrides
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.training.metrics import MetricBook
-from stratagem.training.module import takes
+from stratagem.training.overrides import takes
 
 if TYPE_CHECKING:
     from stratagem.training.trainer import Trainer

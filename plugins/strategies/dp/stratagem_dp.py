@@ -41,8 +41,8 @@ from stratagem.api.validators import duration, more_than, not_empty
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import move_batch
+from stratagem.runtime.step_module import COMPILER
 from stratagem.training.metrics import combine, number
-from stratagem.training.module import COMPILER
 
 _WITHIN_A_PROCESS = frozenset(
     {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}

@@ -15,9 +15,9 @@ from attrs import define, field
 from stratagem import Callback, hookimpl
 from stratagem.api.paths import is_remote, place
 from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
-from stratagem.checkpoint.files import format_of
 from stratagem.distributed.supervision import interrupted_by_watcher
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.stack.formats import format_of
 from stratagem.training.monitored import monitored
 from stratagem.training.readback import as_numbers
 from stratagem_callbacks.occupied import occupy, vacate

@@ -10,8 +10,8 @@ from attrs import define, field
 
 from stratagem import hookimpl
 from stratagem.api.paths import place
+from stratagem.api.peer_errors import is_echo
 from stratagem.api.validators import more_than, not_empty
-from stratagem.distributed.reports import is_echo
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 
 

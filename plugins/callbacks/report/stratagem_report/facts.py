@@ -71,7 +71,7 @@ def gather(trainer: Any, history: History) -> Facts:
         written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         folder=str(settings.default_root_dir),
         arguments=_arguments(settings),
-        plugins=explain_stack(run)["plugins"],
+        plugins=explain_stack(run.stack, settings)["plugins"],
         hyper_parameters=[pair for name, value in trainer.module.hparams.items() for pair in _flat(str(name), value)],
         versions=_versions(),
     )

@@ -19,7 +19,7 @@ from stratagem_fit.signatures import annotations_of, in_plain_words, is_class, m
 #: Classes whose objects any argument without an annotation may take.
 _KINDS = (
     "torch.nn.Module", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", "torch.utils.data.Dataset",
-    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.runtime.data.DataModule",
+    "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.training.datamodule.DataModule",
     "stratagem.api.kinds.Plugin",
 )  # fmt: skip
 #: Modules whose functions may be handed to an argument that takes a callable: they compute, and nothing else.

@@ -11,8 +11,8 @@ from typing import Any
 
 from stratagem.api.options import convert, option_types
 from stratagem.api.redaction import redact
+from stratagem.config.environment import from_environment
 from stratagem.config.settings import CHOICES, PluginOption, TrainerSettings, gather
-from stratagem.config.sources import from_environment
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
 from stratagem.stack.resolver import make

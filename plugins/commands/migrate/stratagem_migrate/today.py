@@ -103,17 +103,17 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
     """Return the methods of a Callback that stratagem refuses, likewise."""
-    from stratagem.training import lightning_names
+    from stratagem.stack import lightning_callbacks
 
-    return _as_findings(lightning_names.CALLBACK, "@hookimpl ")
+    return _as_findings(lightning_callbacks.CALLBACK, "@hookimpl ")
 
 
 @cache
 def other_moments() -> Mapping[str, str]:
     """Return hooks that are called at another time than the method of this name of Lightning's callbacks."""
-    from stratagem.training import lightning_names
+    from stratagem.stack import lightning_callbacks
 
-    return lightning_names.HOOKS
+    return lightning_callbacks.HOOKS
 
 
 @cache

@@ -15,8 +15,8 @@ import torch
 
 from stratagem.api.json_tree import encode
 from stratagem.api.paths import place
-from stratagem.checkpoint.files import Alone, format_named, write_with
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import Alone, format_named, write_with
 from stratagem_deepspeed import folder, start
 
 #: The key of what a run of ours remembers beside weights and optimizer.

@@ -20,8 +20,8 @@ from stratagem import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
-from stratagem.checkpoint.files import Alone
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import Alone
 from stratagem_deepspeed import consolidation, folder, in_engine
 from stratagem_deepspeed.in_engine import InEngine
 from stratagem_deepspeed.options import DeepSpeedOptions

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from stratagem import hookimpl
 from stratagem.api.kinds import Plugin
+from stratagem.api.optimizers import needs_closure
 from stratagem.api.options import options
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
-from stratagem.training.optimizers import needs_closure
 from stratagem_outer.messages import follow_first, local, mean_where_different, means
 
 if TYPE_CHECKING:

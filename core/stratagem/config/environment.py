@@ -1,0 +1,75 @@
+"""Read arguments and plugin options from environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+
+from stratagem.config.sources import DOTTED, PREFIX, Layer
+from stratagem.errors import ConfigError
+
+
+def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
+    """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
+    layer = Layer("environment", text=True)
+    for variable, text in sorted(variables.items()):
+        name = variable.removeprefix(PREFIX)
+        if name == variable:
+            continue
+        if name.startswith("TRAINER_"):
+            layer.set(name.removeprefix("TRAINER_").lower(), text)
+            continue
+        # The longest kind first: no kind's name begins another's today, and none may silently take its options.
+        for kind in sorted(DOTTED, key=len, reverse=True):
+            if name.startswith(f"{kind.upper()}_"):
+                layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
+                break
+        else:
+            _check_not_misspelt(variable, name)
+    _warn_of_lightning(variables)
+    return layer
+
+
+def _check_not_misspelt(variable: str, name: str) -> None:
+    """Refuse a variable that is meant as an argument or an option and is neither."""
+    from stratagem.config.settings import TrainerSettings, option_names
+
+    if name.lower() in option_names(TrainerSettings) and name != "PLUGINS":  # the list of allowed plugins
+        raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {PREFIX}TRAINER_{name}")
+    if name.startswith("CALLBACK_"):
+        raise ConfigError(
+            f"the variable {variable} is set, and there may be several callbacks", expected="options with their names",
+            do=f"use {PREFIX}TRAINER_CALLBACKS with JSON",
+        )  # fmt: skip
+    first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in DOTTED))}
+    word, _, rest = name.partition("_")
+    close = difflib.get_close_matches(word, first, n=1, cutoff=0.8)
+    if rest and close and word not in first:
+        raise ConfigError(
+            f"the variable {variable} is set, which nothing reads", do=f"did you mean {PREFIX}{close[0]}_{rest}"
+        )
+
+
+def _warn_of_lightning(variables: Mapping[str, str]) -> None:
+    """Warn of variables that Lightning reads, and nothing here; once, where this process is the first of its node."""
+    from stratagem.config.settings import TrainerSettings, moved, option_names
+
+    if variables.get("LOCAL_RANK", "0") != "0":
+        return
+    for variable in sorted(variables):
+        if variable == "PL_GLOBAL_SEED":
+            advice = "call stratagem.seed_everything(number), or set STRATAGEM_SEED"
+        elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
+            name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
+            known = name.lower() in option_names(TrainerSettings)
+            advice = f"set {PREFIX}TRAINER_{name}" if known else moved(name.lower()) or "unset it"
+        else:
+            continue
+        warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",
+                      stacklevel=2)  # fmt: skip
+
+
+#: What `lightning run` sets.
+_LIGHTNING_RUN = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")

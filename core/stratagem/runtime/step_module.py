@@ -1,0 +1,53 @@
+"""What a strategy wraps: a module whose forward runs a step of the user's module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+#: Attribute of a module that was given as ``torch.compile(module)``: what compiles a function.
+COMPILER = "_step_compiler"
+
+#: Steps whose output goes through a method of the same name with ``_end``, if the module has one.
+_STEPS = ("training_step", "validation_step", "test_step")
+
+
+class StepModule(nn.Module):
+    """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+        # Plain attributes, and looked up once: a step asks for them.
+        ends = {step: f"{step}_end" for step in _STEPS}
+        self.__dict__["_ends"] = {step: end for step, end in ends.items() if callable(getattr(module, end, None))}
+        self.__dict__["_compiled"] = {}
+
+    def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
+        output = self.step(method, *arguments, **options)
+        return self.end(method, output) if method in self._ends else output
+
+    def step(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Run `method` of the user's module, and leave its end to the caller."""
+        step = self._compiled.get(method) or self._step(method)
+        return step(*arguments, **options)
+
+    def has_end(self, method: str) -> bool:
+        """Whether the user's module defines ``{method}_end``."""
+        return method in self._ends
+
+    def end(self, method: str, output: Any) -> Any:
+        """Return what the user's ``{method}_end`` makes of `output`."""
+        return getattr(self.module, self._ends[method])(output)
+
+    def _step(self, method: str) -> Any:
+        step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
+        if compiler is None:
+            return step
+        self._compiled[method] = compiler(step)
+        return self._compiled[method]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": {}}

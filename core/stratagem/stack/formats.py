@@ -1,0 +1,182 @@
+"""Which installed checkpoint format reads a file, and the newest whole checkpoint of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.paths import place, refusals
+from stratagem.api.world import Collectives, World
+from stratagem.checkpoint.background_save import Saver
+from stratagem.checkpoint.files import STAGED, check_version
+from stratagem.errors import CheckpointError, PluginError
+
+if TYPE_CHECKING:
+    from stratagem.api.kinds import CheckpointFormat
+
+
+def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
+    """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
+
+    Damaged ones are warned about. `checkpoint_format` is asked first; other formats are imported only if there is
+    something that it does not recognise.
+    """
+    with refusals(folder, "listed"):
+        if not folder.is_dir():
+            return None
+        found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
+    for path, form in found:
+        if form.is_whole(path):
+            return path
+        warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
+    return None
+
+
+def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
+    """Return when `path` was saved, in seconds since 1970; 0 if it does not tell."""
+    return _age(path, format_of(path, checkpoint_format))
+
+
+def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
+    """Read a checkpoint in this process alone, in whichever installed format recognises it.
+
+    Args:
+        trust: also one that cannot be read without executing what pickles in it say.
+
+    Raises:
+        CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
+    """
+    path = place(path)
+    with refusals(path, "read"):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
+    name = name_of_format(path)
+    if name is None and path.is_dir():
+        check_is_no_folder(path)
+    if name is None:
+        raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
+    checkpoint_format = format_named(name)
+    if checkpoint_format.reads_pickles and not trust:
+        raise CheckpointError(
+            f"{path} holds pickles, and whoever wrote a pickle can make its reader do anything",
+            expected="files that only you, or people you trust, have written",
+            do="if they are, `stratagem checkpoint consolidate --trust DIR FILE` makes a file without pickles of it",
+        )
+    if checkpoint_format.reads_pickles:
+        state = checkpoint_format.consolidate(path)
+    else:
+        state = read_with(checkpoint_format, path, Alone())
+    check_version(state, path)
+    return state
+
+
+def check_is_no_folder(path: Path) -> None:
+    """Refuse a folder, which no format recognises, and name the checkpoints in it."""
+    with refusals(path, "read"):
+        if not path.is_dir():
+            return
+        inside = sorted(each.name for each in path.iterdir() if name_of_format(each) is not None)
+    raise CheckpointError(
+        f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
+        do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
+    )  # fmt: skip
+
+
+class Alone:
+    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
+
+    rank, world_size, is_global_zero = 0, 1, True
+
+    def __init__(self) -> None:
+        self.world, self.collectives = World(), Collectives()
+        self._saver = Saver(self.collectives)
+
+    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
+        self._saver.submit(write, background)
+
+    def wait_for_saves(self) -> None:
+        self._saver.wait()
+
+
+def name_of_format(path: Path) -> str | None:
+    """Return the name of the first installed checkpoint format that recognises `path`; None if none does."""
+    from stratagem.stack import registry
+
+    for entry in registry.entries("checkpoint"):
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            if _recognises(format_named(entry.qualified_name), path):
+                return entry.qualified_name
+    return None
+
+
+def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
+    """Return the installed format that recognises `path`; `preferred` if it does, or if none does."""
+    if _recognises(preferred, path):
+        return preferred
+    name = name_of_format(path)
+    return preferred if name is None else format_named(name)
+
+
+def format_named(name: str) -> CheckpointFormat:
+    """Return the checkpoint format of that name, with its default options."""
+    from stratagem.stack import registry
+    from stratagem.stack.resolver import make
+
+    checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
+    return checkpoint_format
+
+
+def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
+    """Have a format that is not the run's own read `path`."""
+    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
+    return state
+
+
+def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
+    """Have a format that is not the run's own write `state` to `path`."""
+    _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
+    run.saver.wait()
+
+
+def _call(plugin: Any, hook: str, **given: Any) -> Any:
+    """Call an implementation of `hook` as its caller would, with the arguments that it takes."""
+    function = getattr(plugin, hook)
+    accepted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in given.items() if name in accepted})
+
+
+def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
+    """Yield what is in `folder` and recognised by a format, with that format."""
+    formats = [checkpoint_format]
+    for path in folder.iterdir():
+        if path.name.endswith((STAGED, ".sum")):
+            continue
+        if len(formats) == 1 and not _recognises(checkpoint_format, path) and not path.name.startswith("."):
+            formats += _installed_formats()
+        form = next((form for form in formats if _recognises(form, path)), None)
+        if form is not None:
+            yield path, form
+
+
+def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # what cannot be looked into is not taken for a checkpoint
+        return checkpoint_format.recognises(path)
+    return False
+
+
+def _installed_formats() -> Iterator[CheckpointFormat]:
+    from stratagem.stack import registry
+
+    for entry in registry.entries("checkpoint"):
+        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+            yield format_named(entry.qualified_name)
+
+
+def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:
+    with contextlib.suppress(OSError):  # another process may be tidying up
+        return checkpoint_format.saved_at(path)
+    return 0

@@ -1,0 +1,63 @@
+"""`DataModule`: loaders with what it takes to make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem.errors import ConfigError
+from stratagem.training.module import Module
+
+
+class DataModule:
+    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
+
+    #: False: `prepare_data` is called once in the whole run, rather than once on each node.
+    prepare_data_per_node = True
+    #: The trainer that uses it.
+    trainer: Any = None
+
+    def prepare_data(self) -> None:
+        """Download and preprocess; called once on each node, before `setup`."""
+
+    def setup(self, stage: str) -> None:
+        """Build data sets; called in every process. `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Give back what `setup` built; called in every process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep of this data module: tensors, numbers, strings, containers; rank 0's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned; called on all ranks before a loader is asked for."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give back what should not outlive a call that ends with `exception`."""
+
+    #: As of a `Module`; loggers get them.
+    save_hyperparameters = Module.save_hyperparameters
+    hparams = Module.hparams
+    #: Called instead of the module's where they are defined.
+    on_before_batch_transfer = Module.on_before_batch_transfer
+    transfer_batch_to_device = Module.transfer_batch_to_device
+    on_after_batch_transfer = Module.on_after_batch_transfer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "trainer"}
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader."""
+        raise ConfigError(f"{type(self).__name__} has no train_dataloader", expected="one, to fit")
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader or loaders; None means no validation."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader or loaders."""
+        raise ConfigError(f"{type(self).__name__} has no test_dataloader", expected="one, to test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader or loaders to predict on."""
+        raise ConfigError(f"{type(self).__name__} has no predict_dataloader", expected="one, to predict")
