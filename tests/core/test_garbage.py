@@ -15,7 +15,7 @@ from stratagem.api.options import options
 from stratagem.config.settings import TrainerSettings
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
-from stratagem.stack.resolver import make
+from stratagem.stack.construction import make
 
 CPU = {"accelerator": "cpu"}
 

@@ -12,7 +12,7 @@ import stratagem as sg
 from stratagem.api import hooks
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
-from stratagem.stack.resolver import hook_specifications
+from stratagem.stack.plugin_hooks import hook_specifications
 from stratagem.testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

@@ -15,7 +15,7 @@ from stratagem.api.options import option_types, options
 from stratagem.config.settings import TrainerSettings
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
-from stratagem.stack.resolver import make
+from stratagem.stack.construction import make
 
 HOSTILE = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "-1": -1, "-0.5": -0.5, "1e400": 10**400,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.lightning_callbacks import CALLBACK
-from stratagem.stack.resolver import hook_specifications
+from stratagem.stack.plugin_hooks import hook_specifications
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data, joined_batches, relative_difference
 from stratagem.training import lightning_names

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.api import hooks
-from stratagem.stack.resolver import hook_specifications
+from stratagem.stack.plugin_hooks import hook_specifications
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, data
 from stratagem.training.module import EVENTS

@@ -13,9 +13,9 @@ from stratagem.api.json_tree import encode
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
+from stratagem.stack.construction import make
 from stratagem.stack.formats import read_any
 from stratagem.stack.identity import keyed, matched
-from stratagem.stack.resolver import make
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches
 

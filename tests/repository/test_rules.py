@@ -18,8 +18,9 @@ from stratagem.api.kinds import KINDS, Command
 from stratagem.errors import ConfigError
 from stratagem.runtime.default_hooks import DEFAULTS
 from stratagem.stack import catalog, registry
+from stratagem.stack.construction import make
 from stratagem.stack.describe import option_docs
-from stratagem.stack.resolver import hook_implementations, hook_specifications, make
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "stratagem"

@@ -27,8 +27,6 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from stratagem.api.context import RunContext
-
 
 # --- One base for each kind --------------------------------------------------------------------------------------
 
@@ -153,8 +151,11 @@ class CommHook(Plugin):
     innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
 
-    def statistics(self, run: RunContext) -> dict[str, float]:
-        """Numbers worth logging, of this rank alone: asked between two steps, without collectives."""
+    def statistics(self, run: Any) -> dict[str, float]:
+        """Return numbers worth logging, of this rank alone; called between two steps, without collectives.
+
+        `run` is a `stratagem.api.context.RunContext`.
+        """
         return {}
 
 

@@ -15,7 +15,8 @@ from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.config.settings import RunSettings, gather
 from stratagem.errors import StratagemError
 from stratagem.stack import registry
-from stratagem.stack.resolver import make, resolve
+from stratagem.stack.construction import make
+from stratagem.stack.resolver import resolve
 
 #: The kinds that are crossed, in the order of a cell's names.
 AXES = ("strategy", "precision", "comm_hook", "checkpoint")

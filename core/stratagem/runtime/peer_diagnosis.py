@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrs import frozen
 
@@ -36,8 +36,10 @@ from stratagem.distributed.rendezvous import LOOPBACK
 from stratagem.errors import PeerError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from stratagem.api.world import Collectives, World
-    from stratagem.runtime.run import Run
+
 
 Answer = Literal["alive", "gone", "silent"]
 
@@ -129,7 +131,22 @@ class Neighbours:
             self._door.close()
 
 
-def explained(error: BaseException, run: Run) -> BaseException:
+class Diagnosed(Protocol):
+    """What the diagnosis reads of a run."""
+
+    neighbours: Neighbours | None
+    watchdog: Any
+    collectives: Collectives
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def join_timeout(self) -> timedelta: ...
+
+
+def explained(error: BaseException, run: Diagnosed) -> BaseException:
     """Return the error to raise in place of `error`: what is known of its cause, if another rank's end is what it tells
     of. The others learn what this rank ended with.
     """
@@ -142,7 +159,7 @@ def explained(error: BaseException, run: Run) -> BaseException:
     return cause
 
 
-def _cause(error: BaseException, run: Run) -> BaseException:
+def _cause(error: BaseException, run: Diagnosed) -> BaseException:
     post = _Post(run.collectives)
     if is_echo(error):
         knows_nobody = run.neighbours is None or isinstance(error, PeerError)
@@ -152,7 +169,7 @@ def _cause(error: BaseException, run: Run) -> BaseException:
     return error
 
 
-def _look_around(error: BaseException, run: Run, post: _Post) -> BaseException:
+def _look_around(error: BaseException, run: Diagnosed, post: _Post) -> BaseException:
     """Return what another rank or this one knows of the cause of `error`, or `error` if that is nothing."""
     assert run.neighbours is not None
     mine = run.neighbours.failed_in = where_raised(error)
@@ -186,7 +203,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def _finding(
-    error: BaseException, run: Run, silent: list[Peer], gone: list[Peer], missing: list[Peer], mine: str,
+    error: BaseException, run: Diagnosed, silent: list[Peer], gone: list[Peer], missing: list[Peer], mine: str,
     doing: Mapping[int, str],
 ) -> PeerError | None:  # fmt: skip
     """Put into a sentence who is at fault; None if nobody is, as far as this rank can see."""
@@ -244,12 +261,12 @@ def _of(peers: list[Peer], one: str, several: str) -> str:
     return one if len(peers) == 1 else several
 
 
-def _waited_s(error: BaseException, run: Run) -> float:
+def _waited_s(error: BaseException, run: Diagnosed) -> float:
     """Return how long this rank waited, if `error` says that its patience ended; 0 if another broke the connection."""
     if _TIMED_OUT.search(str(error)) is None:
         return 0.0
     told = _MILLISECONDS.search(str(error))
-    return int(told[1] or told[2]) / 1000 if told else run.stack.join_timeout().total_seconds()
+    return int(told[1] or told[2]) / 1000 if told else run.join_timeout.total_seconds()
 
 
 # --- Notes -------------------------------------------------------------------------------------------------------

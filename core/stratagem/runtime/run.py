@@ -59,10 +59,12 @@ from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
 from stratagem.runtime.watchdog import Watchdog
-from stratagem.stack import lightning_callbacks, lock
+from stratagem.stack import identity, lightning_callbacks, lock
 from stratagem.stack.formats import check_is_no_folder, format_named, name_of_format, read_with
 from stratagem.stack.identity import matched, warn_of_differences
-from stratagem.stack.resolver import Choice, Stack, hook_implementations, resolve
+from stratagem.stack.plugin_hooks import hook_implementations
+from stratagem.stack.plugins import Choice, Stack
+from stratagem.stack.resolver import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -737,7 +739,7 @@ class Run:
         state = {
             "state_dict": self.ask("model_state", module=module),
             "optimizers": [self.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
-            "plugins": {key: plugin.state_dict() for key, plugin in self.stack.stateful()},
+            "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(self.stack)},
             "ranks": self.collectives.all_gather_object({"plugins": self.rank_states()}),
             "values": values,
             "format": format_tag(self.stack),
@@ -751,7 +753,7 @@ class Run:
         state = self.read_checkpoint(place(path))
         self.load_model(state["state_dict"], module, strict, path)
         self.load_optimizers(state.get("optimizers", []), optimizers, module, state["state_dict"], path)
-        self.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
+        identity.restore(self.stack, state.get("callbacks", {}) | state.get("plugins", {}))
         if self.is_global_zero:
             warn_of_differences(self.stack, state)
         self.load_rank_states(state.get("ranks", []))
@@ -760,11 +762,11 @@ class Run:
 
     def rank_states(self) -> dict[str, Any]:
         """Return what plugins keep of this rank's own."""
-        return {key: plugin.rank_state(self) for key, plugin in self.stack.stateful_by_rank()}
+        return {key: plugin.rank_state(self) for key, plugin in identity.stateful_by_rank(self.stack)}
 
     def load_rank_states(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Give plugins what they kept on each of `ranks`, which are those that saved. Collective."""
-        plugins = dict(self.stack.stateful_by_rank())
+        plugins = dict(identity.stateful_by_rank(self.stack))
         saved = [rank.get("plugins", {}) for rank in ranks]
         on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
         for key, saved_as in matched(plugins, on_all).items():

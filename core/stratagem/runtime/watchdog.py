@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stratagem.distributed.call_site import where
 from stratagem.distributed.reports import tell_launcher
@@ -31,7 +31,8 @@ from stratagem.errors import PeerError
 from stratagem.runtime import peer_diagnosis
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.checkpoint.background_save import Saver
+    from stratagem.runtime.transfer import CopyStream
 
 #: How often ranks are probed.
 INTERVAL_S = 5.0
@@ -54,11 +55,18 @@ def end_process(error: PeerError, rank: int) -> None:
     os._exit(1)
 
 
+class Watched(peer_diagnosis.Diagnosed, Protocol):
+    """What the watchdog reads of a run."""
+
+    saver: Saver
+    copy_stream: CopyStream | None
+
+
 class Watchdog:
     """Looks for lost ranks while `run` is connected; see [Note: lost ranks under NCCL]."""
 
     def __init__(
-        self, run: Run, interval_s: float = INTERVAL_S, stuck_s: float = STUCK_S,
+        self, run: Watched, interval_s: float = INTERVAL_S, stuck_s: float = STUCK_S,
         die: Callable[[PeerError, int], Any] = end_process,
     ) -> None:  # fmt: skip
         assert run.neighbours is not None, "there are other ranks"

@@ -18,12 +18,14 @@ from stratagem.api.redaction import redact
 from stratagem.config.settings import CHOICES, TrainerSettings
 from stratagem.config.sources import DOTTED, program
 from stratagem.errors import ConfigError, StratagemError, nearest, shown
+from stratagem.stack.construction import make
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+from stratagem.stack.plugins import Choice
 from stratagem.stack.registry import Entry
-from stratagem.stack.resolver import Choice, hook_implementations, hook_specifications, make
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings
-    from stratagem.stack.resolver import Stack
+    from stratagem.stack.plugins import Stack
 
 
 def describe(entry: Entry) -> dict[str, Any]:

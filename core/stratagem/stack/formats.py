@@ -124,7 +124,7 @@ def format_of(path: Path, preferred: CheckpointFormat) -> CheckpointFormat:
 def format_named(name: str) -> CheckpointFormat:
     """Return the checkpoint format of that name, with its default options."""
     from stratagem.stack import registry
-    from stratagem.stack.resolver import make
+    from stratagem.stack.construction import make
 
     checkpoint_format: CheckpointFormat = make(registry.find("checkpoint", name), {})
     return checkpoint_format

@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.options import options
 from stratagem.api.redaction import redact
+from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
 
 if TYPE_CHECKING:
-    from stratagem.stack.resolver import Stack
+    from stratagem.stack.plugins import Stack
 
 _METHODS = ("state_dict", "rank_state")
 _KEY = re.compile(r"(?P<class>\S+)(?: (?P<options>\{.*\}))?(?: #\d+)?")
@@ -86,6 +87,26 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
             key = f"{base} #{number}"
         found[key] = plugin
     return list(found.items())
+
+
+def stateful(stack: Stack) -> list[tuple[str, Any]]:
+    """Return the plugins with state to survive a restart, by the key that it is saved under."""
+    return keyed(stack, "state_dict")
+
+
+def stateful_by_rank(stack: Stack) -> list[tuple[str, Any]]:
+    """Return the plugins with state that differs from rank to rank, by the key that it is saved under."""
+    return keyed(stack, "rank_state")
+
+
+def restore(stack: Stack, saved: Mapping[str, Any]) -> None:
+    """Apply the states in `saved` to the plugins of `stack` that they belong to."""
+    plugins = dict(stateful(stack))
+    for key, saved_as in matched(plugins, saved).items():
+        where = f"the checkpoint's state of {key}"
+        with applying(where):
+            check_similar(plugins[key].state_dict(), saved[saved_as], where)
+            plugins[key].load_state_dict(saved[saved_as])
 
 
 def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from stratagem.api import hooks
 from stratagem.errors import ConfigError, PluginError, nearest
-from stratagem.stack.resolver import hook_implementations, hook_specifications
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 
 @frozen

@@ -26,7 +26,7 @@ from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings
-    from stratagem.stack.resolver import Choice, Stack
+    from stratagem.stack.plugins import Choice, Stack
 
 #: What a run writes into its ``default_root_dir``.
 FILE_NAME = "run.lock"

@@ -28,7 +28,7 @@ from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_class, option_docs
 from stratagem.stack.identity import keyed, matched
-from stratagem.stack.resolver import Choice
+from stratagem.stack.plugins import Choice
 from stratagem.testing.processes import run_in_processes
 
 #: A trainer that writes nothing and says nothing.

@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem import World
 from stratagem.errors import ConfigError
 from stratagem.stack import catalog, registry
-from stratagem.stack.resolver import make
+from stratagem.stack.construction import make
 from stratagem.testing.conformance import QUIET, Conformance
 from stratagem.testing.pytest_plugin import LAUNCH_VARIABLES
 from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly

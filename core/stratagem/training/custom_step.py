@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import ConfigError
-from stratagem.stack.resolver import hook_implementations
+from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.training.datamodule import DataModule
 from stratagem.training.module import overrides
 

@@ -21,7 +21,7 @@ from stratagem.training.events import arguments_of, by_name
 from stratagem.training.module import EVENTS, Module, overrides
 
 if TYPE_CHECKING:
-    from stratagem.stack.resolver import Stack
+    from stratagem.stack.plugins import Stack
 
 
 _OWN_LIST = "append what you need of each batch to a list of your own, and clear it there"

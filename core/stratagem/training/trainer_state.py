@@ -25,6 +25,7 @@ from stratagem.runtime import default_hooks
 from stratagem.runtime.deferred_init import allocate
 from stratagem.runtime.run import format_tag
 from stratagem.runtime.seeding import random_state, restore_random_state
+from stratagem.stack import identity
 from stratagem.stack.formats import Alone, format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
@@ -66,7 +67,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         state["datamodule"] = trainer.datamodule.state_dict()
     if at_home and trainer.carried is not None:
         return state | trainer.carried
-    plugins = {key: plugin.state_dict() for key, plugin in trainer.run.stack.stateful()}
+    plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(trainer.run.stack)}
     return (
         state
         | dump_optimizers(trainer)
@@ -249,7 +250,7 @@ def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the
 def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
     """Apply what an earlier fit of this module brought home to the process that launches. Collective."""
     restore_optimizers(trainer, carried)
-    trainer.run.stack.restore(carried.get("plugins", {}))  # where training was here, plugins remember
+    identity.restore(trainer.run.stack, carried.get("plugins", {}))  # where training was here, plugins remember
     ranks, position = carried.get("ranks", []), trainer.position
     trainer.run.load_rank_states(ranks)
     within_an_epoch = position.batches_done and not position.epoch_done
@@ -261,7 +262,7 @@ def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
 
 def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
     """Apply the states of the plugins that are here and were there."""
-    trainer.run.stack.restore(state.get("callbacks", {}) | state.get("plugins", {}))
+    identity.restore(trainer.run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
 
 
 def _hparams_name(module: Any) -> dict[str, str]:

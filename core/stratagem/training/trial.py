@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.errors import ConfigError
+from stratagem.stack import identity
 from stratagem.training.metrics import MetricBook
 from stratagem.training.overrides import takes
 
@@ -30,7 +31,7 @@ def trial_steps(trainer: Trainer, who: str) -> Iterator[TrialStep]:
     saved = [tensor.detach().clone() for tensor in tensors]
     (optimizer,) = trainer.optimizers
     optimizer_state = copy.deepcopy(optimizer.state_dict())
-    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in run.stack.stateful()
+    plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.stateful(run.stack)
                if not key.startswith("callback.")]  # fmt: skip
     random, book = feed.random_state(), trainer.book
     modes = [(part, part.training) for part in module.modules()]

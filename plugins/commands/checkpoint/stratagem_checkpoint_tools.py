@@ -12,8 +12,8 @@ from stratagem import Command
 from stratagem.api.paths import place
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
+from stratagem.stack.construction import make
 from stratagem.stack.formats import Alone, format_named, name_of_format, read_any, read_with, write_with
-from stratagem.stack.resolver import make
 
 _ONE_FILE = "full"
 

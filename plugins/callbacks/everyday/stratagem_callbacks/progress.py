@@ -11,7 +11,7 @@ from attrs import define, field
 
 from stratagem import Callback, hookimpl
 from stratagem.api.validators import more_than
-from stratagem.stack.resolver import in_notebook
+from stratagem.stack.defaults import in_notebook
 from stratagem.training.readback import Readback
 
 

@@ -15,7 +15,7 @@ from stratagem.config.environment import from_environment
 from stratagem.config.settings import CHOICES, PluginOption, TrainerSettings, gather
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
-from stratagem.stack.resolver import make
+from stratagem.stack.construction import make
 from stratagem_fit.job import Job
 from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text

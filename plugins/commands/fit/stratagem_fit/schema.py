@@ -22,8 +22,8 @@ from stratagem.config.settings import CHOICES, TrainerSettings
 from stratagem.config.sources import DOTTED
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack import registry
+from stratagem.stack.construction import make
 from stratagem.stack.describe import option_docs
-from stratagem.stack.resolver import make
 
 #: Arguments of the Trainer that take several plugins of a kind.
 _SEVERAL = {argument for argument, kind in CHOICES.items() if not KINDS[kind].single}

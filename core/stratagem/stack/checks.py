@@ -1,0 +1,173 @@
+"""Whether the plugins of a stack go together: hooks, order, capabilities."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
+from stratagem.api.kinds import Plugin
+from stratagem.errors import ConfigError, PluginError, nearest
+from stratagem.stack import registry
+from stratagem.stack.construction import make
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+
+if TYPE_CHECKING:
+    from stratagem.stack.plugins import Choice, Stack
+#: What each kind must answer to be of any use.
+_DUTIES = {
+    "strategy": ("wrap_model",),
+    "environment": ("setup_environment",),
+    "launcher": ("launch",),
+    "checkpoint": ("save_checkpoint", "load_checkpoint"),
+    "comm_hook": ("reduce_bucket",),
+}
+
+
+def check_hooks(stack: Stack) -> None:
+    specifications = hook_specifications()
+    answers: dict[str, list[Choice]] = {}
+    for choice in stack.active():
+        for hook, marker in hook_implementations(choice.plugin).items():
+            if hook not in specifications:
+                raise PluginError(
+                    f"{choice} implements {hook!r}, which is no hook of stratagem",
+                    do=nearest(hook, specifications) or "see docs/hooks.md for the hooks",
+                )
+            if specifications[hook]["firstresult"] and not marker["wrapper"]:
+                answers.setdefault(hook, []).append(choice)
+    for hook, choices in answers.items():
+        if len(choices) > 1:
+            raise PluginError(
+                f"hook {hook!r} is answered by {' and by '.join(str(choice) for choice in choices)}",
+                expected="one plugin to answer and the others to wrap",
+                do="drop one of them",
+            )
+    for choice in stack.active():
+        duties = _DUTIES.get(choice.kind, ())
+        outer = choice in stack.strategies[:-1]
+        missing = [hook for hook in duties if hook not in hook_implementations(choice.plugin) and not outer]
+        if missing:
+            raise PluginError(
+                f"{choice} does not implement {' and '.join(missing)}",
+                expected=f"every {choice.kind} to do so",
+                do="its author should add it; docs/hooks.md has the signature",
+            )
+
+
+def check_order(stack: Stack) -> None:
+    """Refuse strategies and comm hooks that cannot stand where they were put."""
+    for outer, inner in itertools.pairwise(stack.strategies):
+        if not outer.plugin.outer:
+            raise ConfigError(
+                f"strategy is {[choice.name for choice in stack.strategies]}, and {outer} wraps no other",
+                expected="strategies that do, and one inside them",
+                do=f"put {inner} before it, if that one does" if inner.plugin.outer else "drop one of them",
+            )
+    names = [choice.name for choice in stack.comm_hooks]
+    for word in ("outermost", "innermost"):
+        rivals = [choice for choice in stack.comm_hooks if getattr(choice.plugin, word)]
+        if len(rivals) > 1:
+            end = "first" if word == "outermost" else "last"
+            raise ConfigError(
+                f"comm_hook is {names}, and {rivals[0]} and {rivals[1]} must both be the {end} of a stack",
+                expected="one of the two",
+            )
+    for place, choice in enumerate(stack.comm_hooks):
+        if choice.plugin.outermost and place > 0:
+            raise ConfigError(
+                f"comm_hook is {names}, and {choice} needs the shapes of the gradients, which only the first one sees",
+                expected=f"{[choice.name, *(name for name in names if name != choice.name)]}",
+            )
+        if choice.plugin.innermost and place + 1 < len(names):
+            raise ConfigError(
+                f"comm_hook is {names}, and {choice} sends by itself: {stack.comm_hooks[place + 1]} would get nothing",
+                expected=f"{[*(name for name in names if name != choice.name), choice.name]}",
+            )
+
+
+def check_sync_batchnorm(settings: Any, stack: Stack) -> None:
+    """Refuse to synchronize what processes compute where a process has several devices."""
+    if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
+        raise ConfigError(
+            f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one process",
+            expected="a process for each device",
+            do="drop it, or choose a strategy that has one",
+        )
+
+
+def check_absorbed(stack: Stack) -> None:
+    """Refuse options of a precision that a strategy applies by itself: nobody would read them."""
+    precision = stack.precision
+    if stack.precision_absorbed and precision.origins:
+        option, origin = next(iter(precision.origins.items()))
+        raise ConfigError(
+            f"precision.{precision.name}.{option} is set ({origin}), and {stack.strategies[-1]} applies the precision "
+            "by itself",
+            expected="the precision by its name alone", do="set an option of the strategy's, if it has one for that",
+        )  # fmt: skip
+
+
+def needs_of(settings: Any, stack: Stack) -> dict[str, str]:
+    """Return what the settings ask of the plugins: capability to the words the user wrote."""
+    needs = {}
+    running = stack.environment.plugin.local_processes() or 1
+    if stack.num_processes * settings.num_nodes > 1 or running > 1:
+        needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={settings.num_nodes}"
+    if getattr(settings, "gradient_clip_val", None) is not None:
+        word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
+        needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"
+    if getattr(settings, "accumulate_grad_batches", 1) != 1:
+        needs[ACCUMULATION] = f"accumulate_grad_batches={settings.accumulate_grad_batches}"
+    return needs
+
+
+def _capabilities(choice: Choice) -> Capabilities:
+    capabilities = getattr(choice.plugin, "capabilities", Plugin.capabilities)
+    if not isinstance(capabilities, Capabilities):
+        raise PluginError(
+            f"the capabilities of {choice} are a {type(capabilities).__name__}",
+            expected="stratagem.Capabilities(provides=..., requires=..., conflicts=...)",
+            do="its author should make them one",
+        )
+    return capabilities
+
+
+def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
+    choices = stack.active()
+    provided = {word for choice in choices for word in _capabilities(choice).provides}
+    wanted: list[tuple[str, str, Choice | None]] = [(word, reason, None) for word, reason in needs.items()]
+    wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
+    for word, who, asker in wanted:
+        if word not in provided:
+            raise ConfigError(
+                f"{who} needs {word!r}, which {stack.strategies[-1]} does not provide",
+                do=stack.strategy.how_to_provide(word) or _alternatives(word, asker),
+            )
+    for choice in choices:
+        for other in choices:
+            clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
+            if clash and other is not choice:
+                raise ConfigError(
+                    f"{choice} cannot be used with {other}, which provides {clash[0]!r}", do="drop one of the two"
+                )
+
+
+def _alternatives(word: str, asker: Choice | None) -> str:
+    """Name the installed strategies that provide `word`, without presets; imports them, which only an error may."""
+    entries = registry.entries("strategy")
+    able = [entry.name for entry in entries if word in _provided_without_options(entry, registry.generation())]
+    if not able:
+        return "no installed strategy provides it" + (f"; drop {asker}" if asker else "")
+    return f"choose a strategy that does: {', '.join(able)}"
+
+
+@functools.cache
+def _provided_without_options(entry: registry.Entry, generation: int) -> frozenset[str]:  # noqa: ARG001 - a cache's key
+    """Return what a strategy provides; nothing for a preset, or a package that cannot be imported or needs options."""
+    try:
+        return make(entry, {}).capabilities.provides if isinstance(entry.load(), type) else frozenset()
+    except Exception:  # noqa: BLE001 - a broken package is not an alternative
+        return frozenset()

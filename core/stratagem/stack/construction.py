@@ -1,0 +1,56 @@
+"""Make a plugin from an entry point and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import build, convert_options
+from stratagem.errors import PluginError, StratagemError
+from stratagem.stack import registry
+
+
+def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = ()) -> Any:
+    """Load the plugin of `entry` and build it with the options in `values`, parsing those named in `texts`."""
+    target = entry.load()
+    path = f"{entry.kind}.{entry.name}"
+    if isinstance(target, type):
+        return _check_kind(build(target, _convert(target, values, path, texts), path), entry)
+    try:
+        preset = target()
+    except StratagemError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{path} of {entry.distribution} failed ({type(error).__name__}: {error})") from error
+    _check_kind(preset, entry)
+    if not values:
+        return preset
+    converted = _convert(type(preset), values, path, texts)
+    current = {name: getattr(preset, option.name) for name, option in options_of(preset).items()}
+    return build(type(preset), current | converted, path)
+
+
+def _convert(cls: type[Any], values: Mapping[str, Any], path: str, texts: Iterable[str]) -> dict[str, Any]:
+    from_text = {option: values[option] for option in values if option in set(texts)}
+    others = {option: value for option, value in values.items() if option not in from_text}
+    return convert_options(cls, others, path) | convert_options(cls, from_text, path, text=True)
+
+
+def _check_kind(plugin: Any, entry: registry.Entry) -> Any:
+    base = KINDS[entry.kind].base
+    if not isinstance(plugin, base):
+        raise PluginError(
+            f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",
+            expected=f"a stratagem.{base.__name__}",
+            do="its author should name it in the entry-point group of its kind",
+        )
+    return plugin
+
+
+def options_of(plugin: Any) -> dict[str, attrs.Attribute[Any]]:
+    from stratagem.api.options import options
+
+    return options(type(plugin))

@@ -1,0 +1,23 @@
+"""Which hooks exist, and which of them a plugin implements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem.api import hooks
+
+# --- Checking ----------------------------------------------------------------------------------------------------
+
+
+def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
+    """Return what `plugin` (or, with `of_class`, a class) marks with ``@hookimpl``: the marker's options by name."""
+    if isinstance(plugin, type) and not of_class:
+        return {}
+    cls = plugin if of_class else type(plugin)
+    markers = {name: getattr(getattr(cls, name, None), "stratagem_impl", None) for name in dir(cls)}
+    return {name: marker for name, marker in markers.items() if isinstance(marker, dict)}
+
+
+def hook_specifications() -> dict[str, dict[str, Any]]:
+    """Return every hook of the contract by name, with its options."""
+    return {name: value.stratagem_spec for name, value in vars(hooks).items() if hasattr(value, "stratagem_spec")}

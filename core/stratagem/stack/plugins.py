@@ -1,0 +1,107 @@
+"""The plugins of a run, resolved: `Choice` is one of them, `Stack` is all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from attrs import define, field, frozen
+
+from stratagem.api.kinds import Plugin, Strategy
+from stratagem.api.values import PrecisionPolicy
+from stratagem.api.world import DEFAULT_TIMEOUT, NCCL_TIMEOUT
+from stratagem.errors import ConfigError
+from stratagem.stack import registry
+
+
+@frozen(kw_only=True)
+class Choice:
+    """One plugin of the stack, and how it came to be there."""
+
+    kind: str
+    #: As a user would write it; a class name for an instance that no entry point names.
+    name: str
+    plugin: Any
+    #: Why it is here: "asked for", "the default for one process", "RANK is set" ...
+    reason: str
+    entry: registry.Entry | None = None
+    #: The options that were set, each with its origin ("code", "file run.yaml", ...).
+    origins: Mapping[str, str] = field(factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+@define(eq=False, kw_only=True)
+class Stack:
+    """The plugins of a run, resolved: in the order in which they act."""
+
+    strategies: list[Choice]
+    precision: Choice
+    comm_hooks: list[Choice]
+    environment: Choice
+    launcher: Choice
+    accelerator: Choice
+    checkpoint: Choice
+    callbacks: list[Choice]
+    loggers: list[Choice]
+    others: list[Choice]
+    #: Device numbers that this node's processes use: one each, or all of them the only process.
+    devices: tuple[int, ...]
+    #: The user set `devices`, rather than leaving it to "auto".
+    devices_given: bool
+    policy: PrecisionPolicy
+    #: The strategy applies the precision by itself: the precision's own hooks stand down.
+    precision_absorbed: bool
+
+    @property
+    def strategy(self) -> Strategy:
+        """The innermost strategy: the one that answers."""
+        strategy: Strategy = self.strategies[-1].plugin
+        return strategy
+
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others: the outermost strategy that was told decides, else the backend."""
+        answers = [choice.plugin.join_timeout() for choice in self.strategies]
+        default = NCCL_TIMEOUT if "nccl" in self.accelerator.plugin.backend else DEFAULT_TIMEOUT
+        return next((answer for answer in answers if answer is not None), default)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.devices) if self.strategy.process_per_device else 1
+
+    def devices_of(self, local_rank: int) -> tuple[int, ...]:
+        """The device numbers of one process of this node.
+
+        Raises:
+            ConfigError: there are fewer devices than processes.
+        """
+        if not self.strategy.process_per_device:
+            return self.devices
+        if local_rank >= len(self.devices):
+            raise ConfigError(
+                f"{self.environment} gave this process the local rank {local_rank}, and the run has "
+                f"{len(self.devices)} devices on this node",
+                expected="a device for each process", do="start as many processes on each node as devices",
+            )  # fmt: skip
+        return self.devices[local_rank : local_rank + 1]
+
+    def choices(self) -> list[Choice]:
+        """All plugins, in order."""
+        return [
+            *self.strategies, self.precision, *self.comm_hooks, self.environment, self.launcher, self.accelerator,
+            self.checkpoint, *self.others, *self.callbacks, *self.loggers,
+        ]  # fmt: skip
+
+    def preload(self) -> None:
+        """Import what all plugins import late, so that copies of this process need not do it each for itself."""
+        device_type = self.accelerator.plugin.device(0).type
+        for choice in self.choices():
+            if isinstance(choice.plugin, Plugin):
+                choice.plugin.preload(device_type)
+
+    def active(self) -> list[Choice]:
+        """The plugins whose hooks are registered."""
+        return [choice for choice in self.choices() if not (self.precision_absorbed and choice is self.precision)]
