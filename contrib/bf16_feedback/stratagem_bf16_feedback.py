@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.capabilities import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
+from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, CommHook, hookimpl
 
 
 @define(eq=False, kw_only=True)

@@ -3,7 +3,7 @@
 import torch
 
 import stratagem
-from stratagem.api.values import Bucket
+from stratagem.api import Bucket
 from stratagem.testing import CommHookConformance
 
 

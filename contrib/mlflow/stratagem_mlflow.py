@@ -16,7 +16,7 @@ from urllib.parse import quote
 import attrs
 from attrs import define, field
 
-from stratagem import Logger, hookimpl
+from stratagem.api import Logger, hookimpl
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, PluginError
 

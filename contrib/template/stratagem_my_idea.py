@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import define
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     FULL_STATE,
@@ -14,6 +13,9 @@ from stratagem.api.capabilities import (
     MULTI_PROCESS,
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
+    Capabilities,
+    Strategy,
+    hookimpl,
 )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import define, field
 
-from stratagem import Logger, hookimpl
+from stratagem.api import Logger, hookimpl
 from stratagem.api.paths import is_remote, place
 from stratagem.errors import ConfigError, PluginError
 

@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from stratagem.api.kinds import Precision as Precision
     from stratagem.api.kinds import Strategy as Strategy
     from stratagem.api.markers import hookimpl as hookimpl
+    from stratagem.api.seeding import seed_everything as seed_everything
     from stratagem.api.world import World as World
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.runtime.run import Run as Run
-    from stratagem.runtime.seeding import seed_everything as seed_everything
     from stratagem.training.datamodule import DataModule as DataModule
     from stratagem.training.module import Module as Module
     from stratagem.training.trainer import Trainer as Trainer

@@ -36,12 +36,12 @@ from stratagem.api.capabilities import (
     NO_SYNC,
 )
 from stratagem.api.named_state import logical_optimizer_state
+from stratagem.api.seeding import sampler_seed
 from stratagem.api.values import Bucket, PrecisionPolicy
 from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
-from stratagem.runtime.seeding import sampler_seed
 from stratagem.testing import (
     CallbackConformance,
     CommHookConformance,

@@ -18,9 +18,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from stratagem.api.batches import move_batch
+from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.world import Mesh
-from stratagem.runtime.data import in_order, move_batch, set_epoch, several, shard_dataloader
-from stratagem.training.metrics import infer_batch_size
+from stratagem.runtime.data import in_order, set_epoch, several, shard_dataloader
 
 
 def shares(loader, stage, world_size=2, epoch=0):

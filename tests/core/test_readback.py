@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from stratagem.api.readback import Readback, as_numbers
 from stratagem.testing import recording
-from stratagem.training.readback import Readback, as_numbers
 
 DEVICE = torch.device("cpu", 0)
 VALUES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem.runtime.seeding import random_state, restore_random_state
+from stratagem.api.seeding import random_state, restore_random_state
 
 
 def device(index):

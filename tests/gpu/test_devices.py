@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import stratagem as sg
+from stratagem.api.seeding import random_state, restore_random_state, seeded
 from stratagem.config.settings import RunSettings
-from stratagem.runtime.batchnorm import synchronize
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.seeding import random_state, restore_random_state, seeded
 from stratagem.runtime.transfer import CopyStream
+from stratagem.transforms.batchnorm import synchronize
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,9 @@ import torch
 import xxhash
 
 import stratagem as sg
+from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError, ConfigError, StratagemError
-from stratagem.stack.formats import Alone, format_named, read_any, write_with
+from stratagem.stack.formats import format_named, read_any, write_with
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, relative_difference
 from stratagem.testing.training import share

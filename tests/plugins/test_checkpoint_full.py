@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import Alone
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches
 

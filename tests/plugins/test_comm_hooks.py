@@ -14,6 +14,7 @@ import torch
 
 import stratagem as sg
 import stratagem_comm_hooks.lossy
+from stratagem.api.readback import Readback
 from stratagem.api.traffic import wire_bytes
 from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
@@ -40,7 +41,6 @@ from stratagem.testing.reference import (
     train_plainly,
 )
 from stratagem.testing.training import train, weights_on_all_ranks
-from stratagem.training.readback import Readback
 from stratagem_comm_hooks.owed import Chunk, Owed
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

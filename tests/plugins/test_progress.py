@@ -16,9 +16,9 @@ import pytest
 
 import stratagem as sg
 import stratagem_callbacks.progress
+from stratagem.api.readback import Readback
 from stratagem.callbacks import ProgressBar
 from stratagem.testing.reference import Net, joined_batches
-from stratagem.training.readback import Readback
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}

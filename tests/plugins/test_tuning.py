@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.distributed import tuning
 from stratagem.errors import ConfigError
-from stratagem.runtime import tuning
 from stratagem.strategies import DDPStrategy
 from stratagem.testing import run_in_processes
 from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly

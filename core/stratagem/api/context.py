@@ -145,6 +145,9 @@ class RunContext(Protocol):
     def title_of(self, plugin: Any) -> str:
         """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
 
+    def describe(self) -> dict[str, Any]:
+        """Return the plugins of this run, their options and where these came from, as plain data."""
+
     def num_implementations(self, hook: str) -> int:
         """Return how many plugins of this run implement `hook`."""
 
@@ -197,6 +200,9 @@ class RunContext(Protocol):
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook, such as ``model_state``, and return the answer."""
+
+    def format_of(self, path: Path) -> CheckpointFormat:
+        """Return the installed checkpoint format that reads `path`: this run's, if it does."""
 
     def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
         """Call `write` with collectives of its own, in a thread if `background`. Collective.

@@ -82,6 +82,11 @@ class RunSettings:
         """Whether this run may leave anything on the disk that nobody asked for."""
         return True
 
+    @property
+    def plugin_arguments(self) -> frozenset[str]:
+        """The names of the arguments that choose plugins."""
+        return frozenset((*CHOICES, "plugins"))
+
     #: Where each value that is not a default came from; filled by `gather`.
     origins: dict[str, str] = field(factory=dict, init=False, repr=False)
     #: Plugin options by kind and name; filled by `gather`.

@@ -17,8 +17,8 @@ from typing import Any
 from stratagem._version import __version__
 from stratagem.api.kinds import KINDS
 from stratagem.api.redaction import redact
+from stratagem.distributed import tuning
 from stratagem.errors import PluginError
-from stratagem.runtime import tuning
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import os
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,8 +20,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from stratagem.errors import ConfigError
-from stratagem.runtime.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker, seeded
+from stratagem.api.batches import replace_in_loader
+from stratagem.api.seeding import SEED_WORKERS_VARIABLE, sampler_seed, seed_worker, seeded
 
 if TYPE_CHECKING:
     from stratagem.api.world import Mesh
@@ -84,15 +81,15 @@ def shard_dataloader(loader: Any, stage: str, mesh: Mesh) -> Any:
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler | ShardedSampler):
         return loader
     if loader.batch_size is None and loader.batch_sampler is None:
-        return _replace(loader, sampler=_share(loader, loader.sampler, stage, mesh), batch_sampler=None)
+        return replace_in_loader(loader, sampler=_share(loader, loader.sampler, stage, mesh), batch_sampler=None)
     batches = type(loader.batch_sampler)
     # torchdata's loaders have samplers of their own under the same names.
     if not (issubclass(batches, BatchSampler) and batches.__name__ == BatchSampler.__name__):
-        return _replace(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
+        return replace_in_loader(loader, batch_sampler=ShardedSampler(loader.batch_sampler, *_place(mesh)))
     # A batch sampler that was given has the sampler; the loader's own is then only a default.
     made: Any = loader.batch_sampler
     sampler = _share(loader, made.sampler, stage, mesh)
-    return _replace(loader, sampler=sampler, batch_sampler=batches(sampler, made.batch_size, made.drop_last))
+    return replace_in_loader(loader, sampler=sampler, batch_sampler=batches(sampler, made.batch_size, made.drop_last))
 
 
 def _place(mesh: Mesh) -> tuple[int, int]:
@@ -120,29 +117,6 @@ def _shuffles(sampler: Any) -> bool:
     """Whether `sampler` is what ``shuffle=True`` makes."""
     is_random = type(sampler).__name__ == RandomSampler.__name__ and hasattr(sampler, "data_source")
     return bool(is_random and not sampler.replacement and sampler._num_samples is None)
-
-
-def _replace(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy of `loader` with other samplers, whatever its class and the signature of its ``__init__``."""
-    clone = copy.copy(loader)
-    # DataLoader forbids setting these after __init__ because it cannot rebuild what depends on them; we can.
-    clone.__dict__.update(attributes, _iterator=None)
-    return clone
-
-
-def with_batch_size(loader: Any, batch_size: int) -> Any:
-    """Return `loader` with batches of another size.
-
-    Raises:
-        ConfigError: it is no DataLoader, or makes its batches in a way of its own.
-    """
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
-        raise ConfigError(
-            f"the training loader is a {type(loader).__name__} whose batches have no size to set",
-            expected="a DataLoader with a batch_size",
-        )
-    batches = type(loader.batch_sampler)(loader.sampler, batch_size, loader.drop_last)
-    return _replace(loader, batch_sampler=batches, batch_size=batch_size)
 
 
 def several(loaders: Any) -> list[Any]:
@@ -186,7 +160,7 @@ def in_order_of_several(loader: Any, seed: int) -> Any:
         return loader
     sampler: Any = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
     batches = type(loader.batch_sampler)(sampler, loader.batch_size, loader.drop_last)  # type: ignore[call-arg,misc]
-    return _replace(loader, sampler=sampler, batch_sampler=batches)
+    return replace_in_loader(loader, sampler=sampler, batch_sampler=batches)
 
 
 def _seeded_samplers(loader: Any) -> list[Any]:
@@ -213,46 +187,6 @@ def seed_loader_workers(loader: Any, rank: int) -> None:
         loader.worker_init_fn = functools.partial(seed_worker, rank=rank)
 
 
-# --- Batches -----------------------------------------------------------------------------------------------------
-
-
-def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
-    return map_batch(batch, lambda leaf: move_leaf(leaf, device), is_leaf=lambda part: hasattr(part, "to"))
-
-
-def move_leaf(leaf: Any, device: torch.device) -> Any:
-    """Return a part of a batch on `device`: a tensor, an object with ``.to``, or anything else as it is."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.device.type == "cpu")
-    if isinstance(leaf, PackedSequence):
-        return leaf.to(device, non_blocking=leaf.data.device.type == "cpu")
-    return leaf.to(device) if hasattr(leaf, "to") else leaf
-
-
-def map_batch(
-    batch: Any,
-    change: Callable[[Any], Any],
-    is_leaf: Callable[[Any], bool] = lambda part: isinstance(part, PackedSequence),
-) -> Any:
-    """Return `batch` with `change` applied to all that is not a list, tuple or dict in it; containers keep their type.
-
-    Args:
-        is_leaf: whether a container is changed as one. A packed sequence always has to be: its lengths stay on the CPU.
-    """
-    if not isinstance(batch, list | tuple | dict) or is_leaf(batch):
-        return change(batch)
-    if isinstance(batch, dict):
-        items = {key: map_batch(item, change, is_leaf) for key, item in batch.items()}
-        if not isinstance(batch, defaultdict):
-            return type(batch)(items)  # a copy might keep attributes that hold the tensors from before
-        changed = copy.copy(batch)  # its first argument makes the missing values
-        changed.update(items)
-        return changed
-    parts = [map_batch(item, change, is_leaf) for item in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-
-
 def in_order(loader: Any) -> Any:
     """Return `loader` without shuffling: the same batches every epoch."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
@@ -262,4 +196,6 @@ def in_order(loader: Any) -> Any:
     shuffles = type(loader.sampler) is RandomSampler
     # A sampler of another kind chooses, too: what it chose first is kept.
     sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)
-    return _replace(loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last))
+    return replace_in_loader(
+        loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    )

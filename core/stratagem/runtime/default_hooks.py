@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from stratagem.api.batches import move_batch
 from stratagem.api.markers import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.world import Collectives
 from stratagem.distributed.process_group import TorchCollectives
-from stratagem.runtime.data import move_batch, shard_dataloader
+from stratagem.runtime.data import shard_dataloader
 
 
 def connect(world: Any, run: Any) -> Collectives:

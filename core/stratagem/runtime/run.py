@@ -39,6 +39,7 @@ from stratagem.api.capabilities import MULTI_PROCESS, SHARDED_PARAMETERS
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.paths import place
+from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
@@ -50,21 +51,22 @@ from stratagem.distributed.rendezvous import check_address
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.distributed.supervision import join_supervision
 from stratagem.errors import CheckpointError, ConfigError, PluginError, StratagemError, nearest
-from stratagem.runtime import activation_checkpointing, default_hooks
-from stratagem.runtime.deferred_init import Materializer, has_no_values, meta_init
+from stratagem.runtime import default_hooks
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.peer_diagnosis import Neighbours, explained
 from stratagem.runtime.preflight import agree, agree_before_connecting
-from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
 from stratagem.runtime.watchdog import Watchdog
 from stratagem.stack import identity, lightning_callbacks, lock
-from stratagem.stack.formats import check_is_no_folder, format_named, name_of_format, read_with
+from stratagem.stack.describe import explain_stack, render_stack, unread_arguments
+from stratagem.stack.formats import check_is_no_folder, format_named, format_of, name_of_format, read_with
 from stratagem.stack.identity import matched, warn_of_differences
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
+from stratagem.transforms import activation_checkpointing
+from stratagem.transforms.deferred_init import Materializer, has_no_values, meta_init
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -253,6 +255,10 @@ class Run:
         """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
         return next((str(choice) for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the resolved plugins, their options and where these came from, as plain data."""
+        return explain_stack(self.stack, self.settings)
+
     def num_implementations(self, hook: str) -> int:
         """Return how many plugins of this run implement `hook`."""
         return len(getattr(self.hook, hook).get_hookimpls())
@@ -324,18 +330,14 @@ class Run:
 
     def explain(self) -> str:
         """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
-        from stratagem.stack.describe import explain_stack, render_stack
-
-        return render_stack(explain_stack(self.stack, self.settings))
+        return render_stack(self.describe())
 
     def _explain_and_stop(self, form: str) -> None:
         import json
 
-        from stratagem.stack.describe import explain_stack, unread_arguments
-
         for sentence in unread_arguments(self.stack, self.settings, sys.argv[1:]):
             print(f"stratagem: {sentence}", file=sys.stderr)
-        self.print(json.dumps(explain_stack(self.stack, self.settings), indent=2) if form == "json" else self.explain())
+        self.print(json.dumps(self.describe(), indent=2) if form == "json" else self.explain())
         raise SystemExit(0)
 
     def connect(self) -> None:
@@ -475,7 +477,7 @@ class Run:
         self._reducer_is_due = trains and bool(self.stack.comm_hooks) and self._reducer_is_due
 
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
-        from stratagem.runtime.batchnorm import synchronize
+        from stratagem.transforms.batchnorm import synchronize
 
         if synchronize(module, self.peers) == 0:
             raise ConfigError(
@@ -703,6 +705,10 @@ class Run:
             self.progress.skipped_steps += 1
 
     # --- Files ---------------------------------------------------------------------------------------------------
+
+    def format_of(self, path: Path) -> CheckpointFormat:
+        """Return the installed checkpoint format that reads `path`: this run's, if it does."""
+        return format_of(path, self.checkpoint_format)
 
     def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
         """Call `write` with collectives of its own, in a thread if `background`. Collective.

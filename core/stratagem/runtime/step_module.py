@@ -42,6 +42,11 @@ class StepModule(nn.Module):
         """Return what the user's ``{method}_end`` makes of `output`."""
         return getattr(self.module, self._ends[method])(output)
 
+    @property
+    def compiles_steps(self) -> bool:
+        """Whether the user's module was given as ``torch.compile(module)``."""
+        return COMPILER in self.module.__dict__
+
     def _step(self, method: str) -> Any:
         step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
         if compiler is None:

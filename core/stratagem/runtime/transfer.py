@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from stratagem.runtime.data import map_batch, move_leaf
+from stratagem.api.batches import map_batch, move_leaf
 
 #: Batches whose copies and kernels may be queued at a time.
 _AHEAD: Final = 4

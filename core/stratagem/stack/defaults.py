@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from stratagem.api.kinds import Environment
+from stratagem.api.notebook import in_notebook
 from stratagem.errors import PluginError
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
@@ -25,14 +25,6 @@ def default_strategy(processes: int, num_nodes: int, environment: Environment) -
     if in_notebook():
         return default("strategy", "strategy_notebook", "the default for several processes from a notebook")
     return default("strategy", "strategy_distributed", "the default for several processes")
-
-
-def in_notebook() -> bool:
-    """Whether this process is an IPython kernel, whose script cannot be started again."""
-    if "IPython" not in sys.modules:
-        return False
-    shell = sys.modules["IPython"].get_ipython()
-    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
 
 
 # --- Asking the machine ------------------------------------------------------------------------------------------

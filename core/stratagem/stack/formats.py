@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.paths import place, refusals
-from stratagem.api.world import Collectives, World
-from stratagem.checkpoint.background_save import Saver
+from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.files import STAGED, check_version
 from stratagem.errors import CheckpointError, PluginError
 
@@ -84,22 +83,6 @@ def check_is_no_folder(path: Path) -> None:
         f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
         do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
     )  # fmt: skip
-
-
-class Alone:
-    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
-
-    rank, world_size, is_global_zero = 0, 1, True
-
-    def __init__(self) -> None:
-        self.world, self.collectives = World(), Collectives()
-        self._saver = Saver(self.collectives)
-
-    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
-        self._saver.submit(write, background)
-
-    def wait_for_saves(self) -> None:
-        self._saver.wait()
 
 
 def name_of_format(path: Path) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
-from stratagem.runtime.seeding import seeded
+from stratagem.api.seeding import seeded
 
 Batch = tuple[Tensor, ...]
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
+from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
-from stratagem.runtime.seeding import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

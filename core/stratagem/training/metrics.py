@@ -8,32 +8,36 @@ rank may log ``0`` and another ``0.5``. A NaN is never lost: mean, sum, max and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from attrs import asdict, define
-from torch.nn.utils.rnn import PackedSequence
 
+from stratagem.api.metric_values import as_tensor, combine, infer_batch_size, number
+from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
 from stratagem.distributed.fingerprints import fingerprint
 from stratagem.errors import ConfigError
-from stratagem.training.readback import as_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 ReduceFx = Literal["mean", "sum", "max", "min"] | Callable[["Tensor"], "Tensor"]
+
 _REDUCTIONS = ("mean", "sum", "max", "min")
+
 #: Functions that mean one of those.
 _SYNONYMS: tuple[tuple[Any, str], ...] = (
     (torch.mean, "mean"), (torch.sum, "sum"), (sum, "sum"), (torch.max, "max"), (torch.amax, "max"), (max, "max"),
     (torch.min, "min"), (torch.amin, "min"), (min, "min"),
 )  # fmt: skip
+
 #: Options that all calls of `log` for one name have in common.
 _OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist", "rank_zero_only")
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+
+
 #: Metrics in the message that reduces those of a step; the rest follows once the names are compared.
 _FIRST = 16
 
@@ -89,7 +93,7 @@ class Metric:
             self.total = _plus_weighted(self.total, value, weight)
             self.weight += weight
         elif callable(self.reduce_fx):
-            self.total = [*(self.total or []), _tensor(value)]
+            self.total = [*(self.total or []), as_tensor(value)]
         else:
             self.total = combine(self.total, value, self.reduce_fx)
             if self.reduce_fx == "sum" and isinstance(value, torch.Tensor) and not value.is_floating_point():
@@ -280,11 +284,11 @@ class MetricBook:
     def by_loader(self, values: dict[str, Tensor], count: int) -> list[dict[str, float]]:
         """Return what `epoch_values` returned as numbers for each of `count` loaders, under both names."""
         found: list[dict[str, float]] = [{} for _ in range(count)]
-        for shown, number in as_numbers(values).items():
+        for shown, value in as_numbers(values).items():
             name, metric = self._shown[shown]
             index = metric.loader.rpartition("_")[2]
             for result in found if not index else [found[int(index)]]:
-                result[shown] = result[name] = number
+                result[shown] = result[name] = value
         return found
 
     def name(self, display_name: str) -> str:
@@ -355,89 +359,17 @@ def _shown(options: dict[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name}={getattr(options[name], '__name__', repr(options[name]))}" for name in names)
 
 
-# --- Numbers: see [Note: exact numbers] -----------------------------------------------------------------------------
-
-
-def number(name: str, value: Any) -> Tensor | int | float:
-    """Return what is logged of `value`: an int, a float, or a tensor without dimensions of int64, float32 or float64.
-
-    Raises:
-        ConfigError: `value` is not one real number.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            value = value.detach()
-        if value.numel() != 1:
-            raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
-        if value.dim():
-            value = value.reshape(())
-        if value.dtype is torch.float32 or value.dtype is torch.float64 or value.dtype is torch.int64:
-            return value
-        if value.dtype in _WHOLE:
-            return value.long()
-        if value.dtype is torch.uint64:
-            return _within_64_bits(int(value.view(torch.int64)) % 2**64)
-        if not value.is_floating_point():
-            raise ConfigError(
-                f"log({name!r}) got a tensor of {str(value.dtype).removeprefix('torch.')}", expected="a real number",
-                do="log its real part, its imaginary part or its absolute value",
-            )  # fmt: skip
-        return value.float()
-    if isinstance(value, int):
-        return _within_64_bits(int(value))
-    if isinstance(value, float):
-        return value
-    if isinstance(shape := getattr(value, "shape", None), tuple) and callable(item := getattr(value, "item", None)):
-        if math.prod(shape) != 1:
-            raise ConfigError(f"log({name!r}) got an array of shape {shape}", expected="one number")
-        if isinstance(plain := item(), int | float):
-            return number(name, plain)
-    raise ConfigError(
-        f"log({name!r}) got {value!r}",
-        expected="a number, a tensor with one element, or an object with update, compute and reset",
-    )
-
-
-def combine(total: Any, value: Any, reduction: str) -> Any:
-    """Return the "sum", "max" or "min" of `total` (None at first) and `value`, both as `number` returns them."""
-    if total is None:
-        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-    if not isinstance(total, torch.Tensor) and not isinstance(value, torch.Tensor):
-        if reduction == "sum":
-            return total + value
-        if value != value or total != total:  # NaN
-            return math.nan
-        return max(total, value) if reduction == "max" else min(total, value)
-    total, value = _tensor(total), _tensor(value)
-    if total.dtype is not value.dtype and total.dtype is not torch.float64:
-        total = total.double()
-    if reduction == "sum":
-        return total + value
-    return torch.maximum(total, value) if reduction == "max" else torch.minimum(total, value)
-
-
 def _plus_weighted(total: Any, value: Any, weight: float) -> Any:
     if isinstance(total, torch.Tensor):
-        return torch.add(total, _tensor(value), alpha=weight)
+        return torch.add(total, as_tensor(value), alpha=weight)
     if isinstance(value, torch.Tensor):
         return value.double() * weight + (total or 0.0)
     return value * weight + (total or 0.0)
 
 
-def _within_64_bits(value: int) -> int | float:
-    return value if -(2**63) <= value < 2**63 else float(value)
-
-
-def _tensor(value: Any) -> Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    value = _within_64_bits(value) if isinstance(value, int) else float(value)
-    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-
-
 def _coded(value: Any) -> Tensor:
     """Return 64 bits that hold `value` after a flag that tells integers from doubles: (2,) int64."""
-    mine = _tensor(value).reshape(1)
+    mine = as_tensor(value).reshape(1)
     whole = not mine.is_floating_point()
     bits = mine if whole else mine.double().view(torch.int64)
     return torch.cat([torch.full_like(bits, whole), bits])
@@ -464,13 +396,13 @@ def _decoded(coded: Tensor) -> Tensor:
 def _of_all_ranks(value: Any, collectives: Collectives) -> Tensor:
     """Return the values of all ranks, (ranks,). Collective."""
     # From the CPU: on another rank the value may be a number without a device.
-    return _decoded(torch.stack(collectives.all_gather(_coded(value).cpu()))).to(_tensor(value).device)
+    return _decoded(torch.stack(collectives.all_gather(_coded(value).cpu()))).to(as_tensor(value).device)
 
 
 def _reduced(name: str, values: Tensor, reduce_fx: Any) -> Tensor:
     """Return the reduction of `values`, (n,)."""
     if reduce_fx == "sum":
-        return values.sum() if values.is_floating_point() else _tensor(sum(values.tolist())).to(values.device)
+        return values.sum() if values.is_floating_point() else as_tensor(sum(values.tolist())).to(values.device)
     if reduce_fx == "mean":
         return values.double().mean()
     if reduce_fx in _REDUCTIONS:
@@ -489,7 +421,7 @@ def _epoch_value(name: str, metric: Metric, collectives: Collectives | None) -> 
             gathered = collectives.all_gather_object(values.tolist())
             values = torch.tensor([value for of_rank in gathered for value in of_rank], device=device).double()
         return _reduced(name, values, metric.reduce_fx)
-    total = _tensor(metric.total)
+    total = as_tensor(metric.total)
     if metric.reduce_fx == "mean":
         sums = torch.stack([total.double(), torch.full((), metric.weight, dtype=torch.float64, device=total.device)])
         if collectives:
@@ -506,17 +438,4 @@ def _one_number(who: str, value: Any, do: str) -> Tensor:
         is_tensor = isinstance(value, torch.Tensor)
         found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else " ".join(repr(value).split())
         raise ConfigError(f"{who} returned {found}", expected="one number", do=do)
-    return _tensor(value)
-
-
-def infer_batch_size(batch: Any) -> int:
-    """Return the first dimension of the first tensor found in `batch`; 1 if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])  # its data has a row for each time step
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    for item in items:
-        if isinstance(item, torch.Tensor | list | tuple | dict):
-            return infer_batch_size(item)
-    return 1
+    return as_tensor(value)

@@ -133,7 +133,7 @@ class Module(nn.Module):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return `batch` on `device`."""
-        from stratagem.runtime.data import move_batch
+        from stratagem.api.batches import move_batch
 
         return move_batch(batch, device)
 

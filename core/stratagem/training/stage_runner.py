@@ -13,10 +13,10 @@ from attrs import define
 
 from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
 from stratagem.api.optimizers import needs_closure
+from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
-from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.training import lightning_names, trainer_state
 from stratagem.training.batches import Feed, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods

@@ -15,7 +15,9 @@ import torch
 
 from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.kinds import CheckpointFormat
+from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.paths import place
+from stratagem.api.readback import as_numbers
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.api.world import Collectives, World
 from stratagem.config.environment import from_environment
@@ -33,9 +35,7 @@ from stratagem.training.loops import Position
 from stratagem.training.metrics import MetricBook
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.optimizer_handle import OptimizerHandle
-from stratagem.training.optimizers import LRSchedulerConfig
 from stratagem.training.overrides import takes
-from stratagem.training.readback import as_numbers
 from stratagem.training.stage_runner import Job, Session
 from stratagem.training.trial import TrialStep, trial_steps
 

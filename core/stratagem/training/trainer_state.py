@@ -11,6 +11,8 @@ from attrs import define
 
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import is_remote, place
+from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.state_checks import (
     applying,
     check_feed,
@@ -22,14 +24,13 @@ from stratagem.checkpoint.state_checks import (
 )
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime import default_hooks
-from stratagem.runtime.deferred_init import allocate
 from stratagem.runtime.run import format_tag
-from stratagem.runtime.seeding import random_state, restore_random_state
 from stratagem.stack import identity
-from stratagem.stack.formats import Alone, format_of, newest_whole, read_with, saved_at
+from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
 from stratagem.training.module import build, overrides
+from stratagem.transforms.deferred_init import allocate
 
 if TYPE_CHECKING:
     from torch import Tensor

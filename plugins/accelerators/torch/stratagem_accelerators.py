@@ -6,8 +6,7 @@ import os
 
 from attrs import define
 
-from stratagem import Accelerator, Capabilities
-from stratagem.api.capabilities import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS
+from stratagem.api import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS, Accelerator, Capabilities
 from stratagem.errors import ConfigError, nearest
 
 #: What CUDA_DEVICE_ORDER may be; CUDA takes anything else for the first, without a message.

@@ -25,7 +25,7 @@ from attrs import define
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from stratagem import CheckpointFormat, hookimpl
+from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from attrs import define, field
 
-from stratagem import CheckpointFormat, hookimpl
+from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file

@@ -18,7 +18,7 @@ from attrs import define, field
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from stratagem import CheckpointFormat, hookimpl
+from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies

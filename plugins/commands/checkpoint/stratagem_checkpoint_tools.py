@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.api.paths import place
+from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
 from stratagem.stack.construction import make
-from stratagem.stack.formats import Alone, format_named, name_of_format, read_any, read_with, write_with
+from stratagem.stack.formats import format_named, name_of_format, read_any, read_with, write_with
 
 _ONE_FILE = "full"
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset
 
 import stratagem as sg
-from stratagem.runtime.seeding import seed_everything
+from stratagem.api.seeding import seed_everything
 
 CONTEXT = 96  # characters
 SAVE_EVERY = 250  # steps

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from attrs import define
 
-from stratagem import Environment, World, hookimpl
+from stratagem.api import Environment, World, hookimpl
 from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE
 from stratagem.errors import ConfigError
 

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from attrs import define
 
-from stratagem import Launcher, hookimpl
-from stratagem.api.capabilities import DEVICE_CUDA
+from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
 from stratagem.distributed.children import Child, end
 from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Logger, hookimpl
+from stratagem.api import Logger, hookimpl
 from stratagem.api.paths import is_remote, place, replace_text
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError

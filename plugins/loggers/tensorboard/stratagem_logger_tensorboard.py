@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import define, field
 
-from stratagem import Logger, hookimpl
+from stratagem.api import Logger, hookimpl
 from stratagem.api.paths import is_remote, place
+from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, PluginError
-from stratagem.runtime.seeding import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

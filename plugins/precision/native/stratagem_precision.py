@@ -15,12 +15,10 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-from stratagem import Capabilities, Precision, hookimpl
-from stratagem.api.capabilities import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS
+from stratagem.api import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, Capabilities, Precision, PrecisionPolicy, hookimpl
+from stratagem.api.batches import map_batch
 from stratagem.api.validators import at_least, between, more_than
-from stratagem.api.values import PrecisionPolicy
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import map_batch
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 

@@ -22,8 +22,7 @@ from attrs import define, field, frozen
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_STEP,
@@ -34,14 +33,17 @@ from stratagem.api.capabilities import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     WITHIN_TEAM,
+    Bucket,
+    Capabilities,
+    Collectives,
+    Strategy,
+    hookimpl,
 )
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, more_than, not_empty
-from stratagem.api.values import Bucket
-from stratagem.api.world import Collectives
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.distributed.process_group import TorchCollectives
-from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
+from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"

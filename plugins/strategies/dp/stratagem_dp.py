@@ -24,8 +24,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stratagem import Capabilities, Module, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -36,13 +35,15 @@ from stratagem.api.capabilities import (
     LOCAL_STEPS,
     MULTI_PROCESS,
     NO_SYNC,
+    Capabilities,
+    Strategy,
+    hookimpl,
 )
+from stratagem.api.batches import move_batch
+from stratagem.api.metric_values import combine, number
 from stratagem.api.validators import duration, more_than, not_empty
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import move_batch
-from stratagem.runtime.step_module import COMPILER
-from stratagem.training.metrics import combine, number
 
 _WITHIN_A_PROCESS = frozenset(
     {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}
@@ -176,7 +177,9 @@ def _check_copies(module: Any, run: Any) -> None:
     compiled = [
         part
         for part in module.modules()
-        if COMPILER in part.__dict__ or hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        if (part is module.module and module.compiles_steps)
+        or hasattr(part, "_orig_mod")
+        or part._compiled_call_impl is not None
     ]
     if compiled:
         raise ConfigError(
@@ -212,7 +215,7 @@ class _Parts(nn.Module):
         copies = _copies(self.steps, self.devices[: len(pieces)])
         journals = [_Journal(piece.size) for piece in pieces]
         for copy, journal in zip(copies, journals, strict=True):
-            if isinstance(copy.module, Module):
+            if callable(getattr(type(copy.module), "log", None)):
                 copy.module.__dict__["log"] = journal
         check = _LossOfState(copies[0], method)
         outputs = _side_by_side(

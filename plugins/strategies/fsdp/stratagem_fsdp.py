@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CUSTOM_CLIPPING,
@@ -45,18 +44,21 @@ from stratagem.api.capabilities import (
     NO_SYNC,
     SHARDED_PARAMETERS,
     WITHIN_TEAM,
+    Bucket,
+    Capabilities,
+    Mesh,
+    Strategy,
+    hookimpl,
 )
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.validators import duration, not_empty
-from stratagem.api.values import Bucket
-from stratagem.api.world import Mesh
 from stratagem.distributed.backends import backends_of
 from stratagem.distributed.process_group import TorchCollectives
+from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.errors import ConfigError, shown
-from stratagem.runtime.activation_checkpointing import recompute
-from stratagem.runtime.normalization import match_inputs
-from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
-from stratagem.runtime.wrap_policy import check_policy, children_first, select
+from stratagem.transforms.activation_checkpointing import recompute
+from stratagem.transforms.normalization import match_inputs
+from stratagem.transforms.wrap_policy import check_policy, children_first, select
 
 _M_MMAP_THRESHOLD = -3
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from attrs import define
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -16,6 +15,9 @@ from stratagem.api.capabilities import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     WITHIN_TEAM,
+    Capabilities,
+    Strategy,
+    hookimpl,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import define
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 

@@ -11,11 +11,10 @@ from attrs import define, field
 from torch import nn
 from torch.optim.swa_utils import SWALR
 
-from stratagem import Callback, Capabilities, hookimpl
-from stratagem.api.capabilities import STEPPED_COPIES, TEAMS
+from stratagem.api import STEPPED_COPIES, TEAMS, Callback, Capabilities, hookimpl
+from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.validators import at_least, batch_limit, between, more_than
 from stratagem.errors import ConfigError
-from stratagem.training.optimizers import LRSchedulerConfig
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
+from stratagem.api.batches import with_batch_size
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import with_batch_size
 
 
 @define(eq=False, kw_only=True)

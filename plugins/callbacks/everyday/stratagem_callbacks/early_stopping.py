@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
+from stratagem.api.monitored import monitored
 from stratagem.api.validators import at_least, not_empty
-from stratagem.training.monitored import monitored
 
 
 @define(eq=False, kw_only=True)

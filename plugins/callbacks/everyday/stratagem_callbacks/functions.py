@@ -8,8 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
-from stratagem.api import hooks
+from stratagem.api import Callback, hookimpl, hooks
 from stratagem.errors import ConfigError, nearest
 
 _EVENTS = tuple(name for name in vars(hooks) if name.startswith("on_"))

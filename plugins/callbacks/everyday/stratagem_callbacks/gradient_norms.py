@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
 
 

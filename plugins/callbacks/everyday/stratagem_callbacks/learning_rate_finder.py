@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from attrs.converters import optional
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
 

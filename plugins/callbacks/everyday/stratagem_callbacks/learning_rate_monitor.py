@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
 
 

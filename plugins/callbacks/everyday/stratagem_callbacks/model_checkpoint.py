@@ -7,19 +7,19 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
+from stratagem.api.monitored import monitored
 from stratagem.api.paths import is_remote, place
+from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
 from stratagem.distributed.supervision import interrupted_by_watcher
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.stack.formats import format_of
-from stratagem.training.monitored import monitored
-from stratagem.training.readback import as_numbers
 from stratagem_callbacks.occupied import occupy, vacate
 
 
@@ -227,7 +227,7 @@ class ModelCheckpoint(Callback):
                 self._asked_for = (last or path, trainer.global_step)
                 trainer.run.after_save(functools.partial(setattr, self, "_on_disk", self._asked_for))
             for old in doomed:  # not before there is something better on the disk
-                trainer.run.after_save(functools.partial(_remove, trainer.checkpoint_format, place(old)))
+                trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, place(old)))
 
     def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str], str] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""
@@ -343,9 +343,9 @@ def _within(folder: Path, path: str) -> str:
     return "" if below.startswith(os.pardir) else str(folder / below)
 
 
-def _remove(checkpoint_format: Any, path: Path) -> None:
+def _remove(format_of: Callable[[Path], Any], path: Path) -> None:
     try:
-        written_in = format_of(path, checkpoint_format)
+        written_in = format_of(path)
         if written_in.recognises(path):
             written_in.remove(path)
     except (OSError, CheckpointError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 from attrs import define, field
 from torch import nn
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least_or_unlimited
 
 

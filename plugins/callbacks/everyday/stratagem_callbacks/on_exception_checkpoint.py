@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import place
 from stratagem.api.peer_errors import is_echo
 from stratagem.api.validators import more_than, not_empty

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import is_remote, refusals
 from stratagem.errors import CheckpointError
 

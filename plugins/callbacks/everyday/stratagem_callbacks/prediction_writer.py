@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import create_beside
 from stratagem.errors import ConfigError
 
@@ -43,7 +43,7 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(self, trainer, outputs, batch_idx, dataloader_idx):
         import torch
 
-        from stratagem.runtime.data import move_batch
+        from stratagem.api.batches import move_batch
 
         outputs = move_batch(outputs, torch.device("cpu"))  # a file with CUDA tensors needs a GPU to be read
         if self.write_interval == "batch":

@@ -20,7 +20,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.paths import place
 from stratagem.api.validators import more_than, not_empty
 from stratagem.errors import ConfigError, PeerError, nearest

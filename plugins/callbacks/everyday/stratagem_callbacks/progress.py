@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
+from stratagem.api.notebook import in_notebook
+from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
-from stratagem.stack.defaults import in_notebook
-from stratagem.training.readback import Readback
 
 
 @define(eq=False, kw_only=True)

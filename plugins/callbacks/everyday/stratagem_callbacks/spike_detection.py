@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import StratagemError
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
+from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
-from stratagem.training.metrics import infer_batch_size
 
 #: Dense 16-bit matrix products a second, from the makers' data sheets, by what a device's whole name is after the
 #: makers' words: "L4" is not an "L40", and a slice of a GPU ("A100-SXM4-40GB MIG 1g.5gb") is not a GPU.

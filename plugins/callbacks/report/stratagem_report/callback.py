@@ -11,7 +11,7 @@ from typing import Any
 from attrs import define, field, frozen
 from attrs.converters import optional
 
-from stratagem import Callback, hookimpl
+from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import is_remote, place, replace_text
 from stratagem.api.validators import more_than
 from stratagem.errors import ConfigError

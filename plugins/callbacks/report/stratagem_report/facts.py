@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import os
 import platform
 import sys
@@ -17,11 +18,8 @@ import attrs
 import torch
 from attrs import frozen
 
-from stratagem import __version__
 from stratagem.api.options import options
 from stratagem.api.redaction import redact
-from stratagem.config.settings import CHOICES
-from stratagem.stack.describe import explain_stack
 
 if TYPE_CHECKING:
     from stratagem_report.history import History
@@ -48,7 +46,7 @@ class Facts:
     folder: str
     #: (name, value, origin) of every argument but those that choose plugins.
     arguments: list[tuple[str, str, str]]
-    #: As `stratagem.stack.describe.explain_stack` gives them.
+    #: As `RunContext.describe` returns them.
     plugins: list[dict[str, Any]]
     hyper_parameters: list[tuple[str, str]]
     versions: list[tuple[str, str]]
@@ -71,7 +69,7 @@ def gather(trainer: Any, history: History) -> Facts:
         written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         folder=str(settings.default_root_dir),
         arguments=_arguments(settings),
-        plugins=explain_stack(run.stack, settings)["plugins"],
+        plugins=run.describe()["plugins"],
         hyper_parameters=[pair for name, value in trainer.module.hparams.items() for pair in _flat(str(name), value)],
         versions=_versions(),
     )
@@ -154,7 +152,7 @@ def _arguments(settings: Any) -> list[tuple[str, str, str]]:
     rows = [
         (name, shown(name, getattr(settings, option.name)), settings.origins.get(name, "default"))
         for name, option in options(type(settings)).items()
-        if name not in CHOICES and name != "plugins"
+        if name not in settings.plugin_arguments
     ]
     return sorted(rows, key=lambda row: (row[2] == "default", row[0]))
 
@@ -222,7 +220,7 @@ def _device_name(device: torch.device) -> str:
 
 def _versions() -> list[tuple[str, str]]:
     return [
-        ("stratagem", __version__),
+        ("stratagem", importlib.metadata.version("stratagem")),
         ("torch", str(torch.__version__)),
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from attrs import define, field
 
-from stratagem import CheckpointFormat, hookimpl
+from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.paths import is_private, is_remote, modified_at
 from stratagem.checkpoint.atomic import remove_folder
 from stratagem.errors import CheckpointError

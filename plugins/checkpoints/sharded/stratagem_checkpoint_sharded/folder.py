@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stratagem.api.world import Collectives
+from stratagem.api import Collectives
 from stratagem.checkpoint.atomic import StagedFolder, explained
 from stratagem.errors import CheckpointError
 from stratagem_checkpoint_sharded.layout import Plan, pieces

@@ -8,8 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stratagem.api import Collectives
 from stratagem.api.paths import publish_object, refusals, size_of
-from stratagem.api.world import Collectives
 from stratagem.errors import CheckpointError
 from stratagem_checkpoint_sharded.layout import Plan, pieces
 from stratagem_checkpoint_sharded.manifest import MANIFEST, checksum, encoded, files_of, has_tag, read_manifest

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import define, field
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import Owed
 from stratagem_comm_hooks.per_run import PerRun

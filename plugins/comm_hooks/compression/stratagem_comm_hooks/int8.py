@@ -8,7 +8,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers
 
 _LARGEST: Final = 127

@@ -12,9 +12,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem import CommHook, hookimpl
+from stratagem.api import CommHook, hookimpl
+from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.training.readback import Readback
 from stratagem_comm_hooks.per_run import PerRun
 
 

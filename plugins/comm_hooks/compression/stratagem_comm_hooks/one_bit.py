@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers

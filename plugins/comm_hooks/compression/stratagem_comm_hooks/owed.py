@@ -24,7 +24,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem.api.values import Bucket
+from stratagem.api import Bucket
 
 #: How far the quotient of two 16-bit losses may be off.
 _ROUNDING = 0.1

@@ -6,8 +6,7 @@ import warnings
 
 from attrs import define
 
-from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.capabilities import GRADIENT_BUCKETS, LOCAL_STEPS
+from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, Capabilities, CommHook, hookimpl
 
 
 @define(eq=False, kw_only=True)

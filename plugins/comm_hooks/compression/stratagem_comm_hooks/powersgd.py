@@ -20,9 +20,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from stratagem import hookimpl
+from stratagem.api import Bucket, hookimpl
 from stratagem.api.validators import at_least
-from stratagem.api.values import Bucket
 from stratagem.errors import ConfigError
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.lossy import is_finite

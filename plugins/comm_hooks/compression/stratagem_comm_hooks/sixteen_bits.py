@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from attrs import define
 
-from stratagem import Capabilities, hookimpl
-from stratagem.api.capabilities import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS
+from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
 from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import as_real
 

@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem import hookimpl
+from stratagem.api import hookimpl
 from stratagem.api.validators import between, more_than
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.owed import as_real

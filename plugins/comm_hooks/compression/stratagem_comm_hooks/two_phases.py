@@ -15,8 +15,7 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from stratagem.api.values import Bucket
-from stratagem.api.world import Collectives
+from stratagem.api import Bucket, Collectives
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.owed import Chunk, Layout, Owed, as_real
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.errors import ConfigError, shown
 
 if TYPE_CHECKING:

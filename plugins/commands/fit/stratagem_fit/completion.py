@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types
 from stratagem.config.settings import CHOICES, TrainerSettings

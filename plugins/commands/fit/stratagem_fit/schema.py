@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.api.kinds import KINDS
 from stratagem.api.options import option_types, options
 from stratagem.config.settings import CHOICES, TrainerSettings

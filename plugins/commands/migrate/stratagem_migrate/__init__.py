@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_migrate import arguments as trainer_arguments
 from stratagem_migrate import definitions, imports, own, ranks, surroundings, trainers

@@ -155,7 +155,7 @@ def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
 @cache
 def scheduler_options() -> frozenset[str]:
     """Return what a dict about a learning rate scheduler may hold."""
-    from stratagem.training.optimizers import LRSchedulerConfig
+    from stratagem.api.lr_schedulers import LRSchedulerConfig
 
     return frozenset(config.options(LRSchedulerConfig))
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from stratagem import CommHook, hookimpl
-from stratagem.api.values import Bucket
+from stratagem.api import Bucket, CommHook, hookimpl
 from stratagem.errors import ConfigError, PluginError, shown
 
 #: torch's hooks and wrappers, by the comm hook that does the same.

@@ -11,8 +11,7 @@ from attrs import define, field
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
@@ -26,12 +25,15 @@ from stratagem.api.capabilities import (
     MULTIPLE_OPTIMIZERS,
     NO_SYNC,
     WITHIN_TEAM,
+    Capabilities,
+    Strategy,
+    hookimpl,
 )
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, duration, more_than, not_empty
 from stratagem.distributed.process_group import TorchCollectives
+from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem.errors import ConfigError
-from stratagem.runtime.tuning import gloo_options, in_force, nccl_options, take_back
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stratagem import Command
+from stratagem.api import Command
 from stratagem.errors import ConfigError, StratagemError, nearest
 
 #: What is tried, in the words of deepspeed's sweep: a minute, where all it would try takes ten. Larger blocks are left

@@ -22,8 +22,7 @@ from stratagem_deepspeed.given import AUTO
 if TYPE_CHECKING:
     import torch
 
-    from stratagem.api.values import PrecisionPolicy
-    from stratagem.runtime.run import Run
+    from stratagem.api import PrecisionPolicy, RunContext
     from stratagem_deepspeed.options import DeepSpeedOptions
 
 #: The options that stand for keys of the zero_optimization section under other names.
@@ -58,7 +57,7 @@ _LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hyster
 # --- For one run -------------------------------------------------------------------------------------------------
 
 
-def engine_config(options: DeepSpeedOptions, run: Run) -> dict[str, Any]:
+def engine_config(options: DeepSpeedOptions, run: RunContext) -> dict[str, Any]:
     """Return all that ``deepspeed.initialize`` is to know in `run`, in a dict of its own.
 
     Raises:
@@ -82,7 +81,7 @@ def engine_config(options: DeepSpeedOptions, run: Run) -> dict[str, Any]:
     return config
 
 
-def micro_batch_size(options: DeepSpeedOptions, run: Run | None = None) -> int | None:
+def micro_batch_size(options: DeepSpeedOptions, run: RunContext | None = None) -> int | None:
     """Return how many samples a batch of one process is said to have; None if nobody said so.
 
     A whole batch's size tells too, with `run` to divide it.
@@ -224,7 +223,7 @@ def _composed(options: DeepSpeedOptions) -> dict[str, Any]:
 # --- Completed for the run ---------------------------------------------------------------------------------------
 
 
-def _set_precision(config: dict[str, Any], options: DeepSpeedOptions, run: Run) -> None:
+def _set_precision(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
     """Switch fp16 and bf16 on or off, in words that leave nothing to DeepSpeed."""
     import torch
 
@@ -255,7 +254,7 @@ def _check_loss_scale(name: str, value: float, fp16: Mapping[str, Any], options:
         )
 
 
-def _check_precision(config: Mapping[str, Any], options: DeepSpeedOptions, run: Run) -> None:
+def _check_precision(config: Mapping[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
     """Refuse a configuration that says one precision where the trainer was asked for another."""
     asked = run.settings.precision
     if asked is None:
@@ -288,13 +287,13 @@ def _enabled(config: Mapping[str, Any], section: str) -> Any:
     return None if said == AUTO else said
 
 
-def _accumulation(run: Run) -> list[int]:
+def _accumulation(run: RunContext) -> list[int]:
     """Return how many batches make a step, in the order of epochs; a loop of one's own is its own master."""
     factor = getattr(run.settings, "accumulate_grad_batches", 1)
     return [factor[epoch] for epoch in sorted(factor)] if isinstance(factor, Mapping) else [factor]
 
 
-def _set_batches(config: dict[str, Any], options: DeepSpeedOptions, run: Run) -> None:
+def _set_batches(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
     """Tell the engine of one batch a step, once what the user says of batches fits together."""
     factors, micro = _accumulation(run), micro_batch_size(options, run)
     _check_accumulation(config.get("gradient_accumulation_steps", AUTO), factors, options, run)
@@ -305,7 +304,7 @@ def _set_batches(config: dict[str, Any], options: DeepSpeedOptions, run: Run) ->
     config["managed_gradient_accumulation"] = False
 
 
-def _check_accumulation(said: Any, factors: list[int], options: DeepSpeedOptions, run: Run) -> None:
+def _check_accumulation(said: Any, factors: list[int], options: DeepSpeedOptions, run: RunContext) -> None:
     if said == AUTO or [said] == factors:
         return
     found = f"gradient_accumulation_steps of {options.origin} is {said}"
@@ -331,7 +330,9 @@ def _check_micro_batch(said: Any, options: DeepSpeedOptions) -> None:
         )
 
 
-def _check_whole_batch(whole: Any, micro: int | None, factors: list[int], options: DeepSpeedOptions, run: Run) -> None:
+def _check_whole_batch(
+    whole: Any, micro: int | None, factors: list[int], options: DeepSpeedOptions, run: RunContext
+) -> None:
     if whole == AUTO:
         return
     if any(whole != (micro or 0) * factor * run.world_size for factor in factors):
@@ -342,7 +343,7 @@ def _check_whole_batch(whole: Any, micro: int | None, factors: list[int], option
         )  # fmt: skip
 
 
-def _clipping(config: Mapping[str, Any], options: DeepSpeedOptions, run: Run) -> float:
+def _clipping(config: Mapping[str, Any], options: DeepSpeedOptions, run: RunContext) -> float:
     """Return the largest norm of gradients, 0.0 for any; DeepSpeed's own default would clip at 1.0."""
     said = config.get("gradient_clipping", AUTO)
     asked = getattr(run.settings, "gradient_clip_val", None)
@@ -381,7 +382,7 @@ def _use_torch_adam(params: dict[str, Any]) -> None:
         raise ConfigError("optimizer.params.bias_correction is false on a CPU", expected="true, as torch's Adam has it")
 
 
-def _fill_scheduler(config: dict[str, Any], options: DeepSpeedOptions, run: Run) -> None:
+def _fill_scheduler(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
     """Put values in the place of "auto" in the scheduler's section."""
     params = config.get("scheduler", {}).get("params", {})
     known = {
@@ -398,7 +399,7 @@ def _fill_scheduler(config: dict[str, Any], options: DeepSpeedOptions, run: Run)
         params[name] = known[name]
 
 
-def _argument(run: Run, name: str, value: Any) -> str:
+def _argument(run: RunContext, name: str, value: Any) -> str:
     """Say what an argument of the trainer is, and where it was said if not in code."""
     origin = run.settings.origins.get(name, "by default")
     return f"{name} is {value!r}{'' if origin == 'code' else f' ({origin})'}"

@@ -15,8 +15,8 @@ import torch
 
 from stratagem.api.json_tree import encode
 from stratagem.api.paths import place
+from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import Alone, format_named, write_with
 from stratagem_deepspeed import folder, start
 
 #: The key of what a run of ours remembers beside weights and optimizer.
@@ -56,8 +56,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         CheckpointError: it is no such folder, or not whole.
     """
+    from stratagem.checkpoints import FullCheckpoint
+
     state = consolidate(place(checkpoint_dir), tag, exclude_frozen_parameters)
-    write_with(format_named("full"), state, place(output_file), Alone())
+    FullCheckpoint().save_checkpoint(state=state, path=place(output_file), run=Alone())
     return state
 
 

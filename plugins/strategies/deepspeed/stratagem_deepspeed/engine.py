@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.errors import ConfigError
-from stratagem.runtime.normalization import match_inputs
+from stratagem.transforms.normalization import match_inputs
 from stratagem_deepspeed.gradients import GradientsElsewhere
 from stratagem_deepspeed.state import masters, put_masters
 from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine

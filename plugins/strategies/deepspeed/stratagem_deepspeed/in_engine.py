@@ -15,7 +15,7 @@ from stratagem_deepspeed import consolidation, folder
 from stratagem_deepspeed import state as logical
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.api import RunContext
     from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
@@ -30,7 +30,7 @@ class InEngine(dict[str, Any]):
 
 
 def of_model(
-    strategy: DeepSpeedStrategy, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: Run
+    strategy: DeepSpeedStrategy, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: RunContext
 ) -> InEngine:
     """Return what stands for the model in `engine`; no tensor is gathered."""
     excludes = strategy.exclude_frozen_parameters
@@ -61,7 +61,7 @@ def of_optimizer(engine: Any) -> InEngine:
     return InEngine({}, {}, engine=engine)
 
 
-def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict: bool, run: Run) -> None:
+def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict: bool, run: RunContext) -> None:
     """Put the weights that `held` stands for into the model. Collective.
 
     An engine that has yet to train takes all that is in the folder at once: weights, optimizer, scheduler, loss scale.
@@ -87,7 +87,9 @@ def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict
     logical.load_model_state(whole, module, zero, strict)
 
 
-def load_optimizer(held: InEngine, engine: Any, zero: Any, groups: list[list[str]], strict: bool, run: Run) -> None:
+def load_optimizer(
+    held: InEngine, engine: Any, zero: Any, groups: list[list[str]], strict: bool, run: RunContext
+) -> None:
     """Put the optimizer's state that `held` stands for into `engine`, unless it came with the weights. Collective.
 
     Raises:
@@ -99,7 +101,7 @@ def load_optimizer(held: InEngine, engine: Any, zero: Any, groups: list[list[str
         _read_into(engine, held, zero, strict, run)
 
 
-def _read_into(engine: Any, held: InEngine, zero: Any, strict: bool, run: Run) -> None:
+def _read_into(engine: Any, held: InEngine, zero: Any, strict: bool, run: RunContext) -> None:
     error = None
     if held.facts["sizes"] != _sizes(zero):
         error = CheckpointError(

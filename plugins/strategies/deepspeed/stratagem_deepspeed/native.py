@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import define
 
-from stratagem import Capabilities, CheckpointFormat, hookimpl
+from stratagem.api import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
+from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import Alone
 from stratagem_deepspeed import consolidation, folder, in_engine
 from stratagem_deepspeed.in_engine import InEngine
 from stratagem_deepspeed.options import DeepSpeedOptions
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.api import RunContext
 
 #: What a strategy must have for its checkpoints to be DeepSpeed's.
 ENGINE = "deepspeed-engine"
@@ -107,7 +107,7 @@ class DeepSpeedFormat(CheckpointFormat):
         remove_folder(path, folder.files_at(path))
 
 
-def takes_over(run: Run) -> bool:
+def takes_over(run: RunContext) -> bool:
     """Whether the checkpoint format leaves writing to the engine, and nobody else asked for whole tensors."""
     return isinstance(run.checkpoint_format, DeepSpeedFormat) and not run.whole_state
 
@@ -182,7 +182,7 @@ def _plain(rest: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: Run) -> None:
+def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: RunContext) -> None:
     """Have the engine write into the staged folder, and publish it. Collective."""
     error, facts = None, held.facts
     try:

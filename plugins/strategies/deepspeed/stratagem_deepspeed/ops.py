@@ -14,7 +14,7 @@ from stratagem_deepspeed.builds import OPS, check_tools, unusable
 from stratagem_deepspeed.config import device_of
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.api import RunContext
 
 
 # --- What a run needs --------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def advise(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, run: Run) -> None:
+def advise(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, run: RunContext) -> None:
     """Tell rank 0's user once of an optimizer of deepspeed's that does the same as the one of torch's, faster."""
     if not run.is_global_zero or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
@@ -102,7 +102,7 @@ def advise(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, r
 # --- Having them -------------------------------------------------------------------------------------------------
 
 
-def prepare_ops(names: Iterable[str], run: Run) -> None:
+def prepare_ops(names: Iterable[str], run: RunContext) -> None:
     """Load these ops, each built first if this machine has not got it: by one process of a node. Collective.
 
     Raises:

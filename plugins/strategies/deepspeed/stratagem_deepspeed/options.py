@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from stratagem import Strategy
+from stratagem.api import PrecisionPolicy, Strategy
 from stratagem.api.options import check, options
 from stratagem.api.validators import at_least, duration, not_empty
-from stratagem.api.values import PrecisionPolicy
+from stratagem.distributed.tuning import gloo_options, nccl_options
 from stratagem.errors import ConfigError
-from stratagem.runtime.tuning import gloo_options, nccl_options
 from stratagem_deepspeed import config as configuration
 from stratagem_deepspeed import given as user
 

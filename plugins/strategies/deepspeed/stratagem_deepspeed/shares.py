@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from stratagem.errors import ConfigError
-from stratagem.runtime.wrap_policy import children_first
+from stratagem.transforms.wrap_policy import children_first
 
 #: Where a module remembers how it was shared out.
 _SHARED = "_stratagem_shared"

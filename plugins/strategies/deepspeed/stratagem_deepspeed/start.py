@@ -28,7 +28,7 @@ from stratagem_deepspeed import builds
 from stratagem_deepspeed.ops import advise, ops_for, prepare_ops
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.api import RunContext
 
 __all__ = ["advise", "join", "leave", "load", "ops_for", "prepare_ops"]
 
@@ -56,7 +56,7 @@ _COUNTED = {
 }
 
 #: The runs that have joined and not left.
-_joined: weakref.WeakSet[Run] = weakref.WeakSet()
+_joined: weakref.WeakSet[RunContext] = weakref.WeakSet()
 #: torch's group that deepspeed talks over.
 _group: Any = None
 
@@ -164,7 +164,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 # --- One run -----------------------------------------------------------------------------------------------------
 
 
-def join(run: Run) -> None:
+def join(run: RunContext) -> None:
     """Let deepspeed talk over the process group that `run` has joined. Safe to call twice."""
     global _group
     from deepspeed.comm import comm
@@ -179,7 +179,7 @@ def join(run: Run) -> None:
     builds.take_over(speaks=run.is_global_zero)
 
 
-def count_bytes(run: Run) -> None:
+def count_bytes(run: RunContext) -> None:
     """Have what deepspeed sends counted with what `run` sends."""
     from deepspeed.comm import comm
 
@@ -201,7 +201,7 @@ def _counting(send: Any, backend: Any, collective: str, place: int, argument: st
     return counted
 
 
-def leave(run: Run) -> None:
+def leave(run: RunContext) -> None:
     """Make deepspeed forget the process group and the place of `run`. Safe to call twice."""
     _joined.discard(run)
     if _joined or "deepspeed.comm.comm" not in sys.modules:
@@ -244,7 +244,7 @@ def _forget_groups() -> None:
     groups._release_process_group_references()
 
 
-def _variables(run: Run) -> dict[str, str]:
+def _variables(run: RunContext) -> dict[str, str]:
     world = run.world
     assert world is not None, "connected before"
     # The number of the device, to deepspeed: a run may train on the second GPU with one process.

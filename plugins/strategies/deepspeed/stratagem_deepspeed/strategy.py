@@ -13,8 +13,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from stratagem import Capabilities, hookimpl
-from stratagem.api.capabilities import (
+from stratagem.api import (
     ACCUMULATION,
     CLIP_BY_NORM,
     FULL_STATE,
@@ -22,11 +21,13 @@ from stratagem.api.capabilities import (
     NO_SYNC,
     SHARDED_PARAMETERS,
     STEPPED_COPIES,
+    Capabilities,
+    hookimpl,
 )
 from stratagem.api.named_state import logical_optimizer_state, parameter_names, physical_optimizer_state
 from stratagem.distributed.process_group import TorchCollectives
+from stratagem.distributed.tuning import in_force, take_back
 from stratagem.errors import ConfigError
-from stratagem.runtime.tuning import in_force, take_back
 from stratagem_deepspeed import in_engine, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers

@@ -25,18 +25,16 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from stratagem import hookimpl
-from stratagem.api.kinds import Plugin
+from stratagem.api import Collectives, Plugin, hookimpl
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.options import options
-from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
 from stratagem_outer.messages import follow_first, local, mean_where_different, means
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stratagem.runtime.run import Run
+    from stratagem.api import RunContext
 
 #: Optimizers that themselves talk to all processes.
 _DISTRIBUTED_OPTIMIZERS = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer"}
@@ -81,7 +79,7 @@ class Apart(Plugin):
         """Whether the models meet now, after step ``self._steps``."""
         raise NotImplementedError
 
-    def _meet(self, run: Run) -> None:
+    def _meet(self, run: RunContext) -> None:
         """Exchange parameters, in place; set ``self._met`` if they are the same everywhere now."""
         raise NotImplementedError
 
@@ -89,7 +87,7 @@ class Apart(Plugin):
         """Whether the step that is made now leads the models apart."""
         return True
 
-    def _before_step(self, run: Run) -> None:
+    def _before_step(self, run: RunContext) -> None:
         """Look at the parameters before they are stepped."""
 
     def _settle(self) -> None:
@@ -133,7 +131,7 @@ class Apart(Plugin):
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         return optimizers
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: RunContext) -> None:
         """Forget what belonged to another run or module."""
         earlier = self._module()
         self._own = None
@@ -150,7 +148,7 @@ class Apart(Plugin):
         self._met = self._alike = True
         self._forget()
 
-    def _check_optimizers(self, optimizers: list[Optimizer], run: Run) -> None:
+    def _check_optimizers(self, optimizers: list[Optimizer], run: RunContext) -> None:
         for optimizer in optimizers:
             name = type(optimizer).__name__
             if needs_closure(optimizer):
@@ -199,7 +197,7 @@ class Apart(Plugin):
         if run.manual:
             self._count_step(run)
 
-    def _count_step(self, run: Run) -> None:
+    def _count_step(self, run: RunContext) -> None:
         self._alike = False
         self._met = self._met and not self._drifts()
         self._steps += 1
@@ -265,7 +263,7 @@ class Apart(Plugin):
                 stacklevel=2,
             )
 
-    def _bring_together(self, run: Run) -> None:
+    def _bring_together(self, run: RunContext) -> None:
         """Put the one model in the place of this process's own. Collective."""
         if self._own is not None or self._module() is not run.module:
             return
@@ -280,7 +278,7 @@ class Apart(Plugin):
             for name, mean in means(buffers, self._across, run.device, mean_where_different):
                 apart[name].copy_(mean)
 
-    def _part_again(self, run: Run) -> None:
+    def _part_again(self, run: RunContext) -> None:
         if self._own is None:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -289,7 +287,7 @@ class Apart(Plugin):
                 apart[name].copy_(tensor)
         self._own = None
 
-    def _apart(self, run: Run) -> dict[str, Tensor]:
+    def _apart(self, run: RunContext) -> dict[str, Tensor]:
         """Return what may differ between teams now, by name: of the trained parameters and of the buffers."""
         if self._alike:
             return {}
@@ -330,7 +328,7 @@ class Apart(Plugin):
                 for name, tensor in own.items():
                     moments[name].copy_(tensor)
 
-    def _offered(self, state: Any, run: Run) -> Any:
+    def _offered(self, state: Any, run: RunContext) -> Any:
         """Leave shards to the first team, where a checkpoint format takes them: every team has the same ones."""
         return state if run.whole_state or self._across.rank == 0 else _without_shards(state)
 
@@ -352,7 +350,7 @@ class Apart(Plugin):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps, self._meetings = state["steps"], state["meetings"]
 
-    def rank_state(self, run: Run) -> dict[str, Any]:
+    def rank_state(self, run: RunContext) -> dict[str, Any]:
         """Return what this process has of its own."""
         if not self.exact_resume:
             return {}
@@ -366,7 +364,7 @@ class Apart(Plugin):
             "own_memory": _on_cpu(self._own_memory()),
         }
 
-    def load_rank_states(self, states: list[dict[str, Any]], run: Run) -> None:
+    def load_rank_states(self, states: list[dict[str, Any]], run: RunContext) -> None:
         """Take what this rank had of its own; where the processes are others, the average stands. Collective."""
         if len(states) != run.world_size or not all(states):
             return
@@ -383,7 +381,7 @@ class Apart(Plugin):
             self._remember(_on(run.device, states[self._first]["memory"]))
             self._remember_own(_on(run.device, mine["own_memory"]))
 
-    def _fits(self, state: dict[str, Any], run: Run) -> bool:
+    def _fits(self, state: dict[str, Any], run: RunContext) -> bool:
         """Whether what a rank had of its own can be this one's: as many teams, which divide the model alike."""
         own = self._local() | {name: local(buffer) for name, buffer in run.module.named_buffers()}
         return state["teams"] == self._across.world_size and all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stratagem.api.world import Collectives
+from stratagem.api import Collectives
 
 #: Bytes of the scale that follows each piece of a message, as an fp32 number.
 _SCALE_BYTES = 4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.api.world import Collectives
+from stratagem.api import Collectives
 
 #: Bytes of a message: enough that its latency does not count, and little enough that a copy of it does not either.
 MESSAGE_BYTES = 25 << 20

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from attrs import define, field
 
-from stratagem import Capabilities, CommHook, hookimpl
-from stratagem.api.capabilities import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS
+from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, CommHook, hookimpl
 from stratagem.api.validators import at_least
-from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
 from stratagem_outer.apart import Apart
 from stratagem_outer.messages import means

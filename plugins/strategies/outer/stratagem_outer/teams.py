@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import define, field
 
-from stratagem import Capabilities, Strategy, hookimpl
-from stratagem.api.capabilities import MULTI_PROCESS, TEAMS, WITHIN_TEAM
+from stratagem.api import MULTI_PROCESS, TEAMS, WITHIN_TEAM, Capabilities, Strategy, hookimpl
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
 from stratagem_outer.apart import Apart

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stratagem.training.trainer import Trainer
+    from stratagem.api.context import TrainerView
 
 
-def monitored(trainer: Trainer, who: str, name: str, strict: bool = True) -> float | None:
+def monitored(trainer: TrainerView, who: str, name: str, strict: bool = True) -> float | None:
     """Return the value of metric `name`; None if nobody logged it and that is not `strict`. Collective.
 
     `who` decides by it, and is named in errors.

@@ -22,8 +22,8 @@ from stratagem.distributed.backends import with_gloo
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from stratagem.api.context import RunContext
     from stratagem.api.kinds import Strategy
-    from stratagem.runtime.run import Run
 
 
 @frozen
@@ -168,7 +168,7 @@ class _Wish:
 
 
 #: The variables that each connected run has set: those that were not set before.
-_set: weakref.WeakKeyDictionary[Run, list[str]] = weakref.WeakKeyDictionary()
+_set: weakref.WeakKeyDictionary[RunContext, list[str]] = weakref.WeakKeyDictionary()
 #: The options that variables in force come from.
 _origins: dict[str, str] = {}
 #: What the environment said when a library first read it in this process; see [Note: read once].
@@ -176,7 +176,7 @@ _first: dict[str, dict[str, str | None]] = {}
 
 
 @contextlib.contextmanager
-def in_force(strategy: Strategy, run: Run, backend: str) -> Iterator[None]:
+def in_force(strategy: Strategy, run: RunContext, backend: str) -> Iterator[None]:
     """Set what the options `nccl` and `gloo` of `strategy` ask for; ranks connect within, over `backend`.
 
     The variables stay until `take_back`; if connecting fails, not even so long.
@@ -200,15 +200,15 @@ def in_force(strategy: Strategy, run: Run, backend: str) -> Iterator[None]:
     _remember(backend)
 
 
-def take_back(run: Run) -> None:
+def take_back(run: RunContext) -> None:
     """Unset the variables that `run` set. Safe to call twice."""
     for name in _set.pop(run, []):
         os.environ.pop(name, None)
         _origins.pop(name, None)
 
 
-def _wishes(strategy: Strategy, run: Run) -> list[_Wish]:
-    name = next(choice.name for choice in run.stack.strategies if choice.plugin is strategy)
+def _wishes(strategy: Strategy, run: RunContext) -> list[_Wish]:
+    name = run.name_of(strategy)
     return [
         _Wish(path=f"strategy.{name}.{library.name}", option=option, value=value, library=library)
         for library in LIBRARIES

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem.runtime.wrap_policy import check_policy, select
+from stratagem.transforms.wrap_policy import check_policy, select
 
 OPTION: Final = "activation_checkpointing"
 #: ``full`` keeps a part's inputs and computes the rest again; ``selective`` also keeps the results of matrix products,

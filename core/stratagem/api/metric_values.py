@@ -1,0 +1,101 @@
+"""Values that are logged: one number each, and how several become one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# --- Numbers: see [Note: exact numbers] -----------------------------------------------------------------------------
+
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+
+
+def number(name: str, value: Any) -> Tensor | int | float:
+    """Return what is logged of `value`: an int, a float, or a tensor without dimensions of int64, float32 or float64.
+
+    Raises:
+        ConfigError: `value` is not one real number.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            value = value.detach()
+        if value.numel() != 1:
+            raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
+        if value.dim():
+            value = value.reshape(())
+        if value.dtype is torch.float32 or value.dtype is torch.float64 or value.dtype is torch.int64:
+            return value
+        if value.dtype in _WHOLE:
+            return value.long()
+        if value.dtype is torch.uint64:
+            return _within_64_bits(int(value.view(torch.int64)) % 2**64)
+        if not value.is_floating_point():
+            raise ConfigError(
+                f"log({name!r}) got a tensor of {str(value.dtype).removeprefix('torch.')}", expected="a real number",
+                do="log its real part, its imaginary part or its absolute value",
+            )  # fmt: skip
+        return value.float()
+    if isinstance(value, int):
+        return _within_64_bits(int(value))
+    if isinstance(value, float):
+        return value
+    if isinstance(shape := getattr(value, "shape", None), tuple) and callable(item := getattr(value, "item", None)):
+        if math.prod(shape) != 1:
+            raise ConfigError(f"log({name!r}) got an array of shape {shape}", expected="one number")
+        if isinstance(plain := item(), int | float):
+            return number(name, plain)
+    raise ConfigError(
+        f"log({name!r}) got {value!r}",
+        expected="a number, a tensor with one element, or an object with update, compute and reset",
+    )
+
+
+def combine(total: Any, value: Any, reduction: str) -> Any:
+    """Return the "sum", "max" or "min" of `total` (None at first) and `value`, both as `number` returns them."""
+    if total is None:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if not isinstance(total, torch.Tensor) and not isinstance(value, torch.Tensor):
+        if reduction == "sum":
+            return total + value
+        if value != value or total != total:  # NaN
+            return math.nan
+        return max(total, value) if reduction == "max" else min(total, value)
+    total, value = as_tensor(total), as_tensor(value)
+    if total.dtype is not value.dtype and total.dtype is not torch.float64:
+        total = total.double()
+    if reduction == "sum":
+        return total + value
+    return torch.maximum(total, value) if reduction == "max" else torch.minimum(total, value)
+
+
+def as_tensor(value: Any) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    value = _within_64_bits(value) if isinstance(value, int) else float(value)
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def infer_batch_size(batch: Any) -> int:
+    """Return the first dimension of the first tensor found in `batch`; 1 if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # its data has a row for each time step
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    for item in items:
+        if isinstance(item, torch.Tensor | list | tuple | dict):
+            return infer_batch_size(item)
+    return 1
+
+
+def _within_64_bits(value: int) -> int | float:
+    return value if -(2**63) <= value < 2**63 else float(value)

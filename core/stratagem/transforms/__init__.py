@@ -1,0 +1,1 @@
+"""Changes of a torch module: values for one built without, recomputed activations, synchronized batch normalization."""
