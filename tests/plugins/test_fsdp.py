@@ -137,9 +137,9 @@ def test_options_of_one_unit_are_refused():
 def test_offloaded_shards_are_pinned_for_a_gpu_that_the_run_uses(monkeypatch, device, pins):
     """Pinning memory starts CUDA: a run on the CPU must not, whatever the machine has."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: device == "cpu")
-    strategy, stack = FSDPStrategy(cpu_offload=True), types.SimpleNamespace(precision_absorbed=False)
+    strategy = FSDPStrategy(cpu_offload=True)
     strategy._device_mesh = None
-    options = strategy._options(types.SimpleNamespace(stack=stack, device=torch.device(device)))
+    options = strategy._options(types.SimpleNamespace(precision_absorbed=False, device=torch.device(device)))
 
     assert options["offload_policy"].pin_memory is pins
 

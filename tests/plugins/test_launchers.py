@@ -443,10 +443,9 @@ BARE = """
 
     def launch():
         world = World(world_size=2, local_world_size=2)
-        accelerator = types.SimpleNamespace(plugin=CPUAccelerator())
-        stack = types.SimpleNamespace(preload=lambda: None, accelerator=accelerator)
         run = types.SimpleNamespace(
-            num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), stack=stack
+            num_processes=2, world=world, settings=types.SimpleNamespace(num_nodes=1), preload=lambda: None,
+            accelerator=CPUAccelerator(),
         )
         return {launcher}().launch(main=body, run=run)
 

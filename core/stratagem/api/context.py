@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+    from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.values import Bucket, PrecisionPolicy
     from stratagem.api.world import Collectives, Mesh, World
 
@@ -160,8 +161,8 @@ class RunContext(Protocol):
     module: nn.Module | None
     model: Any
     optimizers: list[Optimizer]
-    #: Learning rate schedulers with their intervals, as `stratagem.training.optimizers` reads them.
-    lr_scheduler_configs: list[Any]
+    #: Learning rate schedulers and when they step; empty for a loop of the user's.
+    lr_scheduler_configs: list[LRSchedulerConfig]
     #: "train", "validate", "test" or "predict".
     stage: str
     #: The module calls backward and steps its optimizers itself.
@@ -184,6 +185,11 @@ class RunContext(Protocol):
 
     def differentiate(self, loss: Tensor) -> None:
         """Call ``loss.backward()``, or the module's own `backward`: what the strategy's `backward` hook calls."""
+
+    def clip_gradients(
+        self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
+    ) -> Any:
+        """Clip by norm or by value; return the norm before clipping, or 0.0 by value."""
 
     def count_skipped_step(self) -> None:
         """Report that an optimizer step which returned True turned out to have been skipped."""
@@ -292,7 +298,18 @@ class TrainerView(Protocol):
     def loggers(self) -> list[Any]: ...
 
     @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+
+    @property
     def optimizers(self) -> list[Optimizer]: ...
+
+    @property
+    def optimizer_handles(self) -> list[Any]:
+        """The optimizers as `Module.optimizers` returns them: their steps go through the hooks."""
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]: ...
 
     @property
     def at_step_boundary(self) -> bool:
@@ -308,6 +325,9 @@ class TrainerView(Protocol):
     def progress_bar_metrics(self) -> dict[str, Any]: ...
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None: ...
+
+    def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Log a metric, as `Module.log` does with `options`."""
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 alone."""

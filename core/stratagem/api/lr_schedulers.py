@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from attrs import define, field
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stratagem.api.monitored import monitored
+from stratagem.api.monitored import HasMetrics, monitored
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from stratagem.api.context import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -44,7 +41,7 @@ class LRSchedulerConfig:
                 do='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
             )  # fmt: skip
 
-    def step(self, trainer: TrainerView) -> None:
+    def step(self, trainer: HasMetrics) -> None:
         """Step the scheduler, with its metric if it watches one. Collective then.
 
         Raises:

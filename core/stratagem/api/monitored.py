@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stratagem.api.context import TrainerView
+    from stratagem.api.world import Collectives
 
 
-def monitored(trainer: TrainerView, who: str, name: str, strict: bool = True) -> float | None:
+class HasCollectives(Protocol):
+    """A run, as far as a decision needs it."""
+
+    collectives: Collectives
+
+
+class HasMetrics(Protocol):
+    """A trainer, as far as a decision needs it."""
+
+    callback_metrics: dict[str, Any]
+
+    @property
+    def run(self) -> HasCollectives: ...
+
+
+def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True) -> float | None:
     """Return the value of metric `name`; None if nobody logged it and that is not `strict`. Collective.
 
     `who` decides by it, and is named in errors.

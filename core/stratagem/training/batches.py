@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratagem.runtime.run import Run
-    from stratagem.training.loops import Position
+    from stratagem.training.progress import Position
 
 #: Seconds of reading again that are worth a word.
 _WORTH_TELLING_S = 5.0

@@ -14,7 +14,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,20 +28,36 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.runtime.run import Run
-    from stratagem.training.loops import TrainLoop
+    from stratagem.training.batches import Feed
+    from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
-    from stratagem.training.trainer import Trainer
 
 #: Methods for which a batch is trained as [Note: the closure] says.
 STEP_METHODS = ("optimizer_step", "optimizer_zero_grad")
 
 
-class CustomStep:
-    """Trains one batch at a time for a `TrainLoop`, see [Note: the closure]."""
+class Loop(Protocol):
+    """What a step uses of the training loop."""
 
-    def __init__(self, loop: TrainLoop, optimizer: Optimizer) -> None:
+    state: FitState
+    run: Run
+    feed: Feed
+    accumulate: int
+    with_index: bool
+    closes_over: bool
+    clip: Callable[[Optimizer], Any] | None
+    before_step: Callable[..., None] | None
+    before_zero_grad: Callable[..., None] | None
+
+    def count_step(self, stepped: bool) -> None: ...
+
+
+class CustomStep:
+    """Trains one batch at a time for a loop, see [Note: the closure]."""
+
+    def __init__(self, loop: Loop, optimizer: Optimizer) -> None:
         self.loop, self.run, self.optimizer = loop, loop.run, optimizer
-        self.module: Module = loop.trainer.module
+        self.module: Module = loop.state.module
         self._handle = _Steps(self)
         self._batch_idx = 0
         self._zero_is_due = False
@@ -58,7 +74,7 @@ class CustomStep:
         closure = functools.partial(self._evaluate, batch, sync)
         if sync:
             with self._stepping():
-                self.module.optimizer_step(loop.trainer.current_epoch, batch_idx, self._handle, closure)
+                self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
             if not self._was_evaluated:
                 raise ConfigError(
                     f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
@@ -78,7 +94,7 @@ class CustomStep:
             self._zero_is_due = False
             if self.loop.before_zero_grad is not None:
                 self.loop.before_zero_grad(optimizer=self.optimizer)
-            self.module.optimizer_zero_grad(self.loop.trainer.current_epoch, self._batch_idx, self.optimizer)
+            self.module.optimizer_zero_grad(self.loop.state.position.epoch, self._batch_idx, self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Do what ``optimizer.step(closure)`` of the handle does."""
@@ -162,9 +178,9 @@ class _Steps:
         return getattr(self.optimizer, name)
 
 
-def clipping(trainer: Trainer) -> Callable[[Optimizer], Any] | None:
+def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
     """Return what clips an optimizer's gradients before a step: the module's own method, the settings, or None."""
-    run, module, settings = trainer.run, trainer.module, trainer.settings
+    run, module, settings = state.run, state.module, state.settings
     value, algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
     if run.manual:
         return None
@@ -188,28 +204,28 @@ def clipping(trainer: Trainer) -> Callable[[Optimizer], Any] | None:
 # --- Batches -----------------------------------------------------------------------------------------------------
 
 
-def use_custom_methods(trainer: Trainer, datamodule: Any) -> None:
-    """Have `trainer.run` differentiate and move batches as the module, or its data module, defines.
+def use_custom_methods(state: FitState, datamodule: Any) -> None:
+    """Have the run differentiate and move batches as the module, or its data module, defines.
 
     Raises:
         ConfigError: the strategy moves batches itself.
     """
-    run, module = trainer.run, trainer.module
+    run, module = state.run, state.module
     run.custom_backward = module.backward if overrides(module, "backward") else None
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     before, move, after = (_chosen(name, module, datamodule, run) for name in names)
     if move is not None:
         _check_core_moves(move, run)
-        run.custom_transfer = lambda batch: move(batch, run.device, trainer.dataloader_idx)
+        run.custom_transfer = lambda batch: move(batch, run.device, state.dataloader_idx)
     if before is None and after is None:
         return
     transfer = run._transfer_batch
 
     def transfer_between(batch: Any, run: Run) -> Any:
         if before is not None:
-            batch = before(batch, trainer.dataloader_idx)
+            batch = before(batch, state.dataloader_idx)
         batch = transfer(batch=batch, run=run)
-        return batch if after is None else after(batch, trainer.dataloader_idx)
+        return batch if after is None else after(batch, state.dataloader_idx)
 
     run._transfer_batch = transfer_between
 

@@ -11,14 +11,14 @@ from stratagem.api import hooks
 from stratagem.training.module import EVENTS, overrides
 
 if TYPE_CHECKING:
-    from stratagem.training.trainer import Trainer
+    from stratagem.training.fit_state import FitState
 
 
 class Events:
     """The events of one call in one process. Who listens is looked up once for each event."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.run, self.module = trainer, trainer.run, trainer.module
+    def __init__(self, state: FitState) -> None:
+        self.trainer, self.run, self.module = state.trainer, state.run, state.module
         self._known: dict[str, Callable[..., None] | None] = {}
 
     def listener(self, name: str) -> Callable[..., None] | None:

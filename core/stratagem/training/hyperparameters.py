@@ -14,7 +14,7 @@ import attrs
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 if TYPE_CHECKING:
-    from stratagem.training.module import Module
+    from torch import nn
 
 
 class Hyperparameters(dict[str, Any]):
@@ -57,7 +57,7 @@ def items_of(value: Any) -> dict[str, Any]:
     return items
 
 
-def constructor_arguments(module: Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
+def constructor_arguments(module: nn.Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
     """Return what the constructors of `module` that are running were given; the most derived class's stand.
 
     The second result names what the constructor that asks does not take, but one of a derived class.

@@ -1,74 +1,27 @@
-"""The loops: train epochs, and evaluate. They call hooks and `Run`, and know no plugin.
-
-[Note: position]
-``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
-the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.training.batches`
-needs to continue with the same batches.
-"""
+"""The training loop: epochs of batches. It calls hooks and `Run`, and knows no plugin."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
-from torch import nn
 
 from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError
-from stratagem.runtime.data import set_epoch
 from stratagem.training.batches import Feed
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
+from stratagem.training.metric_log import end_epoch, log_step
 from stratagem.training.metrics import MetricBook
 from stratagem.training.module import overrides
 from stratagem.training.overrides import takes
 
 if TYPE_CHECKING:
-    from stratagem.training.stage_runner import Session
-    from stratagem.training.trainer import Trainer
-
-
-@define(eq=False)
-class Position:
-    """Where training stands; see [Note: position]."""
-
-    epoch: int = 0
-    global_step: int = 0
-    batches_done: int = 0
-    #: The current epoch ran all its batches.
-    epoch_done: bool = False
-    #: Its end was told, and schedulers stepped; resuming begins the next one.
-    epoch_ended: bool = False
-    #: Validation is not due after the last batch, or has begun.
-    validated: bool = True
-    #: Optimizer steps that a loss scale skipped.
-    skipped_steps: int = 0
-    #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
-    evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
-    #: This process's random state at the start of the epoch.
-    epoch_random_state: dict[str, Any] | None = field(default=None, repr=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
-            "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
-            "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            setattr(self, name, state[name] if name != "evaluated_batches" else dict(state.get(name, {})))
-
-
-# --- Training ----------------------------------------------------------------------------------------------------
-
+    from stratagem.training.fit_state import FitState
 
 #: Seconds that a rank which is told to stop waits for the others to be told, before it says that it is alone.
 MEETING_S = 60.0
@@ -77,17 +30,17 @@ MEETING_S = 60.0
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
-    def __init__(self, trainer: Trainer, session: Session, feed: Feed) -> None:
-        self.trainer, self.session, self.run, self.feed = trainer, session, trainer.run, feed
-        self.settings, self.position = trainer.settings, trainer.position
-        module = trainer.module
-        self.accumulate = trainer.accumulate_grad_batches
+    def __init__(self, state: FitState, feed: Feed, validate: Callable[[], None]) -> None:
+        self.state, self.validate, self.run, self.feed = state, validate, state.run, feed
+        self.settings, self.position = state.settings, state.position
+        module = state.module
+        self.accumulate = state.accumulate_grad_batches
         self.with_index = takes(module.training_step, 2)
         self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
         self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
         self._check_optimizers()
         #: Clips an optimizer's gradients before its step; None does not.
-        self.clip = clipping(trainer)
+        self.clip = clipping(state)
         #: The module has ended this epoch before its last batch.
         self.skips_rest = False
         #: The latest epoch that it ended before its first batch.
@@ -96,27 +49,27 @@ class TrainLoop:
         self.told_to_stop = False
         #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
         self.validate_every: float | None = None
-        self.batch_start = trainer.events.listener("on_train_batch_start")
+        self.batch_start = state.events.listener("on_train_batch_start")
         #: The module's own method may end the epoch; what plugins return means nothing.
         self.heeds_answer = overrides(module, "on_train_batch_start")
-        self.batch_end = trainer.events.listener("on_train_batch_end")
-        self.before_step = trainer.events.listener("on_before_optimizer_step")
-        self.before_zero_grad = trainer.events.listener("on_before_zero_grad")
+        self.batch_end = state.events.listener("on_train_batch_end")
+        self.before_step = state.events.listener("on_before_optimizer_step")
+        self.before_zero_grad = state.events.listener("on_before_zero_grad")
         #: Trains a batch where the module defines a method of the step; None leaves it to `_batch`.
         self.custom_step = self._custom_step()
         self._listen_to_backward()
-        self.step_schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
-        self.deadline = None if trainer.max_time is None else time.monotonic() + trainer.max_time.total_seconds()
+        self.step_schedulers = [config for config in state.lr_scheduler_configs if config.interval == "step"]
+        self.deadline = None if state.max_time is None else time.monotonic() + state.max_time.total_seconds()
 
     def _custom_step(self) -> CustomStep | None:
         if self.run.manual or self.optimizer is None:
             return None
-        wanted = any(overrides(self.trainer.module, method) for method in STEP_METHODS)
+        wanted = any(overrides(self.state.module, method) for method in STEP_METHODS)
         return CustomStep(self, self.optimizer) if wanted else None
 
     def _listen_to_backward(self) -> None:
         """Have the run tell of each backward, wherever it is called."""
-        custom, tell = self.custom_step, self.trainer.events.listener("on_before_backward")
+        custom, tell = self.custom_step, self.state.events.listener("on_before_backward")
 
         def before_backward(loss: torch.Tensor) -> None:
             if custom is not None:
@@ -125,11 +78,11 @@ class TrainLoop:
                 tell(loss=loss)
 
         self.run.before_backward = None if custom is None and tell is None else before_backward
-        self.run.after_backward = self.trainer.events.listener("on_after_backward")
+        self.run.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
         manual, count = self.run.manual, len(self.run.optimizers)
-        name = type(self.trainer.module).__name__
+        name = type(self.state.module).__name__
         if not manual and count > 1:
             raise ConfigError(
                 f"{name}.configure_optimizers returned {count} optimizers under automatic optimization",
@@ -154,11 +107,11 @@ class TrainLoop:
 
     def fit(self) -> None:
         """Train from the current position until a limit."""
-        trainer, position = self.trainer, self.position
+        state, position = self.state, self.position
         if position.epoch_ended:
             self._begin(position.epoch + 1)
-        trainer.book.closed = ""
-        trainer.events.emit("on_train_start")
+        state.book.closed = ""
+        state.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
         self.feed.set_out(position)
@@ -167,9 +120,9 @@ class TrainLoop:
             if not position.epoch_ended:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
-        trainer.book.closed = "after the last epoch"
-        trainer.events.emit("on_train_end")
-        trainer.last_outputs = None  # it holds the last graph
+        state.book.closed = "after the last epoch"
+        state.events.emit("on_train_end")
+        state.last_outputs = None  # it holds the last graph
 
     def _begin(self, epoch: int) -> None:
         position = self.position
@@ -193,11 +146,11 @@ class TrainLoop:
         return self.deadline is not None and self.run.collectives.unchecked.any(time.monotonic() >= self.deadline)
 
     def _epoch(self) -> None:
-        trainer, position = self.trainer, self.position
-        self.accumulate = trainer.accumulate_grad_batches
+        state, position = self.state, self.position
+        self.accumulate = state.accumulate_grad_batches
         if position.batches_done == 0:
-            trainer.events.emit("on_train_epoch_start")
-        between = trainer.batches_between_validations
+            state.events.emit("on_train_epoch_start")
+        between = state.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
         if position.batches_done and position.batches_done >= self.feed.num_batches:
             self._end_longer_epoch()  # an epoch had more batches in the run that is resumed
@@ -214,7 +167,7 @@ class TrainLoop:
             self._batch(batch, batch_idx, is_last)
             if self.skips_rest:
                 break
-            trainer.leave_if_asked()
+            state.leave_if_asked()
             validates = not position.validated
             if validates:
                 self._validate()
@@ -236,7 +189,7 @@ class TrainLoop:
         if position.batches_done == 0:
             self._check_skipped()
         if position.epoch_done or position.batches_done > start:
-            trainer.end_epoch(complete=position.epoch_done)
+            end_epoch(state, complete=position.epoch_done)
 
     def _end_longer_epoch(self) -> None:
         position, now = self.position, self.feed.num_batches
@@ -251,32 +204,32 @@ class TrainLoop:
 
     def _is_told_to_stop(self) -> bool:
         """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
-        trainer, run = self.trainer, self.run
-        if trainer.should_stop and run.world_size > 1 and not self.told_to_stop:
+        state, run = self.state, self.run
+        if state.should_stop and run.world_size > 1 and not self.told_to_stop:
             run.collectives.meet("trainer.should_stop = True", MEETING_S)
             self.told_to_stop = True
-        return trainer.should_stop
+        return state.should_stop
 
     def _validate(self) -> None:
-        self.session.validate()
+        self.validate()
         self.position.validated = True
 
     def _again(self, batch: Any, batch_idx: int) -> None:
         """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
-        trainer, run = self.trainer, self.run
-        book, trainer.book = trainer.book, MetricBook(default_on_step=True, collectives=run.collectives)
+        state, run = self.state, self.run
+        book, state.book = state.book, MetricBook(default_on_step=True, collectives=run.collectives)
         try:
-            trainer.book.batch = batch = run._transfer_batch(batch=batch, run=run)
+            state.book.batch = batch = run._transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
             run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
         finally:
-            trainer.book = book
+            state.book = book
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
-        trainer, run = self.trainer, self.run
+        state, run = self.state, self.run
         batch = run._transfer_batch(batch=batch, run=run)
-        trainer.book.batch = batch
+        state.book.batch = batch
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
             if answer is not None and self.heeds_answer:
@@ -294,17 +247,17 @@ class TrainLoop:
             outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
             if sync and self.optimizer is not None:
                 self._step()
-        trainer.last_outputs = outputs
+        state.last_outputs = outputs
         position = self.position
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
         every = self.validate_every
         position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
-        if trainer.book.metrics:
-            trainer.book.reduce_step(batch_idx)
-            trainer.callback_metrics.update(trainer.book.step_values())
+        if state.book.metrics:
+            state.book.reduce_step(batch_idx)
+            state.callback_metrics.update(state.book.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
-        trainer.log_step()
+        log_step(state)
 
     @staticmethod
     def _check_answer(answer: Any, batch_idx: int) -> None:
@@ -374,7 +327,7 @@ class TrainLoop:
             return
         for config in self.step_schedulers:
             if self.position.global_step % config.frequency == 0:
-                config.step(self.trainer)
+                config.step(self.state)
 
     def _closure_step(self, batch: Any, batch_idx: int) -> Any:
         """Let the optimizer evaluate the model: once or many times, all ranks seeing the same loss."""
@@ -403,135 +356,3 @@ class TrainLoop:
             self.before_step(optimizer=optimizer)
         self.count_step(run.optimizer_step(optimizer, closure))
         return kept[0]
-
-
-# --- Evaluation --------------------------------------------------------------------------------------------------
-
-#: What each evaluating stage calls on the module, and the prefix of its events.
-_STAGES = {
-    "validate": ("validation_step", "on_validation"),
-    "test": ("test_step", "on_test"),
-    "predict": ("predict_step", "on_predict"),
-}
-
-
-def evaluate(trainer: Trainer, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
-    """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
-    run, (method, event) = trainer.run, _STAGES[stage]
-    before, book = (run.stage, trainer.book), MetricBook(default_on_step=False, collectives=run.collectives)
-    run.stage, trainer.book = stage, book
-    results: list[Any] = []
-    try:
-        # What a sharded strategy gathers in inference mode could not be gathered again in training.
-        inference = trainer.settings.inference_mode and not trainer.run.shards_parameters
-        with _evaluating(trainer.module, inference, event):
-            book.closed, book.without_steps = "while predicting" if stage == "predict" else "", f"{event}_start"
-            trainer.events.emit(f"{event}_start")
-            trainer.events.emit(f"{event}_epoch_start")
-            book.without_steps = ""
-            told = [trainer.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
-            for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-                book.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
-                trainer.dataloader_idx = index
-                call = _step_caller(trainer, method, index, len(loaders))
-                results.append(_pass_over(trainer, stage, loader, limit, index, call, *told))
-            book.loader, book.without_steps = "", f"{event}_epoch_end"
-            if stage != "predict":
-                trainer.events.emit(f"{event}_epoch_end")
-                metrics = trainer.publish_epoch(book)
-                results = book.by_loader(metrics, len(loaders))
-            else:
-                trainer.events.emit(f"{event}_epoch_end")
-            book.closed = book.closed or "after its metrics were reduced"
-            trainer.position.validated = True  # what is saved from here on need not do it again
-            trainer.events.emit(f"{event}_end")
-    finally:
-        book.reset()
-        run.stage, trainer.book = before
-        trainer.dataloader_idx = 0
-    return results
-
-
-def _pass_over(
-    trainer: Trainer, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any],
-    batch_start: Any, batch_end: Any,
-) -> list[Any]:  # fmt: skip
-    run, outputs_kept, batch_idx = trainer.run, [], -1
-    set_epoch(loader, trainer.position.epoch)
-    batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
-    for batch_idx, batch in enumerate(batches):
-        moved = run.transfer(batch)
-        if run.shards_parameters:
-            run.collectives.unchecked.any(True)
-        trainer.book.batch = moved
-        if batch_start is not None:
-            batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
-        with run.evaluate_context(stage):
-            outputs = call(moved, batch_idx)
-        trainer.book.reduce_step(batch_idx)
-        if stage == "predict":
-            outputs_kept.append(outputs)
-        if batch_end is not None:
-            batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
-        if stage != "predict":
-            trainer.book.reduce_step(batch_idx)  # what hooks logged at the batch's end
-            trainer.log_evaluation_step(stage, loader_idx)
-    if run.shards_parameters:
-        _keep_pace(trainer, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
-    if batch_idx < 0 and limit > 0:
-        raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
-    return outputs_kept
-
-
-def _keep_pace(
-    trainer: Trainer, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any, batch_idx: int
-) -> None:
-    """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
-    run, book = trainer.run, trainer.book
-    trainer.book = MetricBook(default_on_step=False, collectives=run.collectives)
-    try:
-        while run.collectives.unchecked.any(False):
-            if batch is None:
-                raise ConfigError(
-                    f"loader {loader_idx} of {stage} yielded no batch on rank {run.rank}",
-                    expected="at least one on every rank",
-                )
-            trainer.book.batch = batch
-            with run.evaluate_context(stage):
-                call(batch, 0)
-            batch_idx += 1
-            trainer.book.reduce_step(batch_idx)  # as the ranks that have this batch
-    finally:
-        trainer.book = book
-
-
-def _step_caller(trainer: Trainer, method: str, loader_idx: int, num_loaders: int) -> Callable[..., Any]:
-    """Return a call of the module's `method` with as many of (batch, batch_idx, dataloader_idx) as it takes."""
-    function = getattr(trainer.module, method)
-    model = trainer.run.model
-    if takes(function, 3) and (num_loaders > 1 or not takes(function, 2)):
-        return lambda batch, batch_idx: model(method, batch, batch_idx, loader_idx)
-    if takes(function, 2):
-        return lambda batch, batch_idx: model(method, batch, batch_idx)
-    return lambda batch, _: model(method, batch)
-
-
-@contextmanager
-def _evaluating(module: nn.Module, inference_mode: bool, event: str) -> Iterator[None]:
-    """Switch to evaluation without gradients; afterwards every submodule has the mode that it had before.
-
-    A module's own ``{event}_model_eval`` and ``{event}_model_train`` switch instead.
-    """
-    modes = [(part, part.training) for part in module.modules()]
-    to_eval, to_train = f"{event}_model_eval", f"{event}_model_train"
-    switch = getattr(module, to_eval) if overrides(module, to_eval) else module.eval
-    switch()
-    try:
-        with torch.inference_mode() if inference_mode else torch.no_grad():
-            yield
-    finally:
-        if overrides(module, to_train):
-            getattr(module, to_train)()
-        else:
-            for part, training in modes:
-                part.training = training

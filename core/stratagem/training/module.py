@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.training.trainer import Trainer
+    from stratagem.api.context import TrainerView
 
 
 #: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
@@ -175,9 +175,9 @@ class Module(nn.Module):
     # --- What a user calls ---------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerView:
         """The trainer that runs this module."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerView | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise ConfigError(f"{type(self).__name__}.trainer was asked for outside a trainer", do="call trainer.fit()")
         return trainer
@@ -273,10 +273,9 @@ class Module(nn.Module):
             raise ConfigError(f"clip_gradients got gradient_clip_algorithm={algorithm!r}", expected='"norm" or "value"')
         if not limit:
             return 0.0
-        strategy = run.stack.strategies[-1]
-        if words[str(algorithm)] not in strategy.plugin.capabilities.provides:
+        if words[str(algorithm)] not in run.strategy.capabilities.provides:
             raise ConfigError(
-                f"clip_gradients is to clip by {algorithm}, which {strategy} cannot",
+                f"clip_gradients is to clip by {algorithm}, which {run.title_of(run.strategy)} cannot",
                 do="choose the other algorithm, or another strategy (`stratagem plugins show NAME`)",
             )
         limits = {"max_norm" if algorithm == "norm" else "max_value": float(limit)}

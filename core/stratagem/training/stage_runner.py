@@ -21,16 +21,17 @@ from stratagem.training import lightning_names, trainer_state
 from stratagem.training.batches import Feed, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
+from stratagem.training.evaluation import evaluate
 from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.training.hyperparameters import logged_hyperparameters
-from stratagem.training.loops import TrainLoop, evaluate
+from stratagem.training.loops import TrainLoop
 from stratagem.training.module import Module, build, overrides
 from stratagem.training.optimizers import read
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from stratagem.training.trainer import Trainer
+    from stratagem.training.fit_state import FitState
 
 #: What a stage calls its loaders, and the words in its ``limit_*_batches``.
 _LOADERS = {
@@ -57,9 +58,9 @@ class Job:
 class Session:
     """A job at work in this process."""
 
-    def __init__(self, trainer: Trainer, job: Job) -> None:
-        self.trainer, self.run, self.settings, self.job = trainer, trainer.run, trainer.settings, job
-        self.module: Module = trainer.module
+    def __init__(self, state: FitState, job: Job) -> None:
+        self.state, self.run, self.settings, self.job = state, state.run, state.settings, job
+        self.module: Module = state.module
         self.val_loaders: list[Any] = []
         #: The checkpoint that the job begins with.
         self.read_from: Path | None = None
@@ -70,7 +71,7 @@ class Session:
         self._build()
         lightning_names.check(self.module, self.job.datamodule, self.run.stack, self.job.stage)
         result = None
-        use_custom_methods(self.trainer, self.job.datamodule)
+        use_custom_methods(self.state, self.job.datamodule)
         try:
             if self.job.stage == "fit":
                 self._fit()
@@ -102,17 +103,17 @@ class Session:
         preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
         if preparing:
             error = None
-            if self.trainer.local_rank == 0:
+            if run.place.local_rank == 0:
                 try:
                     for part in preparing:
-                        if getattr(part, "prepare_data_per_node", True) or self.trainer.is_global_zero:
+                        if getattr(part, "prepare_data_per_node", True) or run.is_global_zero:
                             part.prepare_data()
                 except Exception as caught:  # noqa: BLE001 - raised on all ranks
                     error = caught
             run.collectives.fail_together(error)
         if self.job.datamodule is not None and callable(setup := getattr(self.job.datamodule, "setup", None)):
             setup(self.job.stage)
-        run.hook.setup(trainer=self.trainer, module=self.module, stage=self.job.stage, run=run)
+        run.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.job.stage, run=run)
         if callable(setup := getattr(self.module, "setup", None)):
             setup(self.job.stage)
         with run.init_context(empty=run.shards_parameters):
@@ -121,7 +122,7 @@ class Session:
     # --- Fit -----------------------------------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        trainer, run, job = self.trainer, self.run, self.job
+        state, run, job = self.state, self.run, self.job
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
         if run.manual and run.is_global_zero:
@@ -133,31 +134,31 @@ class Session:
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
         self._size_epochs(loader)
-        earlier, feed = trainer.feed, Feed(loader, trainer.num_training_batches, run, self.module)
+        earlier, feed = state.feed, Feed(loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
-            feed.resume(earlier.state_dict(trainer.position), earlier.random_state())
-        trainer.feed, trainer._use_loader = feed, self.use_loader
+            feed.resume(earlier.state_dict(state.position), earlier.random_state())
+        state.feed, state.use_loader = feed, self.use_loader
         if resumed is not None:
-            trainer_state.restore(trainer, resumed, self.read_from)
+            trainer_state.restore(state, resumed, self.read_from)
         elif job.carried is not None:
-            trainer_state.restore_carried(trainer, job.carried)
-        trainer.should_stop, run.skipped_batches = False, 0
+            trainer_state.restore_carried(state, job.carried)
+        state.should_stop, run.skipped_batches = False, 0
         if run.is_global_zero:
             _tell_modes(self.module)
-        trainer.batch_size = getattr(loader, "batch_size", None)
-        if trainer.is_global_zero and (hparams := self._hyperparameters()):
+        state.batch_size = getattr(loader, "batch_size", None)
+        if run.is_global_zero and (hparams := self._hyperparameters()):
             run.hook.log_hyperparams(params=hparams, run=run)
-        trainer.events.emit("on_fit_start")
+        state.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
-        trainer.fitting = True
+        state.fitting = True
         try:
             with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-                TrainLoop(trainer, self, feed).fit()
+                TrainLoop(state, feed, self.validate).fit()
         finally:
-            trainer.fitting = False
+            state.fitting = False
         run.saver.wait()
-        trainer.events.emit("on_fit_end")
+        state.events.emit("on_fit_end")
 
     def _hyperparameters(self) -> dict[str, Any]:
         """Return those of the module and of the data module."""
@@ -176,9 +177,9 @@ class Session:
     def _make_optimizers(self) -> list[Optimizer]:
         left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
-        optimizers, self.trainer.lr_scheduler_configs = read(configured)
+        optimizers, self.run.lr_scheduler_configs = read(configured)
         if overrides(self.module, "lr_scheduler_step"):
-            for config in self.trainer.lr_scheduler_configs:
+            for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step
         self._check_optimizers(optimizers)
         return optimizers
@@ -199,15 +200,15 @@ class Session:
 
     def use_loader(self, loader: Any) -> None:
         """Train with `loader`, this process's share, in place of the one that is there."""
-        trainer = self.trainer
+        state = self.state
         self._size_epochs(loader)
-        assert trainer.feed is not None
-        trainer.feed.loader, trainer.feed.num_batches = loader, trainer.num_training_batches
-        trainer.batch_size = getattr(loader, "batch_size", None)
+        assert state.feed is not None
+        state.feed.loader, state.feed.num_batches = loader, state.num_training_batches
+        state.batch_size = getattr(loader, "batch_size", None)
 
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
-        trainer, settings = self.trainer, self.settings
+        state, settings = self.state, self.settings
         size = self._limit("train", loader, settings.overfit_batches or settings.limit_train_batches)
         size = agreed_size(size, self.run, "training")
         if size == 0:
@@ -217,45 +218,45 @@ class Session:
                 do="check its data set, drop_last and limit_train_batches",
             )
         limit = settings.overfit_batches or settings.limit_val_batches
-        trainer.num_training_batches = size
+        state.num_training_batches = size
         if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
-            trainer.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
-            trainer.batches_between_validations = size
+            state.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
+            state.batches_between_validations = size
             return
-        trainer.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
-        trainer.batches_between_validations = _validation_interval(settings.val_check_interval, size)
+        state.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
+        state.batches_between_validations = _validation_interval(settings.val_check_interval, size)
 
     def _sanity_check(self) -> None:
         """Try validation before training; its randomness and its metrics leave no trace."""
-        trainer, steps = self.trainer, self.settings.num_sanity_val_steps
-        if not self.val_loaders or steps == 0 or trainer.fast_dev_run or self.settings.barebones:
+        state, steps = self.state, self.settings.num_sanity_val_steps
+        if not self.val_loaders or steps == 0 or self.settings.fast_dev_run or self.settings.barebones:
             return
         before = random_state(self.run.devices)
-        trainer.sanity_checking = True
+        state.sanity_checking = True
         try:
-            limits = [min(steps if steps > 0 else math.inf, limit) for limit in trainer.num_val_batches]
-            trainer.events.emit("on_sanity_check_start")
-            evaluate(trainer, "validate", self.val_loaders, limits)
-            trainer.events.emit("on_sanity_check_end")
+            limits = [min(steps if steps > 0 else math.inf, limit) for limit in state.num_val_batches]
+            state.events.emit("on_sanity_check_start")
+            evaluate(state, "validate", self.val_loaders, limits)
+            state.events.emit("on_sanity_check_end")
         finally:
-            trainer.sanity_checking = False
+            state.sanity_checking = False
         restore_random_state(before, self.run.devices)
-        trainer.forget_metrics()
+        state.forget_metrics()
 
     def validate(self) -> None:
         """Validate where the training loop says it is due."""
-        trainer = self.trainer
+        state = self.state
         if self.val_loaders and (
-            trainer.fast_dev_run or (trainer.current_epoch + 1) % self.settings.check_val_every_n_epoch == 0
+            self.settings.fast_dev_run or (state.position.epoch + 1) % self.settings.check_val_every_n_epoch == 0
         ):
-            if overrides(self.module, "on_validation_model_zero_grad") and trainer.at_step_boundary:
+            if overrides(self.module, "on_validation_model_zero_grad") and state.at_step_boundary:
                 self.module.on_validation_model_zero_grad()
-            evaluate(trainer, "validate", self.val_loaders, trainer.num_val_batches)
+            evaluate(state, "validate", self.val_loaders, state.num_val_batches)
 
     # --- Validate, test, predict ---------------------------------------------------------------------------------
 
     def _evaluate(self, stage: str) -> list[Any]:
-        trainer, run = self.trainer, self.run
+        state, run = self.state, self.run
         checkpoint = self._read_checkpoint()
         # What training wrapped is used as it is; a fresh module is wrapped for evaluation.
         if run.model is None or run.module is not self.module:
@@ -266,8 +267,8 @@ class Session:
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")
         limits = [self._limit(word, loader, limit) for loader in loaders]
-        setattr(trainer, f"num_{word}_batches", limits)
-        return evaluate(trainer, stage, loaders, limits)
+        setattr(state, f"num_{word}_batches", limits)
+        return evaluate(state, stage, loaders, limits)
 
     # --- Loaders -------------------------------------------------------------------------------------------------
 
@@ -316,7 +317,7 @@ class Session:
         if stage == "train" and self.settings.overfit_batches:
             loader = in_order(loader)
         shared = self.run.share(loader, stage)
-        seed_loader_workers(shared, self.trainer.global_rank)
+        seed_loader_workers(shared, self.run.rank)
         return shared
 
     def _limit(self, word: str, loader: Any, limit: float | None) -> float:
@@ -340,12 +341,12 @@ class Session:
         return int(size * limit)
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        found = trainer_state.find(self.trainer, self.job.ckpt_path)
+        found = trainer_state.find(self.state, self.job.ckpt_path)
         if found is None:
             return None
         self.read_from = found
         state = self.run.read_checkpoint(found)
-        self.trainer.events.emit("on_load_checkpoint", checkpoint=state)
+        self.state.events.emit("on_load_checkpoint", checkpoint=state)
         if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
             self.job.datamodule.load_state_dict(state["datamodule"])
         return state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,9 +16,8 @@ from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.paths import place
-from stratagem.api.readback import as_numbers
 from stratagem.api.validators import read_accumulation, read_duration
-from stratagem.api.world import Collectives, World
+from stratagem.api.world import World
 from stratagem.config.environment import from_environment
 from stratagem.config.settings import TrainerSettings, gather, moved
 from stratagem.config.sources import Layer, from_arguments, from_file, program
@@ -28,14 +26,14 @@ from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.runtime.run import Run
 from stratagem.stack.resolver import with_callbacks
 from stratagem.training import lightning_names, trainer_state
-from stratagem.training.batches import Feed
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
-from stratagem.training.loops import Position
-from stratagem.training.metrics import MetricBook
+from stratagem.training.fit_state import FitState
+from stratagem.training.metric_log import log_metric
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.overrides import takes
+from stratagem.training.progress import Position
 from stratagem.training.stage_runner import Job, Session
 from stratagem.training.trial import TrialStep, trial_steps
 
@@ -64,6 +62,18 @@ def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None
         init(self, **arguments)
 
     return wrapper
+
+
+def _of_state(name: str) -> Any:
+    """Return a property of the trainer that is the attribute `name` of its `FitState`."""
+
+    def get(trainer: Trainer) -> Any:
+        return getattr(trainer.state, name)
+
+    def put(trainer: Trainer, value: Any) -> None:
+        setattr(trainer.state, name, value)
+
+    return property(get, put)
 
 
 class Trainer:
@@ -126,46 +136,21 @@ class Trainer:
         self.layers: Sequence[Layer]
         self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
         self.run = Run(self.settings)
-        self.max_time = read_duration(self.settings.max_time, "max_time")
         if self.settings.fast_dev_run:
             self.settings.max_epochs, self.settings.max_steps = 1, -1
+        max_time = read_duration(self.settings.max_time, "max_time")
         if self.settings.max_epochs is None:
-            unlimited = self.settings.max_steps != -1 or self.max_time is not None
+            unlimited = self.settings.max_steps != -1 or max_time is not None
             self.settings.max_epochs = -1 if unlimited else 1000
-        self._accumulation = read_accumulation(self.settings.accumulate_grad_batches)
-        self.position = Position()
-        self.should_stop = False
-        #: A fit is under way in this process: what happens is part of training.
-        self.fitting = False
+        self.run.progress = Position()
+        accumulation = read_accumulation(self.settings.accumulate_grad_batches)
+        #: How far training has come, what it works on, and what was logged.
+        self.state = FitState(self.run, self.settings, self, max_time, accumulation)
         #: "fit", "validate", "test" or "predict" while that call is under way.
         self._call_at_work: str | None = None
-        self.sanity_checking = False
-        self.module: Any = None
-        self.datamodule: Any = None
         #: The module whose `configure_callbacks` was asked, and the callbacks without those that it brought.
         self._callbacks_of: Any = None
         self._own_callbacks: list[Any] | None = None
-        #: What `training_step` returned last.
-        self.last_outputs: Any = None
-        #: Called once after the current batch, when everybody has been told of its end; a callback that sets it stops.
-        self._on_leaving: Callable[[], Any] | None = None
-        #: Gives training another loader, while a fit starts.
-        self._use_loader: Callable[[Any], None] | None = None
-        #: What hands the loop its batches, while training.
-        self.feed: Feed | None = None
-        #: Number of the loader whose batches are used now.
-        self.dataloader_idx = 0
-        #: Of the training loader, for one process; None if it does not tell.
-        self.batch_size: int | None = None
-        self.num_training_batches: float = 0
-        #: Batches of each loader, as far as they are known and not limited; inf otherwise.
-        self.num_val_batches: list[float] = []
-        self.num_test_batches: list[float] = []
-        self.num_predict_batches: list[float] = []
-        self.batches_between_validations: float = math.inf
-        #: Optimizer and scheduler states that another process brought home.
-        self.carried: dict[str, Any] | None = None
-        self.forget_metrics()
         self._enter()
 
     @classmethod
@@ -210,21 +195,8 @@ class Trainer:
 
     def _enter(self) -> None:
         """Begin a call in this process."""
-        #: The metrics of the training epoch, and those of the stage that is at work.
-        self.training_book = self.book = MetricBook(True, self.run.collectives)
-        self.book.closed = "outside training, validation and testing"
-        #: What callbacks logged in `on_train_epoch_end`, while that is told; for the loggers.
-        self._late: dict[str, Any] | None = None
-        self.events = Events(self)
+        self.state.begin(Events(self.state))
         self._handles: list[OptimizerHandle] = []
-        self._last_logged_step = -1
-
-    def forget_metrics(self) -> None:
-        """Forget every metric that was published."""
-        self.callback_metrics: dict[str, Any] = {}
-        self.logged_metrics: dict[str, Any] = {}
-        #: What callbacks and epochs have to show in the progress bar.
-        self.bar_metrics: dict[str, Any] = {}
 
     # --- What a user calls ---------------------------------------------------------------------------------------
 
@@ -284,11 +256,11 @@ class Trainer:
 
         `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
         """
-        if self.module is None:
+        if self.state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.meet("save_checkpoint", MEETING_S)
-        state = trainer_state.dump(self, weights_only)
-        self.events.emit("on_save_checkpoint", checkpoint=state)
+        state = trainer_state.dump(self.state, weights_only)
+        self.state.events.emit("on_save_checkpoint", checkpoint=state)
         self.run.ask("save_checkpoint", state=state, path=place(path))
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
@@ -309,6 +281,14 @@ class Trainer:
         self.run.close()
 
     # --- What a user reads ---------------------------------------------------------------------------------------
+
+    module, datamodule = _of_state("module"), _of_state("datamodule")
+    callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")
+    bar_metrics, position = _of_state("bar_metrics"), _of_state("position")
+    should_stop, sanity_checking, fitting = _of_state("should_stop"), _of_state("sanity_checking"), _of_state("fitting")
+    batch_size, num_training_batches = _of_state("batch_size"), _of_state("num_training_batches")
+    num_val_batches, num_test_batches = _of_state("num_val_batches"), _of_state("num_test_batches")
+    num_predict_batches = _of_state("num_predict_batches")
 
     @property
     def world(self) -> World:
@@ -336,24 +316,14 @@ class Trainer:
         return self.run.world_size if self.run.world else self.run.num_processes * self.settings.num_nodes
 
     @property
-    def position(self) -> Position:
-        """How far training has come."""
-        position: Position = self.run.progress
-        return position
-
-    @position.setter
-    def position(self, position: Position) -> None:
-        self.run.progress = position
-
-    @property
     def current_epoch(self) -> int:
         """The epoch being trained, from 0; after training, the number of epochs trained."""
-        return self.position.epoch
+        return self.state.position.epoch
 
     @property
     def global_step(self) -> int:
         """Optimizer steps so far."""
-        return self.position.global_step
+        return self.state.position.global_step
 
     @property
     def max_epochs(self) -> int:
@@ -414,29 +384,29 @@ class Trainer:
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
-        outputs = self.last_outputs
+        outputs = self.state.last_outputs
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         shown = {"loss": loss.detach()} if isinstance(loss, torch.Tensor) and loss.numel() == 1 else {}
-        for name, value in self.book.step_values().items():
-            if self.book.shown(name, "prog_bar"):
+        for name, value in self.state.book.step_values().items():
+            if self.state.book.shown(name, "prog_bar"):
                 shown[name] = value
-        return shown | self.bar_metrics
+        return shown | self.state.bar_metrics
 
     @property
     def effective_batch_size(self) -> int | None:
         """Samples behind one optimizer step, over all processes; None if the loader does not tell its batch size."""
         shards = self.run.mesh.num_data_shards
-        return self.batch_size and self.batch_size * shards * self.accumulate_grad_batches
+        return self.state.batch_size and self.state.batch_size * shards * self.accumulate_grad_batches
 
     @property
     def at_step_boundary(self) -> bool:
         """Whether no gradients are waiting for more batches before the next optimizer step."""
-        return self.feed is None or not self.feed.window_is_open
+        return self.state.at_step_boundary
 
     @property
     def accumulate_grad_batches(self) -> int:
         """Over how many batches gradients accumulate in the current epoch."""
-        return next(factor for epoch, factor in reversed(self._accumulation.items()) if epoch <= self.current_epoch)
+        return self.state.accumulate_grad_batches
 
     def schedule_accumulation(self, schedule: dict[int, int]) -> None:
         """Accumulate gradients over so many batches from each of these epochs on; from the next epoch that begins.
@@ -444,7 +414,7 @@ class Trainer:
         Raises:
             ConfigError: no number for epoch 0, or the strategy cannot accumulate.
         """
-        self._accumulation = read_accumulation(schedule, "the schedule")
+        self.state.accumulation = read_accumulation(schedule, "the schedule")
         strategy = self.run.stack.strategies[-1]
         if (
             any(factor > 1 for factor in schedule.values())
@@ -458,23 +428,17 @@ class Trainer:
     @property
     def train_loader(self) -> Any:
         """The training loader of this process's share, during a fit."""
-        assert self.feed is not None, "known during a fit"
-        return self.feed.loader
+        assert self.state.feed is not None, "known during a fit"
+        return self.state.feed.loader
 
     def replace_train_loader(self, loader: Any) -> None:
         """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
-        assert self._use_loader is not None, "known during a fit"
-        self._use_loader(loader)
+        assert self.state.use_loader is not None, "known during a fit"
+        self.state.use_loader(loader)
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
         """End the current batch for all callbacks, then call `action` once; it raises to end training."""
-        self._on_leaving = action
-
-    def leave_if_asked(self) -> None:
-        """Call what `leave_after_batch` was given."""
-        if self._on_leaving is not None:
-            action, self._on_leaving = self._on_leaving, None
-            action()
+        self.state.on_leaving = action
 
     def trial_steps(self, who: str) -> AbstractContextManager[TrialStep]:
         """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
@@ -484,15 +448,11 @@ class Trainer:
         Raises:
             ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
         """
-        return trial_steps(self, who)
+        return trial_steps(self.state, who)
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         return self.run.lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[LRSchedulerConfig]) -> None:
-        self.run.lr_scheduler_configs = configs
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -502,7 +462,7 @@ class Trainer:
     def optimizer_handles(self) -> list[OptimizerHandle]:
         """The optimizers as `Module.optimizers` gives them: their steps go through the hooks."""
         if len(self._handles) != len(self.run.optimizers):
-            self._handles = [OptimizerHandle(optimizer, self) for optimizer in self.run.optimizers]
+            self._handles = [OptimizerHandle(optimizer, self.step_by_hand) for optimizer in self.run.optimizers]
         return self._handles
 
     # --- Launching -----------------------------------------------------------------------------------------------
@@ -510,7 +470,7 @@ class Trainer:
     def _evaluate(
         self, stage: str, step: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
     ) -> list[Any]:
-        model = self.module if model is None else original(model)
+        model = self.state.module if model is None else original(model)
         if model is None:
             raise ConfigError(f"{stage} got no model and none was trained before", expected="a model")
         if stage != "predict":
@@ -535,16 +495,18 @@ class Trainer:
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
         job = Job(stage, loaders, val_loaders, datamodule, ckpt_path)
-        if model is not self.module:
-            self.carried = None
+        state = self.state
+        if model is not state.module:
+            state.carried = None
         if stage == "fit":
-            if model is not self.module:
-                self.position, self.feed = Position(), None
+            if model is not state.module:
+                state.position, state.feed = Position(), None
             elif ckpt_path is None:
                 with self.run.making_whole():
-                    job.carried = self.carried or (trainer_state.dump_optimizers(self) if self.run.optimizers else None)
+                    held = trainer_state.dump_optimizers(state) if self.run.optimizers else None
+                    job.carried = state.carried or held
         outer = model.__dict__.get("_trainer")
-        self.module, self.datamodule, self._call_at_work = model, datamodule, stage
+        state.module, state.datamodule, self._call_at_work = model, datamodule, stage
         model.__dict__["_trainer"] = self
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
@@ -554,22 +516,22 @@ class Trainer:
             self._call_at_work = None
             if outer is not None and outer._call_at_work is not None:
                 model.__dict__["_trainer"] = outer  # whose call this one was made in
-        return home.unpack(self) if isinstance(home, trainer_state.Homecoming) else home
+        return home.unpack(state) if isinstance(home, trainer_state.Homecoming) else home
 
     def _main(self, job: Job, run: Run) -> Any:
         """Do `job` in this process, one of those that the launcher started."""
-        self.module.__dict__["_trainer"], self._call_at_work = self, job.stage
+        self.state.module.__dict__["_trainer"], self._call_at_work = self, job.stage
         if isinstance(job.datamodule, DataModule):
             job.datamodule.trainer = self
         self._enter()
         try:
-            result = Session(self, job).work()
+            result = Session(self.state, job).work()
         except BaseException as error:
-            self.events.emit("on_exception", exception=error)
+            self.state.events.emit("on_exception", exception=error)
             if callable(tell := getattr(job.datamodule, "on_exception", None)):
                 tell(error)
             raise
-        return trainer_state.Homecoming.pack(self, result, job.stage == "fit") if run.far_from_home else result
+        return trainer_state.Homecoming.pack(self.state, result, job.stage == "fit") if run.far_from_home else result
 
     def _use_callbacks_of(self, model: Module) -> None:
         """Let the callbacks that `model` brings take part, until another model is given."""
@@ -586,159 +548,27 @@ class Trainer:
     def step_by_hand(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step `optimizer` for a module that optimizes by hand."""
         run = self.run
-        self.events.emit("on_before_optimizer_step", optimizer=optimizer)
+        self.state.events.emit("on_before_optimizer_step", optimizer=optimizer)
         stepped = run.optimizer_step(optimizer, _agreeing(closure, run) if closure is not None else None)
-        self.position.global_step += 1
-        self.position.skipped_steps += not stepped
+        self.state.position.global_step += 1
+        self.state.position.skipped_steps += not stepped
         return stepped
-
-    def end_epoch(self, complete: bool = True) -> None:
-        """Reduce the epoch's metrics, step the schedulers, tell the callbacks.
-
-        An epoch that is not `complete` was cut short: its end is told, and resuming trains the rest of it, so neither
-        schedulers nor the position move on.
-        """
-        book = self.book
-        book.default_on_step, book.without_steps = False, "on_train_epoch_end"
-
-        def publish() -> None:
-            self.publish_epoch(book)
-            self._late, book.closed = {}, "in on_train_epoch_end"  # what `lr_scheduler_step` logs comes late, too
-            if complete:
-                self._step_epoch_schedulers()
-                self.position.epoch_ended = True
-
-        self.events.module_first("on_train_epoch_end", then=publish)
-        late, self._late = self._late or {}, None
-        self._to_loggers(late)
-        book.default_on_step, book.without_steps, book.closed = True, "", ""
-        if complete:
-            book.reset()
-
-    def _step_epoch_schedulers(self) -> None:
-        for config in () if self.run.manual else self.lr_scheduler_configs:  # by hand means these, too
-            if config.interval == "epoch" and (self.current_epoch + 1) % config.frequency == 0:
-                config.step(self)
-
-    # --- Metrics -------------------------------------------------------------------------------------------------
 
     def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """Record what `Module.log` got."""
-        if options.get("rank_zero_only") and not self.is_global_zero:
-            return
-        book = self.book
-        if book.closed:
-            book = self._book_for_one(name)
-        try:
-            book.log(name, value, **options)
-        except TypeError as error:
-            known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
-            unknown = next((option for option in options if option not in known), "")
-            raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
-                              do=nearest(unknown, known)) from error  # fmt: skip
-        if book is not self.book:
-            self._publish_late(name, book)
-
-    def _book_for_one(self, name: str) -> MetricBook:
-        """Return a book for what a callback logs once the epoch's metrics are reduced; elsewhere it is too late."""
-        if self._late is None:
-            raise ConfigError(
-                f"log({name!r}) was called {self.book.closed}", expected="a call while metrics are collected: from the "
-                "start of training, of a validation or of a test until its metrics are reduced",
-                do="log it in a step or in an epoch's end, or hand it to self.logger",
-            )  # fmt: skip
-        if name in self._late:
-            raise ConfigError(
-                f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
-            )
-        book = MetricBook(default_on_step=False, collectives=self.run.collectives)
-        book.without_steps = "on_train_epoch_end"
-        return book
-
-    def _publish_late(self, name: str, book: MetricBook) -> None:
-        (metric,) = book.metrics.values()
-        if not metric.on_epoch:
-            raise ConfigError(
-                f"log({name!r}, on_epoch=False) was called in on_train_epoch_end", expected="on_epoch=True",
-                do="drop on_epoch",
-            )  # fmt: skip
-        if not metric.sync_dist:
-            book.collectives = Collectives()  # one rank may log alone
-        assert self._late is not None
-        values = book.epoch_values()
-        self.callback_metrics.update(values)
-        self.bar_metrics.update(values if metric.prog_bar else {})
-        self._late[name] = values[name] if metric.logger else None
-
-    def log_step(self) -> None:
-        """After a training batch: hand step metrics to the loggers when it is their turn."""
-        step = self.position.global_step
-        if not self.book.metrics:
-            return
-        self.book.reduce_step(self.position.batches_done)  # what hooks logged at the batch's end
-        if step % self.settings.log_every_n_steps == 0 and step != self._last_logged_step and step:
-            self._last_logged_step = step
-            values = self.book.step_values()
-            self._to_loggers({name: v for name, v in values.items() if self.book.shown(name, "logger")})
-
-    def log_evaluation_step(self, stage: str, loader_idx: int) -> None:
-        """After a batch of validation or testing: hand what its step logged to the loggers.
-
-        The step axis counts the batches of this loader, over all evaluations of the run.
-        """
-        if self.sanity_checking:
-            return
-        batches = self.position.evaluated_batches
-        key = f"{stage}.{loader_idx}"
-        batches[key] = batches.get(key, 0) + 1
-        book = self.book
-        if book.logs_steps:
-            steps = book.step_values(book.loader)
-            self._to_loggers({name: v for name, v in steps.items() if book.shown(name, "logger")}, batches[key])
-
-    def publish_epoch(self, book: MetricBook) -> dict[str, Any]:
-        """Reduce `book` over the epoch (collective) and hand the values to everybody; return them."""
-        values = book.epoch_values()
-        self.callback_metrics.update(book.step_values())
-        for name, value in values.items():
-            self.callback_metrics[name] = value
-            self.callback_metrics[book.name(name)] = value
-            if book.shown(name, "prog_bar"):
-                self.bar_metrics[name] = value
-        if not self.sanity_checking:
-            self._to_loggers({name: value for name, value in values.items() if book.shown(name, "logger")})
-        return values
-
-    def _to_loggers(self, values: dict[str, Any], step: int | None = None) -> None:
-        values = {name: value for name, value in values.items() if value is not None}
-        self.logged_metrics.update(values)
-        if not values or not self.is_global_zero or self.run.implemented("log_metrics") is None:
-            return
-        numbers = as_numbers(values)
-        step = self.global_step if step is None else step
-        self.run.hook.log_metrics(metrics={"epoch": self.current_epoch, **numbers}, step=step, run=self.run)
+        log_metric(self.state, name, value, options)
 
     # --- Travel to another process -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        at_work = {
-            "book",
-            "training_book",
-            "events",
-            "feed",
-            "_on_leaving",
-            "_handles",
-            "last_outputs",
-            "_call_at_work",
-            "_late",
-        }
-        return {name: value for name, value in self.__dict__.items() if name not in at_work}
+        return {
+            "given": self.given, "layers": self.layers, "settings": self.settings, "run": self.run,
+            "state": self.state, "_callbacks_of": self._callbacks_of, "_own_callbacks": self._own_callbacks,
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The run may still be half unpickled; `_main` enters when all is there.
-        self.__dict__.update(state)
-        self.last_outputs, self.feed, self._on_leaving = None, None, None
-        self._use_loader, self._call_at_work = None, None
+        self.__dict__.update(state, _call_at_work=None, _handles=[])
 
 
 def _with_environment(layers: Sequence[Layer]) -> list[Layer]:

@@ -35,8 +35,8 @@ from stratagem.transforms.deferred_init import allocate
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
-    from stratagem.training.trainer import Trainer
 
 
 #: Elements up to which a buffer is taken for statistics that may differ between ranks.
@@ -45,133 +45,133 @@ _SMALL = 1 << 16
 _CARRIED = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins")
 
 
-def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
-    run = trainer.run
+    run = fit.run
     # What other processes trained has come home as a plain module, which no strategy has wrapped here.
     at_home = not run.connected and not run.stack.launcher.plugin.parent_trains
     ask = functools.partial(run.ask, "model_state") if not at_home else default_hooks.model_state
     state: dict[str, Any] = {
-        "state_dict": ask(module=trainer.module),
+        "state_dict": ask(module=fit.module),
         "format": format_tag(run.stack),
-        "hyper_parameters": dict(trainer.module.hparams),
-        **_hparams_name(trainer.module),
+        "hyper_parameters": dict(fit.module.hparams),
+        **_hparams_name(fit.module),
     }
     if weights_only:
         return state
     if not run.connected and not at_home:
         raise ConfigError(
-            "save_checkpoint was called after close(), when optimizers are gone", expected="a trainer that is open",
+            "save_checkpoint was called after close(), when optimizers are gone", expected="a fit that is open",
             do="save before close(), or pass weights_only=True",
         )  # fmt: skip
-    if overrides(trainer.datamodule, "state_dict", DataModule):
-        state["datamodule"] = trainer.datamodule.state_dict()
-    if at_home and trainer.carried is not None:
-        return state | trainer.carried
-    plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(trainer.run.stack)}
+    if overrides(fit.datamodule, "state_dict", DataModule):
+        state["datamodule"] = fit.datamodule.state_dict()
+    if at_home and fit.carried is not None:
+        return state | fit.carried
+    plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(fit.run.stack)}
     return (
         state
-        | dump_optimizers(trainer)
+        | dump_optimizers(fit)
         | {
-            "loop": trainer.position.state_dict(),
-            "ranks": run.collectives.all_gather_object(_of_this_rank(trainer)),
+            "loop": fit.position.state_dict(),
+            "ranks": run.collectives.all_gather_object(_of_this_rank(fit)),
             "callbacks": {key: value for key, value in plugins.items() if key.startswith("callback.")},
             "plugins": {key: value for key, value in plugins.items() if not key.startswith("callback.")},
         }
     )
 
 
-def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
+def _of_this_rank(fit: FitState) -> dict[str, Any]:
     """Return what is different on every rank: random states, the loader's place, what the epoch's metrics saw."""
-    position, feed = trainer.position, trainer.feed
+    position, feed = fit.position, fit.feed
     # Where a strategy leaves buffers to each rank (running statistics), the model's state is rank 0's.
-    others = trainer.module.named_buffers() if trainer.global_rank else ()
+    others = fit.module.named_buffers() if fit.run.rank else ()
     return {
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
-        "random": random_state(trainer.run.devices) if feed is None else feed.random_state(),
+        "random": random_state(fit.run.devices) if feed is None else feed.random_state(),
         "epoch_start": position.epoch_random_state,
-        "metrics": {} if position.epoch_ended else trainer.training_book.state_dict(),
-        "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": {} if position.epoch_ended else fit.training_book.state_dict(),
+        "callback_metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
-        "plugins": trainer.run.rank_states(),
+        "plugins": fit.run.rank_states(),
     }
 
 
-def dump_optimizers(trainer: Trainer) -> dict[str, Any]:
+def dump_optimizers(fit: FitState) -> dict[str, Any]:
     """Return the states of optimizers and schedulers."""
-    run = trainer.run
+    run = fit.run
     return {
-        "optimizers": [run.ask("optimizer_state", optimizer=o, module=trainer.module) for o in run.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "optimizers": [run.ask("optimizer_state", optimizer=o, module=fit.module) for o in run.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in fit.lr_scheduler_configs],
     }
 
 
-def restore(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
+def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") -> None:
     """Apply `state`, which `path` holds. Weights alone make a fresh start. Collective.
 
     Raises:
         CheckpointError: something in it is not what a run like this one saves; on all ranks.
     """
-    run, position = trainer.run, trainer.position
+    run, position = fit.run, fit.position
     if "format" not in state and run.is_global_zero:
         warnings.warn(
             "the checkpoint was not written by stratagem: its weights are taken, and training begins at step 0",
             stacklevel=2,
         )
     if "loop" not in state and "lr_schedulers" in state:
-        raise CheckpointError(f"{path} has no 'loop'", expected="all that a trainer saves", do="use another checkpoint")
+        raise CheckpointError(f"{path} has no 'loop'", expected="all that a fit saves", do="use another checkpoint")
     resumes = "loop" in state and "optimizers" in state
     if resumes:
-        together(run.collectives, lambda: _check(trainer, state, path))
-    run.load_model(state["state_dict"], trainer.module, trainer.module.strict_loading, path)
+        together(run.collectives, lambda: _check(fit, state, path))
+    run.load_model(state["state_dict"], fit.module, fit.module.strict_loading, path)
     if "loop" in state and not resumes and run.is_global_zero:
         warnings.warn(
             "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2
         )
     if not resumes:
         return
-    restore_optimizers(trainer, state, path)
+    restore_optimizers(fit, state, path)
     position.load_state_dict(state["loop"])
-    together(run.collectives, lambda: restore_plugins(trainer, state))
+    together(run.collectives, lambda: restore_plugins(fit, state))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     ranks = state["ranks"]
-    if len(ranks) == trainer.world_size:
-        _restore_buffers(trainer.module, ranks[trainer.global_rank]["buffers"])
+    if len(ranks) == fit.run.world_size:
+        _restore_buffers(fit.module, ranks[fit.run.rank]["buffers"])
     with applying(f"{path}: ranks"):
         run.load_rank_states(ranks)
-    trainer.callback_metrics.update(ranks[0]["callback_metrics"])
-    if len(ranks) != trainer.world_size:
-        _continue_at_another_size(trainer, ranks)
+    fit.callback_metrics.update(ranks[0]["callback_metrics"])
+    if len(ranks) != fit.run.world_size:
+        _continue_at_another_size(fit, ranks)
         return
-    mine = ranks[trainer.global_rank]
+    mine = ranks[fit.run.rank]
     position.epoch_random_state = mine["epoch_start"]
-    trainer.callback_metrics.update(mine["callback_metrics"])
+    fit.callback_metrics.update(mine["callback_metrics"])
 
     def load_metrics() -> None:
-        with applying(f"{path}: ranks[{trainer.global_rank}].metrics"):
-            trainer.training_book.load_state_dict(mine["metrics"])
+        with applying(f"{path}: ranks[{fit.run.rank}].metrics"):
+            fit.training_book.load_state_dict(mine["metrics"])
 
     together(run.collectives, load_metrics)
-    if trainer.feed is not None:
-        trainer.feed.resume(mine["feed"], mine["random"])
+    if fit.feed is not None:
+        fit.feed.resume(mine["feed"], mine["random"])
 
 
-def _continue_at_another_size(trainer: Trainer, ranks: list[dict[str, Any]]) -> None:
+def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> None:
     """Go on where as many samples are used as `ranks`, of another number, have used."""
-    position = trainer.position
+    position = fit.position
     window = ranks[0]["feed"].get("window")
     if window is not None:
         position.batches_done = window["start"]  # its gradients were other ranks'
     if not position.epoch_done:
-        position.batches_done = position.batches_done * len(ranks) // trainer.world_size
+        position.batches_done = position.batches_done * len(ranks) // fit.run.world_size
     saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
-    if trainer.feed is not None:
-        known = trainer.feed.resume_at_another_size(saved, position)
+    if fit.feed is not None:
+        known = fit.feed.resume_at_another_size(saved, position)
     lost = not known and position.batches_done and not position.epoch_done
-    if trainer.run.is_global_zero:
+    if fit.run.is_global_zero:
         warnings.warn(
-            f"the checkpoint holds the random states of {len(ranks)} processes and this run has {trainer.world_size}: "
+            f"the checkpoint holds the random states of {len(ranks)} processes and this run has {fit.run.world_size}: "
             "training continues with new ones"
             + (
                 ", and the rest of the epoch comes in another order: some samples come twice or not at all" * bool(lost)
@@ -180,7 +180,7 @@ def _continue_at_another_size(trainer: Trainer, ranks: list[dict[str, Any]]) -> 
         )
 
 
-def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
+def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     """Check what this rank is about to apply, before anything is changed."""
     if "ranks" not in state:
         raise CheckpointError(
@@ -189,13 +189,13 @@ def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
         )  # fmt: skip
     for key in ("lr_schedulers", "callbacks", "plugins"):
         if key not in state:
-            raise CheckpointError(f"{path} has no {key!r}", expected="all that a trainer saves", do="use another one")
-    check_like(state["loop"], trainer.position.state_dict(), f"{path}: loop")
-    check_weights_fit(state["state_dict"], trainer.module, path)
-    _check_optimizers(trainer, state, path)
+            raise CheckpointError(f"{path} has no {key!r}", expected="all that a fit saves", do="use another one")
+    check_like(state["loop"], fit.position.state_dict(), f"{path}: loop")
+    check_weights_fit(state["state_dict"], fit.module, path)
+    _check_optimizers(fit, state, path)
     if not state["ranks"]:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
-    now = random_state(trainer.run.devices) if trainer.feed is None else trainer.feed.random_state()
+    now = random_state(fit.run.devices) if fit.feed is None else fit.feed.random_state()
     for number, rank in enumerate(state["ranks"]):
         where = f"{path}: ranks[{number}]"
         for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
@@ -203,10 +203,10 @@ def _check(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
                 raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
         check_numbers(rank["callback_metrics"], f"{where}.callback_metrics")
         check_feed(rank["feed"], f"{where}.feed")
-    mine = state["ranks"][trainer.global_rank % len(state["ranks"])]
-    where = f"{path}: ranks[{trainer.global_rank % len(state['ranks'])}]"
-    restore = functools.partial(restore_random_state, devices=trainer.run.devices)
-    put_back = restore if trainer.feed is None else trainer.feed.restore_random_state
+    mine = state["ranks"][fit.run.rank % len(state["ranks"])]
+    where = f"{path}: ranks[{fit.run.rank % len(state['ranks'])}]"
+    restore = functools.partial(restore_random_state, devices=fit.run.devices)
+    put_back = restore if fit.feed is None else fit.feed.restore_random_state
     try:
         for key in ("random", "epoch_start"):
             if mine[key] is not None:
@@ -223,9 +223,9 @@ def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
             own[name].copy_(buffer)
 
 
-def _check_optimizers(trainer: Trainer, state: dict[str, Any], path: Any) -> None:
-    trainer.run.check_optimizers(state["optimizers"], trainer.run.optimizers, state.get("state_dict"), path)
-    schedulers, configs = state["lr_schedulers"], trainer.lr_scheduler_configs
+def _check_optimizers(fit: FitState, state: dict[str, Any], path: Any) -> None:
+    fit.run.check_optimizers(state["optimizers"], fit.run.optimizers, state.get("state_dict"), path)
+    schedulers, configs = state["lr_schedulers"], fit.lr_scheduler_configs
     if len(schedulers) != len(configs):
         raise CheckpointError(
             f"the checkpoint holds {len(schedulers)} scheduler states",
@@ -236,34 +236,32 @@ def _check_optimizers(trainer: Trainer, state: dict[str, Any], path: Any) -> Non
         check_scheduler(scheduler, config.scheduler, f"{path}: lr_schedulers[{number}]")
 
 
-def restore_optimizers(trainer: Trainer, state: dict[str, Any], path: Any = "the checkpoint") -> None:
+def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") -> None:
     """Apply the states of optimizers and schedulers."""
-    _check_optimizers(trainer, state, path)
+    _check_optimizers(fit, state, path)
     weights = state.get("state_dict")
-    trainer.run.load_optimizers(state["optimizers"], trainer.run.optimizers, trainer.module, weights, path)
-    for number, (config, scheduler) in enumerate(
-        zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True)
-    ):
+    fit.run.load_optimizers(state["optimizers"], fit.run.optimizers, fit.module, weights, path)
+    for number, (config, scheduler) in enumerate(zip(fit.lr_scheduler_configs, state["lr_schedulers"], strict=True)):
         with applying(f"{path}: lr_schedulers[{number}]"):
             config.scheduler.load_state_dict(scheduler)
 
 
-def restore_carried(trainer: Trainer, carried: dict[str, Any]) -> None:
+def restore_carried(fit: FitState, carried: dict[str, Any]) -> None:
     """Apply what an earlier fit of this module brought home to the process that launches. Collective."""
-    restore_optimizers(trainer, carried)
-    identity.restore(trainer.run.stack, carried.get("plugins", {}))  # where training was here, plugins remember
-    ranks, position = carried.get("ranks", []), trainer.position
-    trainer.run.load_rank_states(ranks)
+    restore_optimizers(fit, carried)
+    identity.restore(fit.run.stack, carried.get("plugins", {}))  # where training was here, plugins remember
+    ranks, position = carried.get("ranks", []), fit.position
+    fit.run.load_rank_states(ranks)
     within_an_epoch = position.batches_done and not position.epoch_done
-    if within_an_epoch and len(ranks) == trainer.world_size and trainer.feed is not None:
-        mine = ranks[trainer.global_rank]
+    if within_an_epoch and len(ranks) == fit.run.world_size and fit.feed is not None:
+        mine = ranks[fit.run.rank]
         position.epoch_random_state = mine["epoch_start"]
-        trainer.feed.resume(mine["feed"], mine["random"])
+        fit.feed.resume(mine["feed"], mine["random"])
 
 
-def restore_plugins(trainer: Trainer, state: dict[str, Any]) -> None:
+def restore_plugins(fit: FitState, state: dict[str, Any]) -> None:
     """Apply the states of the plugins that are here and were there."""
-    identity.restore(trainer.run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
+    identity.restore(fit.run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
 
 
 def _hparams_name(module: Any) -> dict[str, str]:
@@ -275,30 +273,30 @@ def _hparams_name(module: Any) -> dict[str, str]:
 # --- Finding a checkpoint ----------------------------------------------------------------------------------------
 
 
-def find(trainer: Trainer, path: str | Path | None) -> Path | None:
+def find(fit: FitState, path: str | Path | None) -> Path | None:
     """Turn "last" and "best" into a path, the same on all ranks; None means a fresh start. Collective."""
-    trainer.run.saver.wait()  # what is being saved may be what is looked for
+    fit.run.saver.wait()  # what is being saved may be what is looked for
     if path is None or path not in ("last", "best"):
         return None if path is None else place(path)
     found, error = None, None
-    if trainer.is_global_zero:
+    if fit.run.is_global_zero:
         try:
-            found = _best(trainer) if path == "best" else _last(trainer)
+            found = _best(fit) if path == "best" else _last(fit)
         except CheckpointError as caught:
             error = caught
-    trainer.run.collectives.fail_together(error)
-    chosen: Path | None = trainer.run.collectives.broadcast_object(found)
+    fit.run.collectives.fail_together(error)
+    chosen: Path | None = fit.run.collectives.broadcast_object(found)
     return chosen
 
 
-def _best(trainer: Trainer) -> Path:
-    if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+def _best(fit: FitState) -> Path:
+    if best := next((each.best_model_path for each in _callbacks(fit) if hasattr(each, "best_model_path")), ""):
         return place(best)
-    for folder in _folders(trainer):  # an earlier process's callback wrote down which one it was
-        newest = newest_whole(folder, trainer.checkpoint_format)
+    for folder in _folders(fit):  # an earlier process's callback wrote down which one it was
+        newest = newest_whole(folder, fit.run.checkpoint_format)
         if newest is None:
             continue
-        states = read_with(format_of(newest, trainer.checkpoint_format), newest, Alone()).get("callbacks", {})
+        states = read_with(format_of(newest, fit.run.checkpoint_format), newest, Alone()).get("callbacks", {})
         for state in states.values():
             named = place((state.get("best_model_path") if isinstance(state, dict) else "") or ".")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]
@@ -309,20 +307,24 @@ def _best(trainer: Trainer) -> Path:
     )
 
 
-def _folders(trainer: Trainer) -> list[Path]:
+def _callbacks(fit: FitState) -> list[Any]:
+    return [choice.plugin for choice in fit.run.stack.callbacks]
+
+
+def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
-    folders = [callback.folder(trainer) for callback in trainer.callbacks if hasattr(callback, "folder")]
-    return [place(folder) for folder in [*folders, trainer.default_root_dir]]
+    folders = [callback.folder(fit.trainer) for callback in _callbacks(fit) if hasattr(callback, "folder")]
+    return [place(folder) for folder in [*folders, fit.settings.default_root_dir]]
 
 
-def _last(trainer: Trainer) -> Path | None:
-    folders = _folders(trainer)
-    found = [newest for folder in folders if (newest := newest_whole(folder, trainer.checkpoint_format)) is not None]
+def _last(fit: FitState) -> Path | None:
+    folders = _folders(fit)
+    found = [newest for folder in folders if (newest := newest_whole(folder, fit.run.checkpoint_format)) is not None]
     if found and any(is_remote(path) for path in found):
         return found[0]
     if found:
-        return max(found, key=lambda path: saved_at(path, trainer.checkpoint_format))
-    if trainer.world.generation != "0":
+        return max(found, key=lambda path: saved_at(path, fit.run.checkpoint_format))
+    if fit.run.place.generation != "0":
         return None  # restarted before the first checkpoint: start afresh
     places = " or ".join(map(str, folders))
     raise CheckpointError(
@@ -344,24 +346,24 @@ class Homecoming:
     logged_metrics: dict[str, Any]
 
     @classmethod
-    def pack(cls, trainer: Trainer, result: Any, fitted: bool) -> Homecoming:
+    def pack(cls, fit: FitState, result: Any, fitted: bool) -> Homecoming:
         """Collective."""
-        with trainer.run.making_whole():  # the parent has no shards
-            state = dump(trainer, weights_only=not fitted)
-        return cls(result, state, dict(trainer.callback_metrics), dict(trainer.logged_metrics))
+        with fit.run.making_whole():  # the parent has no shards
+            state = dump(fit, weights_only=not fitted)
+        return cls(result, state, dict(fit.callback_metrics), dict(fit.logged_metrics))
 
-    def unpack(self, trainer: Trainer) -> Any:
+    def unpack(self, fit: FitState) -> Any:
         """Apply the state in the parent, as if it had trained there; return the result."""
-        with trainer.run.init_context():
-            build(trainer.module)
-        allocate(trainer.module)
-        load_weights(trainer.module, self.state["state_dict"])
-        trainer.callback_metrics, trainer.logged_metrics = self.callback_metrics, self.logged_metrics
+        with fit.run.init_context():
+            build(fit.module)
+        allocate(fit.module)
+        load_weights(fit.module, self.state["state_dict"])
+        fit.callback_metrics, fit.logged_metrics = self.callback_metrics, self.logged_metrics
         if "loop" in self.state:
-            trainer.position.load_state_dict(self.state["loop"])
-            trainer.position.epoch_random_state = None
-            restore_plugins(trainer, self.state)
-            if "datamodule" in self.state and overrides(trainer.datamodule, "load_state_dict", DataModule):
-                trainer.datamodule.load_state_dict(self.state["datamodule"])
-            trainer.carried = {key: self.state[key] for key in _CARRIED}
+            fit.position.load_state_dict(self.state["loop"])
+            fit.position.epoch_random_state = None
+            restore_plugins(fit, self.state)
+            if "datamodule" in self.state and overrides(fit.datamodule, "load_state_dict", DataModule):
+                fit.datamodule.load_state_dict(self.state["datamodule"])
+            fit.carried = {key: self.state[key] for key in _CARRIED}
         return self.result

@@ -15,29 +15,29 @@ from stratagem.training.metrics import MetricBook
 from stratagem.training.overrides import takes
 
 if TYPE_CHECKING:
-    from stratagem.training.trainer import Trainer
+    from stratagem.training.fit_state import FitState
 
 #: Trains on a batch, with its number; returns the loss, averaged over ranks.
 TrialStep = Callable[[Any, int], torch.Tensor]
 
 
 @contextmanager
-def trial_steps(trainer: Trainer, who: str) -> Iterator[TrialStep]:
+def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     """Within: steps may be made; see `Trainer.trial_steps`."""
-    _check(trainer, who)
-    module, run, feed = trainer.module, trainer.run, trainer.feed
+    _check(state, who)
+    module, run, feed = state.module, state.run, state.feed
     assert feed is not None, "a trial is made during a fit"
     tensors = [*module.parameters(), *module.buffers()]
     saved = [tensor.detach().clone() for tensor in tensors]
-    (optimizer,) = trainer.optimizers
+    (optimizer,) = state.run.optimizers
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.stateful(run.stack)
                if not key.startswith("callback.")]  # fmt: skip
-    random, book = feed.random_state(), trainer.book
+    random, book = feed.random_state(), state.book
     modes = [(part, part.training) for part in module.modules()]
-    trainer.book = MetricBook(default_on_step=True, collectives=run.collectives)
+    state.book = MetricBook(default_on_step=True, collectives=run.collectives)
     try:
-        yield lambda batch, number: _step(trainer, batch, number)
+        yield lambda batch, number: _step(state, batch, number)
     finally:
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
@@ -47,40 +47,40 @@ def trial_steps(trainer: Trainer, who: str) -> Iterator[TrialStep]:
         for plugin, state in plugins:
             plugin.load_state_dict(state)
         feed.restore_random_state(random)
-        trainer.book = book
+        state.book = book
         for part, training in modes:
             part.training = training
 
 
-def _check(trainer: Trainer, who: str) -> None:
+def _check(state: FitState, who: str) -> None:
     """Refuse what a trial cannot train."""
-    if trainer.run.manual or len(trainer.optimizers) != 1:
+    if state.run.manual or len(state.run.optimizers) != 1:
         raise ConfigError(
-            f"{who} found {type(trainer.module).__name__} with {len(trainer.optimizers)} optimizers"
-            + (" and automatic_optimization = False" if trainer.run.manual else ""),
+            f"{who} found {type(state.module).__name__} with {len(state.run.optimizers)} optimizers"
+            + (" and automatic_optimization = False" if state.run.manual else ""),
             expected="one optimizer, stepped by the trainer",
         )
-    (optimizer,) = trainer.optimizers
+    (optimizer,) = state.run.optimizers
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"{who} cannot restore what {type(optimizer).__name__} steps: "
-            f"{trainer.run.title_of(trainer.run.strategy)} keeps copies of the weights",
+            f"{state.run.title_of(state.run.strategy)} keeps copies of the weights",
             expected="an optimizer of torch's",
             do='find it with another strategy, such as "ddp"',
         )
 
 
-def _step(trainer: Trainer, batch: Any, number: int) -> torch.Tensor:
-    run = trainer.run
-    trainer.book.batch = batch = run.transfer(batch)
-    outputs = run.train_step(batch, number, 1, True, takes(trainer.module.training_step, 2))
+def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
+    run = state.run
+    state.book.batch = batch = run.transfer(batch)
+    outputs = run.train_step(batch, number, 1, True, takes(state.module.training_step, 2))
     if outputs is None:
         raise ConfigError(
             f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
             do="drop the callback that tries, or return the loss",
         )  # fmt: skip
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-    (optimizer,) = trainer.optimizers
+    (optimizer,) = state.run.optimizers
     run.optimizer_step(optimizer)
     optimizer.zero_grad()
     return run.collectives.all_reduce(loss.detach().float().clone(), "mean")

@@ -88,7 +88,7 @@ def ending(trainer: Any) -> dict[str, Any]:
     elif trainer.should_stop:
         detail = "stopped before its limits (should_stop)"
     else:
-        detail = "max_time reached" if trainer.max_time is not None else ""
+        detail = "max_time reached" if trainer.settings.max_time is not None else ""
     return {"status": "Finished", "detail": detail}
 
 

@@ -1,0 +1,127 @@
+"""`FitState`: what the loops of one trainer share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import define, field, fields
+
+from stratagem.training.metrics import MetricBook
+from stratagem.training.progress import Position
+
+if TYPE_CHECKING:
+    from stratagem.api.context import TrainerView
+    from stratagem.api.lr_schedulers import LRSchedulerConfig
+    from stratagem.config.settings import TrainerSettings
+    from stratagem.runtime.run import Run
+    from stratagem.training.batches import Feed
+
+
+#: Declares a field that begins with its default in every process, and is not sent to another one.
+_OF_THIS_PROCESS: Final = {"of_this_process": True}
+
+
+@define(eq=False, slots=False)
+class FitState:
+    """How far training has come, what it works on, and what was logged.
+
+    A launcher's worker gets a copy, without the fields that are declared `_OF_THIS_PROCESS`.
+    """
+
+    run: Run
+    settings: TrainerSettings
+    #: What hooks get as `trainer`.
+    trainer: TrainerView = field(repr=False)
+    max_time: timedelta | None
+    #: Over how many batches gradients accumulate, by the epoch from which on.
+    accumulation: dict[int, int]
+    module: Any = None
+    datamodule: Any = None
+    should_stop: bool = False
+    #: Training is under way in this process, rather than a validation or test that the user called.
+    fitting: bool = False
+    sanity_checking: bool = False
+    #: Samples in a batch of one process, if the training loader tells.
+    batch_size: int | None = None
+    num_training_batches: float = 0
+    #: Batches of each loader, as far as they are known and not limited; inf otherwise.
+    num_val_batches: list[float] = field(factory=list)
+    num_test_batches: list[float] = field(factory=list)
+    num_predict_batches: list[float] = field(factory=list)
+    batches_between_validations: float = math.inf
+    #: Every metric that was published; those that loggers got; those that a progress bar shows beside the loss.
+    callback_metrics: dict[str, Any] = field(factory=dict)
+    logged_metrics: dict[str, Any] = field(factory=dict)
+    bar_metrics: dict[str, Any] = field(factory=dict)
+    #: Optimizer and scheduler states, and more, that a worker sent back.
+    carried: dict[str, Any] | None = None
+
+    #: The metrics of the training epoch, and those of the stage that is under way.
+    training_book: MetricBook = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    book: MetricBook = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: What callbacks logged in `on_train_epoch_end`, while that is called; for the loggers.
+    late_metrics: dict[str, Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    last_logged_step: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=-1)
+    events: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: The batches of the training loop.
+    feed: Feed | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: What `training_step` returned last.
+    last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: Number of the loader whose batches are used now.
+    dataloader_idx: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=0)
+    #: Called once after the current batch, when all callbacks have seen its end; it raises to end training.
+    on_leaving: Callable[[], Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: Gives training another loader, while a fit starts.
+    use_loader: Callable[[Any], None] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+
+    @property
+    def position(self) -> Position:
+        position: Position = self.run.progress
+        return position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.run.progress = position
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self.run.lr_scheduler_configs
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Over how many batches gradients accumulate in the current epoch."""
+        return next(n for epoch, n in reversed(self.accumulation.items()) if epoch <= self.position.epoch)
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        return self.feed is None or not self.feed.window_is_open
+
+    def begin(self, events: Any) -> None:
+        """Begin a call in this process; `events` is an `Events` of this state."""
+        self.training_book = self.book = MetricBook(True, self.run.collectives)
+        self.book.closed = "outside training, validation and testing"
+        self.late_metrics, self.last_logged_step, self.events = None, -1, events
+
+    def forget_metrics(self) -> None:
+        """Forget every metric that was published."""
+        self.callback_metrics, self.logged_metrics, self.bar_metrics = {}, {}, {}
+
+    def leave_if_asked(self) -> None:
+        """Call `on_leaving`, if a callback has set it."""
+        if self.on_leaving is not None:
+            action, self.on_leaving = self.on_leaving, None
+            action()
+
+    def __getstate__(self) -> dict[str, Any]:
+        sent = [each.name for each in fields(type(self)) if "of_this_process" not in each.metadata]
+        return {name: getattr(self, name) for name in sent}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for each in fields(type(self)):
+            if "of_this_process" in each.metadata:
+                setattr(self, each.name, each.default)

@@ -1,0 +1,148 @@
+"""Record what a module logs, and publish it: to callbacks, the progress bar and the loggers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.readback import as_numbers
+from stratagem.api.world import Collectives
+from stratagem.errors import ConfigError, nearest
+from stratagem.training.metrics import MetricBook
+
+if TYPE_CHECKING:
+    from stratagem.training.fit_state import FitState
+
+
+def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) -> None:
+    """Record what `Module.log` got."""
+    if options.get("rank_zero_only") and not state.run.is_global_zero:
+        return
+    book = state.book
+    if book.closed:
+        book = _book_for_one(state, name)
+    try:
+        book.log(name, value, **options)
+    except TypeError as error:
+        known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
+        unknown = next((option for option in options if option not in known), "")
+        raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
+                          do=nearest(unknown, known)) from error  # fmt: skip
+    if book is not state.book:
+        _publish_late(state, name, book)
+
+
+def _book_for_one(state: FitState, name: str) -> MetricBook:
+    """Return a book for what a callback logs once the epoch's metrics are reduced; elsewhere it is too late."""
+    if state.late_metrics is None:
+        raise ConfigError(
+            f"log({name!r}) was called {state.book.closed}", expected="a call while metrics are collected: from the "
+            "start of training, of a validation or of a test until its metrics are reduced",
+            do="log it in a step or in an epoch's end, or hand it to self.logger",
+        )  # fmt: skip
+    if name in state.late_metrics:
+        raise ConfigError(
+            f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
+        )
+    book = MetricBook(default_on_step=False, collectives=state.run.collectives)
+    book.without_steps = "on_train_epoch_end"
+    return book
+
+
+def _publish_late(state: FitState, name: str, book: MetricBook) -> None:
+    (metric,) = book.metrics.values()
+    if not metric.on_epoch:
+        raise ConfigError(
+            f"log({name!r}, on_epoch=False) was called in on_train_epoch_end", expected="on_epoch=True",
+            do="drop on_epoch",
+        )  # fmt: skip
+    if not metric.sync_dist:
+        book.collectives = Collectives()  # one rank may log alone
+    assert state.late_metrics is not None
+    values = book.epoch_values()
+    state.callback_metrics.update(values)
+    state.bar_metrics.update(values if metric.prog_bar else {})
+    state.late_metrics[name] = values[name] if metric.logger else None
+
+
+def log_step(state: FitState) -> None:
+    """After a training batch: hand step metrics to the loggers when it is their turn."""
+    step = state.position.global_step
+    if not state.book.metrics:
+        return
+    state.book.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
+    if step % state.settings.log_every_n_steps == 0 and step != state.last_logged_step and step:
+        state.last_logged_step = step
+        values = state.book.step_values()
+        _to_loggers(state, {name: v for name, v in values.items() if state.book.shown(name, "logger")})
+
+
+def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
+    """After a batch of validation or testing: hand what its step logged to the loggers.
+
+    The step axis counts the batches of this loader, over all evaluations of the run.
+    """
+    if state.sanity_checking:
+        return
+    batches = state.position.evaluated_batches
+    key = f"{stage}.{loader_idx}"
+    batches[key] = batches.get(key, 0) + 1
+    book = state.book
+    if book.logs_steps:
+        steps = book.step_values(book.loader)
+        _to_loggers(state, {name: v for name, v in steps.items() if book.shown(name, "logger")}, batches[key])
+
+
+def publish_epoch(state: FitState, book: MetricBook) -> dict[str, Any]:
+    """Reduce `book` over the epoch (collective), publish the values, and return them."""
+    values = book.epoch_values()
+    state.callback_metrics.update(book.step_values())
+    for name, value in values.items():
+        state.callback_metrics[name] = value
+        state.callback_metrics[book.name(name)] = value
+        if book.shown(name, "prog_bar"):
+            state.bar_metrics[name] = value
+    if not state.sanity_checking:
+        _to_loggers(state, {name: value for name, value in values.items() if book.shown(name, "logger")})
+    return values
+
+
+def end_epoch(state: FitState, complete: bool = True) -> None:
+    """Reduce the epoch's metrics, step the schedulers, call the callbacks.
+
+    An epoch that is not `complete` was cut short: callbacks see its end, and resuming trains the rest of it, so neither
+    schedulers nor the position move on.
+    """
+    book = state.book
+    book.default_on_step, book.without_steps = False, "on_train_epoch_end"
+
+    def publish() -> None:
+        publish_epoch(state, book)
+        # What `lr_scheduler_step` logs comes late, too.
+        state.late_metrics, book.closed = {}, "in on_train_epoch_end"
+        if complete:
+            _step_epoch_schedulers(state)
+            state.position.epoch_ended = True
+
+    state.events.module_first("on_train_epoch_end", then=publish)
+    late, state.late_metrics = state.late_metrics or {}, None
+    _to_loggers(state, late)
+    book.default_on_step, book.without_steps, book.closed = True, "", ""
+    if complete:
+        book.reset()
+
+
+def _step_epoch_schedulers(state: FitState) -> None:
+    for config in () if state.run.manual else state.lr_scheduler_configs:  # by hand means these, too
+        if config.interval == "epoch" and (state.position.epoch + 1) % config.frequency == 0:
+            config.step(state)
+
+
+def _to_loggers(state: FitState, values: dict[str, Any], step: int | None = None) -> None:
+    values = {name: value for name, value in values.items() if value is not None}
+    state.logged_metrics.update(values)
+    if not values or not state.run.is_global_zero or state.run.implemented("log_metrics") is None:
+        return
+    numbers = as_numbers(values)
+    step = state.position.global_step if step is None else step
+    state.run.log_metrics({"epoch": state.position.epoch, **numbers}, step)

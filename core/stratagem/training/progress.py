@@ -1,0 +1,45 @@
+"""How far training has come.
+
+[Note: position]
+``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
+the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.training.batches`
+needs to continue with the same batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+
+@define(eq=False)
+class Position:
+    """Where training stands; see [Note: position]."""
+
+    epoch: int = 0
+    global_step: int = 0
+    batches_done: int = 0
+    #: The current epoch ran all its batches.
+    epoch_done: bool = False
+    #: Callbacks have seen its end, and schedulers stepped; resuming begins the next one.
+    epoch_ended: bool = False
+    #: Validation is not due after the last batch, or has begun.
+    validated: bool = True
+    #: Optimizer steps that a loss scale skipped.
+    skipped_steps: int = 0
+    #: Batches that were validated and tested, by stage and loader: the step axis of what their steps log.
+    evaluated_batches: dict[str, int] = field(factory=dict, repr=False)
+    #: This process's random state at the start of the epoch.
+    epoch_random_state: dict[str, Any] | None = field(default=None, repr=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
+            "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
+            "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name] if name != "evaluated_batches" else dict(state.get(name, {})))
