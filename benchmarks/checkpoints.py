@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 WIDTH, LAYERS = 2048, 10
 

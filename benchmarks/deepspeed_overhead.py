@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 WIDTH = 1024
 #: The first steps make connections and trace the order of parameters.

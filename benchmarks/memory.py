@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 WIDTH, DEPTH, HEADS, VOCABULARY, LENGTH, BATCH, STEPS = 768, 12, 12, 8192, 128, 2, 4
 

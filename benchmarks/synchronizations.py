@@ -3,7 +3,7 @@
     python benchmarks/synchronizations.py [--where]
 
 Two processes train a small model on a stand-in device, on the CPU; a recorder counts in the steps after the first ones
-(see `stratagem.testing.synchronizations`). Prints the tables of docs/synchronization.md. ``--where`` adds the lines
+(see `stratagem_testing.synchronizations`). Prints the tables of docs/synchronization.md. ``--where`` adds the lines
 that wait.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from stratagem.testing import run_in_processes, synchronizations_per_step
-from stratagem.testing.reference import Net, joined_batches, part
+from stratagem_testing import run_in_processes, synchronizations_per_step
+from stratagem_testing.reference import Net, joined_batches, part
 
 BATCHES = joined_batches(8, 16)
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

@@ -24,8 +24,8 @@ import torch
 
 import stratagem as sg
 from memory import GPT, resident
-from stratagem.testing import run_in_processes
-from stratagem.testing.processes import ProcessesFailed
+from stratagem_testing import run_in_processes
+from stratagem_testing.processes import ProcessesFailed
 
 BATCH, LENGTH, VOCABULARY, STEPS = 2, 128, 8192, 4
 BUCKETS = {"allgather_bucket_size": 5_000_000, "reduce_bucket_size": 5_000_000}

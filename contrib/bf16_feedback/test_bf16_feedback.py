@@ -4,7 +4,7 @@ import torch
 
 import stratagem
 from stratagem.api import Bucket
-from stratagem.testing import CommHookConformance
+from stratagem_testing import CommHookConformance
 
 
 class TestBF16Feedback(CommHookConformance):

@@ -1,9 +1,9 @@
 """`central` keeps the promises of every strategy, and its own: only rank 0 has an optimizer state."""
 
 import stratagem
-from stratagem.testing import StrategyConformance, run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import StrategyConformance, run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 

@@ -15,9 +15,9 @@ from mlflow.tracking import MlflowClient
 import stratagem
 from stratagem.errors import ConfigError, PluginError, StratagemError
 from stratagem.loggers import MLflowLogger
-from stratagem.testing import LoggerConformance, run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import LoggerConformance, run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "log_every_n_steps": 1}
 

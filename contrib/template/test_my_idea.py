@@ -1,6 +1,6 @@
 """my_idea keeps the promises of every strategy."""
 
-from stratagem.testing import StrategyConformance
+from stratagem_testing import StrategyConformance
 
 
 class TestMyIdea(StrategyConformance):

@@ -18,9 +18,9 @@ import stratagem
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError, PluginError, StratagemError
 from stratagem.loggers import WandbLogger
-from stratagem.testing import LoggerConformance, run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import LoggerConformance, run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "log_every_n_steps": 1}
 OFFLINE = {"name": "wandb", "offline": True}
@@ -316,7 +316,7 @@ def test_everything_is_written_when_other_processes_trained(tmp_path, launcher):
 
 SCRIPT = """
 import stratagem
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 trainer = stratagem.Trainer(
     max_epochs=1, accelerator="cpu", logger={"name": "wandb", "offline": True}, log_every_n_steps=1,
     enable_progress_bar=False, enable_checkpointing=False,

@@ -182,10 +182,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
     try:
-        from stratagem.testing.command import check
+        from stratagem_testing.command import check
     except ModuleNotFoundError as error:
         raise StratagemError(
-            f"the conformance kit needs {error.name}", do='run `pip install "stratagem[testing]"`'
+            f"the conformance kit needs {error.name}", do="run `pip install stratagem-testing`"
         ) from None
     if min(arguments.world_sizes) < 1:
         raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")

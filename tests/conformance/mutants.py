@@ -42,7 +42,7 @@ from stratagem.api.world import Collectives
 from stratagem.comm_hooks import FP16Compress
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.precisions import FullPrecision, MixedPrecision, ScaledPrecision, TruePrecision
-from stratagem.testing import (
+from stratagem_testing import (
     CallbackConformance,
     CommHookConformance,
     Conformance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.testing import CommHookConformance
+from stratagem_testing import CommHookConformance
 
 
 class TestAllReduce(CommHookConformance):

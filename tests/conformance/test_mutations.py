@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mutants import MUTANTS, Counting, Replicated
 
-from stratagem.testing import CallbackConformance, StrategyConformance
+from stratagem_testing import CallbackConformance, StrategyConformance
 
 #: Bugs that the kit cannot see, and why.
 SURVIVORS: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.testing import PrecisionConformance
+from stratagem_testing import PrecisionConformance
 
 
 class TestFull(PrecisionConformance):

@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.api.kinds import KINDS
 from stratagem.stack import registry
-from stratagem.testing.command import check
+from stratagem_testing.command import check
 
 ROOT = Path(__file__).parents[2]
 OURS = "\n".join(path.read_text() for path in ROOT.glob("plugins/*/*/pyproject.toml"))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from stratagem.testing import ProcessesFailed, run_in_processes
+from stratagem_testing import ProcessesFailed, run_in_processes
 
 
 def test_results_come_in_rank_order_from_processes_of_their_own():
@@ -92,7 +92,7 @@ def test_no_processes_are_refused():
 
 def test_an_unset_plugin_is_named():
     from stratagem.errors import ConfigError
-    from stratagem.testing import StrategyConformance
+    from stratagem_testing import StrategyConformance
 
     with pytest.raises(ConfigError, match="StrategyConformance.plugin is None"):
         StrategyConformance().test_it_is_a_plugin_of_its_kind()
@@ -101,6 +101,6 @@ def test_an_unset_plugin_is_named():
 def test_what_pytest_loads_by_itself_imports_no_torch():
     import subprocess
 
-    code = "import sys, stratagem.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
+    code = "import sys, stratagem_testing.pytest_plugin; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

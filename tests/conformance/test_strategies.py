@@ -7,7 +7,7 @@ import os
 import pytest
 from torch import nn
 
-from stratagem.testing import StrategyConformance
+from stratagem_testing import StrategyConformance
 
 
 class TestSingleDevice(StrategyConformance):

@@ -6,7 +6,7 @@ import tempfile
 from typing import ClassVar
 
 from stratagem import World
-from stratagem.testing import (
+from stratagem_testing import (
     AcceleratorConformance,
     CallbackConformance,
     CheckpointConformance,

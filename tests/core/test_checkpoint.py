@@ -16,7 +16,7 @@ from stratagem.checkpoint import files as checkpoint
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.formats import newest_whole
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 
 def publish(path, content):

@@ -9,10 +9,10 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Double, Lbfgs, Net, joined_batches, loss_of, relative_difference, square
-from stratagem.testing.training import outcome, share, weights_of
 from stratagem.training import loops
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Double, Lbfgs, Net, joined_batches, loss_of, relative_difference, square
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 LR, LIMIT = 5e-3, 1.0

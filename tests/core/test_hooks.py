@@ -13,7 +13,7 @@ from stratagem.api import hooks
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.plugin_hooks import hook_specifications
-from stratagem.testing.reference import Net, data, joined_batches
+from stratagem_testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

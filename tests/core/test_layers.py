@@ -108,7 +108,7 @@ def test_explain_shows_everything_and_starts_nothing():
 SCRIPT = f"""
     import sys; sys.path.insert(0, {str(TESTS)!r})
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     if __name__ == "__main__":
         trainer = sg.Trainer.from_cli()

@@ -14,9 +14,9 @@ import stratagem as sg
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError
 from stratagem.stack import lock
-from stratagem.testing import ProcessesFailed, run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import outcome, share
+from stratagem_testing import ProcessesFailed, run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import outcome, share
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -245,7 +245,7 @@ def test_a_launched_program_that_differs_by_rank_stops(tmp_path):
     script = """
         import os
         import stratagem as sg
-        from stratagem.testing.reference import Net, joined_batches
+        from stratagem_testing.reference import Net, joined_batches
 
         precision = "bf16-mixed" if os.environ.get("RANK") == "1" else "32-true"
         trainer = sg.Trainer(strategy="ddp", devices=2, accelerator="cpu", precision=precision, max_epochs=1)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Lbfgs, Net, data, joined_batches, part
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,

@@ -14,7 +14,7 @@ from stratagem.accelerators import CPUAccelerator
 from stratagem.config.settings import RunSettings
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.numerics import switch
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem.testing.pytest_plugin import pytest_collection_modifyitems
+from stratagem_testing.pytest_plugin import pytest_collection_modifyitems
 
 
 class Item:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from stratagem.api.readback import Readback, as_numbers
-from stratagem.testing import recording
+from stratagem_testing import recording
 
 DEVICE = torch.device("cpu", 0)
 VALUES = {

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import data, joined_batches, loss_of, net, part, relative_difference, train_plainly
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import data, joined_batches, loss_of, net, part, relative_difference, train_plainly
 
 
 def train(run, batches, accumulate=1):

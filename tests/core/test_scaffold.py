@@ -26,8 +26,8 @@ from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Gan,
     Net,
     joined_batches,
@@ -452,7 +452,7 @@ LAUNCHED = """
 import sys
 sys.path[:0] = {path!r}
 import stratagem as sg
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 class Frail(Net):
     def training_step(self, batch, batch_idx):

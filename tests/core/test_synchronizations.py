@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.testing import recording, run_in_processes
+from stratagem_testing import recording, run_in_processes
 
 DEVICE = torch.device("cpu", 0)
 

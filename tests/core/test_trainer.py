@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data, joined_batches, relative_difference, train_plainly
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches, relative_difference, train_plainly
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

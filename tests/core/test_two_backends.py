@@ -24,8 +24,8 @@ from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.testing import run_in_processes
 from stratagem.training.metrics import MetricBook
+from stratagem_testing import run_in_processes
 
 CUDA = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from stratagem.errors import PeerError
 from stratagem.runtime import peer_diagnosis
 from stratagem.runtime.peer_diagnosis import explained
 from stratagem.runtime.watchdog import Watchdog
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 
 def _run(world_size):

@@ -11,9 +11,9 @@ import stratagem as sg
 from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
-from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem_testing.training import train, weights_on_all_ranks
 
 
 class Slow(Collectives):

@@ -20,8 +20,8 @@ import torch
 
 import stratagem as sg
 from stratagem.api.world import Collectives, ReduceOp
-from stratagem.testing.reference import Batch, Net
-from stratagem.testing.training import weights_of
+from stratagem_testing.reference import Batch, Net
+from stratagem_testing.training import weights_of
 
 DEVICE = os.environ.get("STRATAGEM_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -210,7 +210,7 @@ def _work(root: Path, rank: int) -> None:
 
 def share(batches: list[Batch], rank: int, world_size: int) -> list[Batch]:
     """Return a rank's part of every batch."""
-    from stratagem.testing.reference import part
+    from stratagem_testing.reference import part
 
     return part(batches, rank, world_size)
 

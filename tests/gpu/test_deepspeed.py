@@ -8,9 +8,9 @@ from on_device import DEVICE, OTHER_ORDER, AdamW, Noisy, SaveAt, differing, fit,
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import Net, data, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import Net, data, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 OFFLOADS = ("deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload")

@@ -120,7 +120,7 @@ def test_random_states_come_back_and_a_sampler_of_ones_own_leaves_them():
 def test_a_run_on_the_cpu_is_forked_beside_the_gpu():
     code = (
         "import torch, stratagem as sg\n"
-        "from stratagem.testing.reference import Net, joined_batches\n"
+        "from stratagem_testing.reference import Net, joined_batches\n"
         "trainer = sg.Trainer(accelerator='cpu', strategy='ddp_fork', devices=2, max_epochs=1, logger=False,\n"
         "                     enable_checkpointing=False, enable_progress_bar=False)\n"
         "trainer.fit(Net(), joined_batches(2, 16))\n"

@@ -13,8 +13,8 @@ from on_device import DEVICE, ON_CUDA, OTHER_ORDER, QUIET, AdamW, Noisy, Ranks, 
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import (
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import (
     Buffered,
     Net,
     data,
@@ -23,7 +23,7 @@ from stratagem.testing.reference import (
     train_module_plainly,
     train_plainly,
 )
-from stratagem.testing.training import share, weights_of
+from stratagem_testing.training import share, weights_of
 
 STRATEGIES = {
     "ddp": {"name": "ddp"},
@@ -242,7 +242,7 @@ def _hybrid(rank, world_size):
 
 
 def share_of(rank, world_size):
-    from stratagem.testing.reference import part
+    from stratagem_testing.reference import part
 
     return part(joined_batches(10, 32), rank, world_size)
 

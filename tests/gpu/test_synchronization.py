@@ -9,7 +9,7 @@ import torch
 from on_device import Fused
 
 import stratagem as sg
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 pytestmark = pytest.mark.gpu
 

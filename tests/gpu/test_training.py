@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import (
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import (
     Net,
     data,
     joined_batches,

@@ -15,9 +15,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.stack.formats import read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Scheduled, joined_batches, loss_of, relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

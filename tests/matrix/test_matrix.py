@@ -13,10 +13,10 @@ import stratagem as sg
 from stratagem.devtools.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem.errors import StratagemError
 from stratagem.stack import registry
-from stratagem.testing import run_in_processes
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, train, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import share, train, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

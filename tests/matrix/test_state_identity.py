@@ -16,8 +16,8 @@ from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.formats import read_any
 from stratagem.stack.identity import keyed, matched
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 _METHODS = ("state_dict", "rank_state")

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stratagem as sg
 from stratagem.errors import StratagemError
-from stratagem.testing import ProcessesFailed, run_in_processes
+from stratagem_testing import ProcessesFailed, run_in_processes
 
 EPOCHS, SAMPLES, BATCH_SIZE = 2, 42, 4
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

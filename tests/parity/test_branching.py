@@ -11,9 +11,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.stack import registry
-from stratagem.testing import run_in_processes
-from stratagem.testing.conformance import QUIET
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Branching,
     BranchingInSize,
     BranchingLater,
@@ -22,7 +21,7 @@ from stratagem.testing.reference import (
     relative_difference,
     train_branching_plainly,
 )
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing.training import QUIET, outcome, share, weights_of
 
 BATCHES = branching_batches(6, 24, 2)
 MODELS = (Branching, BranchingLater, BranchingInSize)

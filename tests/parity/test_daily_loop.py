@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Gan,
     Net,
     critic_loss,
@@ -19,7 +19,7 @@ from stratagem.testing.reference import (
     relative_difference,
     train_module_plainly,
 )
-from stratagem.testing.training import share, weights_of
+from stratagem_testing.training import share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 STRATEGIES = [("single_device", 1), ("ddp", 2), ("fsdp", 2)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
+from stratagem_testing.training import outcome, share, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
-from stratagem.testing.reference import Net, data
+from stratagem_testing.reference import Net, data
 
 kind, strategy, devices, workers = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data, joined_batches, loss_of, relative_difference, train_plainly
-from stratagem.testing.training import outcome, share, train, weights_of, weights_on_all_ranks
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches, loss_of, relative_difference, train_plainly
+from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(8, 24)

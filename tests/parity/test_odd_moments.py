@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.callbacks import EMA, ModelCheckpoint
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data, joined_batches
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -15,9 +15,9 @@ import stratagem as sg
 from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError, ConfigError, StratagemError
 from stratagem.stack.formats import format_named, read_any, write_with
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference
-from stratagem.testing.training import share
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference
+from stratagem_testing.training import share
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = ["full", "safetensors", "sharded", "dcp"]

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stratagem as sg
-from stratagem.testing.reference import Net
+from stratagem_testing.reference import Net
 
 SAMPLES = 48
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

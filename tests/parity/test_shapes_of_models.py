@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Buffered,
     Frozen,
     Scalar,

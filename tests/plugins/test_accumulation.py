@@ -7,9 +7,9 @@ import pytest
 import stratagem as sg
 from stratagem.callbacks import GradientAccumulationScheduler
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import ByHand, Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import ByHand, Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 SCHEDULE = {0: 4, 1: 3, 3: 1}

@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 import stratagem as sg
 from stratagem.callbacks import EMA, StochasticWeightAveraging
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference
+from stratagem_testing.training import share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(5, 24)

@@ -13,9 +13,9 @@ import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}

@@ -15,10 +15,10 @@ import stratagem as sg
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.checkpoint import assert_same, example
-from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.checkpoint import assert_same, example
+from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"full": ".ckpt", "sharded": ".ckpt", "safetensors": ".safetensors", "dcp": ".dcp"}

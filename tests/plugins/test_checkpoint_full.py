@@ -12,8 +12,8 @@ import stratagem as sg
 from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 ALONE = Alone()

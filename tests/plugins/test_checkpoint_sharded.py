@@ -14,8 +14,11 @@ from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import format_named, read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_checkpoint_sharded import folder
+from stratagem_checkpoint_sharded.layout import Plan, pieces
+from stratagem_checkpoint_sharded.manifest import encoded
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Net,
     Scheduled,
     joined_batches,
@@ -23,10 +26,7 @@ from stratagem.testing.reference import (
     relative_difference,
     train_module_plainly,
 )
-from stratagem.testing.training import outcome, share, weights_of
-from stratagem_checkpoint_sharded import folder
-from stratagem_checkpoint_sharded.layout import Plan, pieces
-from stratagem_checkpoint_sharded.manifest import encoded
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -9,7 +9,7 @@ import torch
 
 import stratagem as sg
 from stratagem.cli import main
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
     import os, sys
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     if __name__ == "__main__":
         trainer = sg.Trainer(

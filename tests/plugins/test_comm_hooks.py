@@ -29,8 +29,9 @@ from stratagem.comm_hooks import (
     TopK,
 )
 from stratagem.errors import ConfigError, StratagemError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_comm_hooks.owed import Chunk, Owed
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Gan,
     Net,
     joined_batches,
@@ -40,8 +41,7 @@ from stratagem.testing.reference import (
     train_module_plainly,
     train_plainly,
 )
-from stratagem.testing.training import train, weights_on_all_ranks
-from stratagem_comm_hooks.owed import Chunk, Owed
+from stratagem_testing.training import train, weights_on_all_ranks
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 CPU = {"accelerator": "cpu"}

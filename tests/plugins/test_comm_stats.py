@@ -10,9 +10,9 @@ from torch import nn
 import stratagem as sg
 from stratagem.callbacks import CommStats
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import EveryBatch, bytes_sent, share
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import EveryBatch, bytes_sent, share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1}
 #: Bytes of the gradients of `Net`, in fp32.

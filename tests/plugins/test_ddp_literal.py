@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 import stratagem as sg
 from stratagem.errors import ConfigError, PluginError
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
-from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem_testing.training import train, weights_on_all_ranks
 
 
 def power_state(**options):

@@ -11,9 +11,9 @@ import torch
 import torch.utils.checkpoint
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -217,8 +217,8 @@ def test_sparse_gradients_are_refused_by_name():
 SCRIPT = """
     import torch
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches
-    from stratagem.testing.training import outcome, share, weights_of
+    from stratagem_testing.reference import Net, joined_batches
+    from stratagem_testing.training import outcome, share, weights_of
 
     class Shared(Net):
         def train_dataloader(self):

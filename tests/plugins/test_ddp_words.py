@@ -11,8 +11,8 @@ import torch
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Gan,
     Net,
     Tied,

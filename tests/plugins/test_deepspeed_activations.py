@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference
+from stratagem_testing.training import outcome, share, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

@@ -16,9 +16,9 @@ import torch
 import stratagem as sg
 from stratagem.api.options import option_types, structure
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import train, weights_on_all_ranks
 
 pytest.importorskip("deepspeed")
 

@@ -22,9 +22,9 @@ from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.formats import format_named
 from stratagem.strategies import DeepSpeedStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, loss_of, net, part
-from stratagem.testing.training import EveryBatch, outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, loss_of, net, part
+from stratagem_testing.training import EveryBatch, outcome, share, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

@@ -18,11 +18,10 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.conformance import QUIET
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
-from stratagem.testing.training import share, weights_of, weights_on_all_ranks
 from stratagem_deepspeed import builds, ops, start
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
+from stratagem_testing.training import QUIET, share, weights_of, weights_on_all_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -62,7 +61,7 @@ import logging, sys, torch
 import torch.distributed as dist
 import stratagem as sg
 from stratagem.strategies import DeepSpeedStrategy
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 class FromConfig(Net):
     def configure_optimizers(self):

@@ -10,9 +10,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.strategies import DeepSpeedStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import joined_batches, loss_of, relative_difference
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import joined_batches, loss_of, relative_difference
+from stratagem_testing.training import outcome, share, weights_of
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

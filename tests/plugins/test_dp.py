@@ -19,9 +19,9 @@ from torch.nn import functional as F  # noqa: N812
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDP2Strategy, DPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import (
     Buffered,
     ByHand,
     Double,
@@ -39,7 +39,7 @@ from stratagem.testing.reference import (
     train_lbfgs_plainly,
     train_module_plainly,
 )
-from stratagem.testing.training import EveryBatch, loader, share, weights_of
+from stratagem_testing.training import EveryBatch, loader, share, weights_of
 
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
@@ -659,8 +659,8 @@ def test_several_processes_on_a_node_are_refused_by_all_of_them():
 
 SCRIPT = """
 import stratagem as sg
-from stratagem.testing.reference import Net, data
-from stratagem.testing.training import loader
+from stratagem_testing.reference import Net, data
+from stratagem_testing.training import loader
 
 trainer = sg.Trainer(strategy="ddp2", accelerator="cpu", devices=2, num_nodes=2, max_epochs=1, logger=False,
                      enable_progress_bar=False, enable_checkpointing=False)

@@ -7,9 +7,9 @@ import pytest
 import stratagem as sg
 from stratagem.callbacks import EarlyStopping
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import outcome, share
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import outcome, share
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 NAN = float("nan")

@@ -33,9 +33,9 @@ from stratagem.callbacks import (
 )
 from stratagem.errors import ConfigError
 from stratagem.stack.formats import read_any
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, data, joined_batches, train_module_plainly
-from stratagem.testing.training import share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches, train_module_plainly
+from stratagem_testing.training import share, weights_of
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 8)
@@ -539,7 +539,7 @@ def test_the_batch_size_finder_stops_at_the_data_set(tmp_path):
 
 @pytest.mark.parametrize("name", ["learning_rate_finder", "batch_size_finder"])
 def test_finders_refuse_what_they_cannot_train(tmp_path, name):
-    from stratagem.testing.reference import Gan
+    from stratagem_testing.reference import Gan
 
     with pytest.raises(ConfigError, match=f"{name} found Gan with 2 optimizers and automatic_optimization = False"):
         trainer(tmp_path, name, logger=False).fit(Gan(), loader())

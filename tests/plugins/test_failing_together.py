@@ -7,8 +7,8 @@ import os
 import torch
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

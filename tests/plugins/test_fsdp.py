@@ -17,9 +17,9 @@ import stratagem_fsdp
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

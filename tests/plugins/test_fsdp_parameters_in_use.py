@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import joined_batches, relative_difference
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import joined_batches, relative_difference
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

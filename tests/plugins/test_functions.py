@@ -6,7 +6,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

@@ -16,7 +16,7 @@ import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.stack.formats import newest_whole
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 
 class Wide(Net):

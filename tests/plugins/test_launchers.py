@@ -21,7 +21,7 @@ from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.stack.formats import read_any
-from stratagem.testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
+from stratagem_testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ SCRIPT = """
     sys.path.insert(0, {tests!r})
     import torch
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches, relative_difference, train_plainly
+    from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
     from torch.utils.data import DataLoader, TensorDataset
 
     def loader(batches):
@@ -712,7 +712,7 @@ def test_a_program_without_a_file_cannot_be_run_again():
         f"""
         import sys; sys.path.insert(0, {str(TESTS)!r})
         import stratagem as sg
-        from stratagem.testing.reference import Net, joined_batches
+        from stratagem_testing.reference import Net, joined_batches
         sg.Trainer(strategy="ddp", devices=2, accelerator="cpu").fit(Net(), joined_batches(1, 8))
         """
     )
@@ -728,7 +728,7 @@ def test_what_a_program_without_a_file_is_told_works_for_every_strategy():
         f"""
         import sys; sys.path.insert(0, {str(TESTS)!r})
         import stratagem as sg
-        from stratagem.testing.reference import Net, joined_batches
+        from stratagem_testing.reference import Net, joined_batches
         quiet = dict(accelerator="cpu", devices=2, max_epochs=1, barebones=True)
         for strategy in ("ddp", "ddp_sharded", "fsdp", "local_sgd"):
             try:
@@ -786,7 +786,7 @@ def test_spawn_names_what_a_spawned_process_cannot_import(tmp_path):
     code = """
 import stratagem as sg
 from stratagem.accelerators import CPUAccelerator
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 class Mine(Net):
     pass

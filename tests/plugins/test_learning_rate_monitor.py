@@ -10,7 +10,7 @@ import torch
 import stratagem as sg
 from stratagem.callbacks import LearningRateMonitor
 from stratagem.errors import ConfigError
-from stratagem.testing.reference import Gan, Net, Scheduled, joined_batches
+from stratagem_testing.reference import Gan, Net, Scheduled, joined_batches
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

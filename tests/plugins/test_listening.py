@@ -14,7 +14,7 @@ import torch
 
 import stratagem as sg
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
@@ -25,7 +25,7 @@ PROGRAM = """
     sys.path.insert(0, {folder!r})
     import stratagem as sg
     from test_listening import listeners
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     class Looks(sg.Callback):
         @sg.hookimpl

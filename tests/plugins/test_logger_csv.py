@@ -14,9 +14,9 @@ import pytest
 import stratagem as sg
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.loggers import CSVLogger
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

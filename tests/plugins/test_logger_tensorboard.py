@@ -15,9 +15,9 @@ import torch
 import stratagem as sg
 from stratagem.errors import ConfigError, PluginError, StratagemError
 from stratagem.loggers import TensorBoardLogger
-from stratagem.testing import LoggerConformance, run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import LoggerConformance, run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 pytest.importorskip("tensorboard")
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import stratagem as sg
 from stratagem.runtime.peer_diagnosis import _knock
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: What a rank may take beyond the timeout, on a busy machine.
@@ -200,7 +200,7 @@ TIMEOUT_S = 12
 PROGRAM = f"""
 import os, sys, torch
 import stratagem as sg
-from stratagem.testing.reference import Net, joined_batches, part
+from stratagem_testing.reference import Net, joined_batches, part
 
 class Pauses(sg.Callback):
     @sg.hookimpl

@@ -17,10 +17,10 @@ import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.runtime import peer_diagnosis
-from stratagem.testing import run_in_processes
-from stratagem.testing.machine import _processes_with
-from stratagem.testing.reference import Net, joined_batches, part
-from stratagem.testing.training import outcome
+from stratagem_testing import run_in_processes
+from stratagem_testing.machine import _processes_with
+from stratagem_testing.reference import Net, joined_batches, part
+from stratagem_testing.training import outcome
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: What a rank may take beyond the timeout.
@@ -293,7 +293,7 @@ def test_values_of_a_step_are_reduced_exactly_however_many_there_are():
 PROGRAM = """
     import sys
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     class Odd(Net):
         def training_step(self, batch, batch_idx):

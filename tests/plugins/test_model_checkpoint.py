@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, Scheduled, data, joined_batches
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, Scheduled, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -383,7 +383,7 @@ WAITING = """
     import signal, sys
     import stratagem as sg
     from stratagem.callbacks import ModelCheckpoint
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     class Waiting(Net):
         def training_step(self, batch, batch_idx):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, loss_of, part
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, loss_of, part
+from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 

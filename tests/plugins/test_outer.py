@@ -15,9 +15,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import CommHookConformance, run_in_processes
-from stratagem.testing.conformance import QUIET
-from stratagem.testing.reference import (
+from stratagem_testing import CommHookConformance, run_in_processes
+from stratagem_testing.reference import (
     ByHand,
     Gan,
     Lbfgs,
@@ -30,7 +29,8 @@ from stratagem.testing.reference import (
     relative_difference,
     train_module_plainly,
 )
-from stratagem.testing.training import (
+from stratagem_testing.training import (
+    QUIET,
     EveryBatch,
     bytes_sent,
     in_empty_folder,

@@ -10,8 +10,8 @@ import torch
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.precisions import FullPrecision, ScaledPrecision, TruePrecision
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import (
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import (
     Gan,
     Net,
     critic_loss,

@@ -18,7 +18,7 @@ import stratagem as sg
 import stratagem_callbacks.progress
 from stratagem.api.readback import Readback
 from stratagem.callbacks import ProgressBar
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -78,7 +78,7 @@ def test_a_bar_in_a_terminal(tmp_path):
             f"""
             import sys; sys.path.insert(0, {str(TESTS)!r})
             import stratagem as sg
-            from stratagem.testing.reference import Net, joined_batches
+            from stratagem_testing.reference import Net, joined_batches
             class Shown(Net):
                 def validation_step(self, batch, batch_idx):
                     self.log("val_loss", 1.5, prog_bar=True)
@@ -165,7 +165,7 @@ import nbformat
 import pytest
 
 import stratagem as sg
-from stratagem.testing.reference import Net, joined_batches
+from stratagem_testing.reference import Net, joined_batches
 
 trainer = sg.Trainer(
     max_epochs=2, accelerator="cpu", devices={devices}, logger=False, enable_checkpointing=False, callbacks={callbacks}

@@ -11,9 +11,9 @@ import torch
 import stratagem as sg
 from stratagem.callbacks import Report
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import share
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import share
 
 QUIET = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "log_every_n_steps": 1}
 BATCHES = joined_batches(6, 8)

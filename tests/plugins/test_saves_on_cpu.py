@@ -14,9 +14,9 @@ from stratagem.checkpoint.files.files import cpu_copies
 
 import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
-from stratagem.testing import run_in_processes
 from stratagem_checkpoint_full import _loadable, _on_cpu
 from stratagem_checkpoint_sharded.layout import Plan
+from stratagem_testing import run_in_processes
 
 STRATEGIES = {
     "ddp": "ddp",

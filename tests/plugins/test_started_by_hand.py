@@ -13,7 +13,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def port():
 
 TRAINERS = """
     import stratagem as sg
-    from stratagem.testing.reference import Net, joined_batches
+    from stratagem_testing.reference import Net, joined_batches
 
     QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
     model = Net()

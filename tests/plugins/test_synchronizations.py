@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import stratagem_ddp
 from stratagem.distributed.process_group import TorchCollectives
-from stratagem.testing import run_in_processes, synchronizations_per_step
-from stratagem.testing.reference import Net, joined_batches, part
+from stratagem_testing import run_in_processes, synchronizations_per_step
+from stratagem_testing.reference import Net, joined_batches, part
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 BATCHES = joined_batches(8, 16)

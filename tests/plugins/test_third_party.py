@@ -12,8 +12,8 @@ import pytest
 import stratagem as sg
 from stratagem.errors import PluginError
 from stratagem.stack import registry
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 PYPROJECT = """
     [build-system]

@@ -15,9 +15,9 @@ import stratagem as sg
 from stratagem.distributed import tuning
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
-from stratagem.testing.training import weights_of
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing.training import weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 STRATEGIES = ["ddp", "fsdp", "ddp_sharded"]

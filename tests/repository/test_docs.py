@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.testing import run_in_processes
-from stratagem.testing.reference import Net, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}

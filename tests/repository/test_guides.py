@@ -56,7 +56,7 @@ from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy, FSDPStrategy
-from stratagem.testing import run_in_processes
+from stratagem_testing import run_in_processes
 
 QUIET = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False}
 KEEPS_NOTHING = QUIET | {"enable_checkpointing": False}

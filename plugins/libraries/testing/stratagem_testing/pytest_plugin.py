@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run_in_processes() -> Callable[..., list[Any]]:
-    """`stratagem.testing.run_in_processes`: call a function in several gloo processes."""
-    from stratagem.testing import run_in_processes
+    """`stratagem_testing.run_in_processes`: call a function in several gloo processes."""
+    from stratagem_testing import run_in_processes
 
     return run_in_processes
 

@@ -21,10 +21,10 @@ from stratagem import World
 from stratagem.errors import ConfigError
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
-from stratagem.testing.conformance import QUIET, Conformance
-from stratagem.testing.pytest_plugin import LAUNCH_VARIABLES
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, train
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.pytest_plugin import LAUNCH_VARIABLES
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET, outcome, train
 
 
 class _AskedEarly(Conformance):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import stratagem as sg
-from stratagem.testing.reference import Net, joined_batches
-from stratagem.testing.training import in_empty_folder, share
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import in_empty_folder, share
 
 _BATCH = 24
 _LOADERS = {"state_dict": "load_state_dict", "rank_state": "load_rank_states"}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.api.capabilities import LOSS_SCALING, MULTI_PROCESS
 from stratagem.api.values import PrecisionPolicy
-from stratagem.testing.conformance import Conformance
-from stratagem.testing.reference import (
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.reference import (
     Batch,
     Gan,
     Net,
@@ -27,7 +27,7 @@ from stratagem.testing.reference import (
     train_gan_plainly,
     train_module_plainly,
 )
-from stratagem.testing.training import outcome, share, train, weights_of, weights_on_all_ranks
+from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 _BATCH = 24
 
@@ -320,7 +320,7 @@ def _traces(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any) -> float:
-    from stratagem.testing.training import loader
+    from stratagem_testing.training import loader
 
     loss: float = sg.Trainer(**choose).validate(Net(), loader(samples, 6))[0]["val_loss"]
     return float(loss)

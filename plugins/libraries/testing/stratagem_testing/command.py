@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from stratagem import testing
+import stratagem_testing
 from stratagem.api.kinds import KINDS
 from stratagem.errors import ConfigError
 from stratagem.stack.registry import Entry
 
 _TEST = """
-from stratagem.testing import {cls}
+from stratagem_testing import {cls}
 
 class Test{cls}({cls}):
     plugin = {name!r}
@@ -32,7 +32,7 @@ def conformance_class(kind: str) -> str:
         ConfigError: there is none (commands have no contract to hold).
     """
     name = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
-    if kind not in KINDS or name not in testing.__all__:
+    if kind not in KINDS or name not in stratagem_testing.__all__:
         raise ConfigError(f"a {kind} has no conformance kit", expected=", ".join(KINDS))
     return name
 

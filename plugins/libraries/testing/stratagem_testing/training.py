@@ -23,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import StratagemError
-from stratagem.testing.conformance import QUIET
-from stratagem.testing.reference import Batch, part
+from stratagem_testing.reference import Batch, part
+
+#: A trainer that writes nothing and says nothing.
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
 
 #: How long a thread that has ended may take to be gone.
 _SETTLING_S = 0.5

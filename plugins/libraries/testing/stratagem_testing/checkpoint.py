@@ -17,9 +17,9 @@ import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.errors import CheckpointError
 from stratagem.stack import catalog
-from stratagem.testing.conformance import Conformance
-from stratagem.testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import outcome, share, weights_of
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import outcome, share, weights_of
 
 _BATCH = 24
 

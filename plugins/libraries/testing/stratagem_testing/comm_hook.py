@@ -13,9 +13,9 @@ from stratagem.api.capabilities import GRADIENT_BUCKETS
 from stratagem.api.values import Bucket
 from stratagem.api.world import Collectives
 from stratagem.stack import catalog
-from stratagem.testing.conformance import Conformance, refusal
-from stratagem.testing.reference import Net, joined_batches, train_module_plainly
-from stratagem.testing.training import train, weights_on_all_ranks
+from stratagem_testing.conformance import Conformance, refusal
+from stratagem_testing.reference import Net, joined_batches, train_module_plainly
+from stratagem_testing.training import train, weights_on_all_ranks
 
 _BATCH = 24
 

@@ -11,10 +11,10 @@ import pytest
 
 import stratagem as sg
 from stratagem.stack import lock
-from stratagem.testing.checkpoint import assert_same
-from stratagem.testing.conformance import QUIET, Conformance
-from stratagem.testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem.testing.training import belongings, in_empty_folder, outcome, share, train, weights_of
+from stratagem_testing.checkpoint import assert_same
+from stratagem_testing.conformance import Conformance
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET, belongings, in_empty_folder, outcome, share, train, weights_of
 
 _BATCH = 24
 

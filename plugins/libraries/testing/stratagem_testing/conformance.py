@@ -29,10 +29,9 @@ from stratagem.stack import registry
 from stratagem.stack.describe import check_class, option_docs
 from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
-from stratagem.testing.processes import run_in_processes
-
-#: A trainer that writes nothing and says nothing.
-QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
+from stratagem_testing import state
+from stratagem_testing.processes import run_in_processes
+from stratagem_testing.training import QUIET
 
 #: Kinds of which a run may have several plugins of one class.
 SEVERAL = ("comm_hook", "callback", "logger")
@@ -163,8 +162,6 @@ class Conformance:
 
     def test_its_state_comes_back_under_every_spelling(self, world_size: int) -> None:
         """By name, alias, mapping, instance and a subclass that adds no state: resuming gives it what it had saved."""
-        from stratagem.testing import state  # trains with what this module defines
-
         cls = type(self._with_state())
         self._needs_state(world_size)
         chosen = self._arguments(world_size)

@@ -32,9 +32,9 @@ from stratagem.api.capabilities import (
 )
 from stratagem.errors import StratagemError
 from stratagem.stack import catalog, registry
-from stratagem.testing.conformance import QUIET, Conformance, refusal
-from stratagem.testing.precision import tolerance_of
-from stratagem.testing.reference import (
+from stratagem_testing.conformance import Conformance, refusal
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import (
     Batch,
     Branching,
     BranchingInSize,
@@ -65,7 +65,8 @@ from stratagem.testing.reference import (
     train_lbfgs_plainly,
     train_module_plainly,
 )
-from stratagem.testing.training import (
+from stratagem_testing.training import (
+    QUIET,
     EveryBatch,
     belongings,
     bytes_sent,
