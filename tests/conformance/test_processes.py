@@ -98,7 +98,7 @@ def test_an_unset_plugin_is_named():
         StrategyConformance().test_it_is_a_plugin_of_its_kind()
 
 
-def test_what_pytest_loads_by_itself_imports_no_torch():
+def test_the_pytest_plugin_imports_no_torch():
     import subprocess
 
     code = "import sys, stratagem_testing.pytest_plugin; sys.exit('torch' in sys.modules)"

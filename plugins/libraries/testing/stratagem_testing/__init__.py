@@ -11,6 +11,7 @@ Importing the package imports nothing else: names below load their module on fir
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
@@ -32,6 +33,9 @@ _MODULES = {
 }
 
 __all__ = list(_MODULES)
+
+if "pytest" in sys.modules:  # an assertion that fails in a check shows the values that it compared
+    sys.modules["pytest"].register_assert_rewrite(*{f"{__name__}.{module}" for module in _MODULES.values()})
 
 if TYPE_CHECKING:
     from stratagem_testing.checkpoint import CheckpointConformance as CheckpointConformance

@@ -22,7 +22,7 @@ from stratagem.errors import ConfigError
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem_testing.conformance import Conformance
-from stratagem_testing.pytest_plugin import LAUNCH_VARIABLES
+from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import QUIET, outcome, train
 

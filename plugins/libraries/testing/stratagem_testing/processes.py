@@ -23,6 +23,11 @@ from typing import Any
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.rendezvous import RendezvousStore
 
+#: The variables with which launchers tell a process its rank.
+LAUNCH_VARIABLES = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
 #: How long the other ranks have to write what they saw, once one has failed.
 _LAST_WORDS_S = 0.3
 

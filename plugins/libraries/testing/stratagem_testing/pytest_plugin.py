@@ -1,4 +1,7 @@
-"""What pytest gets by itself where stratagem is installed: markers and fixtures. Imports torch only when used."""
+"""A pytest plugin: the markers `gpu` and `slow`, and fixtures. Enable it with ``-p stratagem_testing.pytest_plugin``.
+
+Importing it does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,8 @@ from typing import Any
 
 import pytest
 
-#: What launchers tell a process about its place.
-LAUNCH_VARIABLES = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+from stratagem_testing import processes
+from stratagem_testing.processes import LAUNCH_VARIABLES
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     available = torch.cuda.device_count()  # unlike is_available, does not initialize CUDA: tests may fork
     for item, marker in needing:
         count = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+        if not isinstance(count, int):
+            raise pytest.UsageError(f"{item.nodeid} is marked gpu({count!r}); expected a number of GPUs; write gpu(2)")
         if available < count:
             reason = (
                 f"needs {count} CUDA devices and {available} are visible" if available else "no CUDA device is visible"
@@ -40,9 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def run_in_processes() -> Callable[..., list[Any]]:
     """`stratagem_testing.run_in_processes`: call a function in several gloo processes."""
-    from stratagem_testing import run_in_processes
-
-    return run_in_processes
+    return processes.run_in_processes
 
 
 @pytest.fixture
