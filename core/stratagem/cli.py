@@ -1,4 +1,4 @@
-"""The `stratagem` program: list, show, check and begin plugins, and run the subcommands that packages bring."""
+"""The `stratagem` program: list and show plugins, explain a script, and run the subcommands of installed packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stratagem._version import __version__
@@ -15,7 +15,7 @@ from stratagem.api.kinds import KINDS
 from stratagem.distributed.process_variables import REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
-from stratagem.stack import registry
+from stratagem.stack import catalog, registry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,48 +62,80 @@ def _reader_has_left() -> bool:
     return True
 
 
-def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the program's parser: with every subcommand, or of installed packages' only the one in `arguments`."""
+def parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Return the program's parser: with every subcommand, or with those that it needs to parse `arguments`.
+
+    Raises:
+        StratagemError: the subcommand that `arguments` call is not installed, or cannot be imported.
+    """
     program = argparse.ArgumentParser(prog="stratagem", description="Train PyTorch models; every part is a plugin.")
     program.add_argument("--version", action="version", version=f"stratagem {__version__}")
     commands = program.add_subparsers(metavar="COMMAND", required=True)
-    _add_plugins(commands)
+    groups = {"": commands, "plugins": _add_plugins(commands)}
     _add_explain(commands)
-    _add_doctor(commands)
-    _add_discovered(commands, arguments)
+    _add_discovered(groups, arguments)
     return program
 
 
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="what is here, what is broken, and a run of two processes")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(act=_doctor)
+#: Commands that take subcommands of other packages: the entry point ``plugins.check`` is ``stratagem plugins check``.
+GROUPS = ("plugins",)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from stratagem.devtools.doctor import examine, render
+def _add_discovered(groups: dict[str, Any], arguments: Sequence[str] | None) -> None:
+    """Add the subcommands of installed packages: all, or those that `arguments` call or show in a list with help."""
+    words = [word for word in arguments or () if not word.startswith("-")]
+    names = sorted({entry.name for entry in registry.entries("command")})
+    for name in names:
+        group, _, word = name.rpartition(".")
+        path = [*filter(None, [group]), word]
+        is_called = path == words[: len(path)]
+        if group in groups and (arguments is None or is_called or path[:-1] == words):
+            _add_command(groups[group], name, word, is_called)
+    if words:
+        _check_known(words, groups, names)
 
-    report = examine()
-    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
-    return int(bool(report["problems"]))
+
+def _add_command(group: Any, name: str, word: str, is_called: bool) -> None:
+    """Add one subcommand. If it is broken, its line of help says why; calling it is an error."""
+    try:
+        command = registry.find("command", name).load()()
+    except StratagemError as error:
+        if is_called:
+            raise
+        group.add_parser(word, help=str(error).replace("%", "%%"))
+        return
+    parser = group.add_parser(word, help=command.help, description=command.help)
+    command.add_arguments(parser)
+    parser.set_defaults(act=command.run)
 
 
-def _add_discovered(commands: Any, arguments: Sequence[str]) -> None:
-    """Add the subcommands of installed packages; only the one that is called is imported."""
-    called = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for entry in registry.entries("command"):
-        if called is not None and called != entry.name:
-            continue
-        command = entry.load()()
-        parser = commands.add_parser(entry.name, help=command.help, description=command.help)
-        command.add_arguments(parser)
-        parser.set_defaults(act=command.run)
+def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[str]) -> None:
+    """Refuse a subcommand that is not installed; tell which package provides it, or the nearest name."""
+    group = words[0] if words[0] in groups and len(words) > 1 else ""
+    start = f"{group}." if group else ""
+    word = words[1] if group else words[0]
+    installed = {*groups[group].choices, *_within(start, names)}
+    if word in installed:
+        return
+    title, provided = repr(f"{group} {word}".strip()), catalog.providers("command")
+    if any(entry.name == start + word for entry in registry.entries("command", hidden=True)):
+        raise StratagemError(f"command {title} is hidden by {registry.DENY_VARIABLE}", do="change that variable")
+    if start + word in provided:
+        raise StratagemError(f"command {title} is not installed", do=f"run `pip install {provided[start + word]}`")
+    hint = nearest(word, [*installed, *_within(start, provided)])
+    raise StratagemError(f"command {title} is unknown", expected=", ".join(sorted(installed)), do=hint)
+
+
+def _within(start: str, names: Iterable[str]) -> list[str]:
+    """Return the words of those `names` that are in the group with this `start`."""
+    words = [name.removeprefix(start) for name in names if name.startswith(start)]
+    return [word for word in words if "." not in word]
 
 
 # --- stratagem plugins -------------------------------------------------------------------------------------------
 
 
-def _add_plugins(commands: Any) -> None:
+def _add_plugins(commands: Any) -> Any:
     parser = commands.add_parser("plugins", help="what is installed, and what it offers")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="the installed plugins, by kind (imports none of them)")
@@ -115,84 +147,7 @@ def _add_plugins(commands: Any) -> None:
     show.add_argument("--kind", help="where several kinds have a plugin of that name")
     show.add_argument("--json", action="store_true", help="for programs")
     show.set_defaults(act=_show)
-    check = actions.add_parser("check", help="load every plugin; or prove one correct with the conformance kit")
-    check.add_argument("name", nargs="?", help="run the conformance kit on this one: the name, or distribution:name")
-    check.add_argument("--kind", help="where several kinds have a plugin of that name")
-    check.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes")
-    check.add_argument("--json", action="store_true", help="for programs")
-    check.set_defaults(act=_check)
-    matrix = actions.add_parser("matrix", help="which plugins go together, and why others do not")
-    matrix.add_argument("--html", metavar="FILE", help="write a page to FILE")
-    matrix.add_argument("--presets", action="store_true", help="with strategies that are another one with options set")
-    matrix.add_argument("--accelerator", default="cpu", help="the device to resolve for (default cpu)")
-    matrix.add_argument("--json", action="store_true", help="for programs")
-    matrix.set_defaults(act=_matrix)
-    new = actions.add_parser("new", help="write the package of a new plugin: complete, small, working, to be changed")
-    new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    new.add_argument("name", metavar="NAME", help="what users will call it, such as my_idea")
-    new.add_argument("--into", metavar="FOLDER", default=".", help="where to write it; here if not given")
-    new.set_defaults(act=_new)
-
-
-def _matrix(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    import attrs
-
-    from stratagem.devtools.matrix import cells, render_html, render_markdown, summary
-
-    table = cells(arguments.accelerator, arguments.presets)
-    if arguments.html is not None:
-        try:
-            Path(arguments.html).write_text(render_html(table), encoding="utf-8")
-        except OSError as error:
-            raise StratagemError(f"{arguments.html} could not be written ({error.strerror})") from error
-        print(f"{summary(table)} Written to {arguments.html}.")
-    elif arguments.json:
-        print(json.dumps([attrs.asdict(cell) for cell in table], indent=2))
-    else:
-        print(render_markdown(table))
-    return 0
-
-
-def _new(arguments: argparse.Namespace) -> int:
-    import shlex
-    from pathlib import Path
-
-    from stratagem.devtools.scaffold import write
-
-    folder = write(arguments.kind, arguments.name, Path(arguments.into))
-    print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from stratagem.stack.describe import check_entry
-
-    if arguments.name is not None:
-        return _check_one(_find_anywhere(arguments.name, _kind(arguments.kind)), arguments)
-    rows = [{**_row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        for row in rows:
-            print(f"{row['kind']} {row['name']}: {row['problem'] or 'ok'}")
-    return int(any(row["problem"] for row in rows))
-
-
-def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
-    try:
-        from stratagem_testing.command import check
-    except ModuleNotFoundError as error:
-        raise StratagemError(
-            f"the conformance kit needs {error.name}", do="run `pip install stratagem-testing`"
-        ) from None
-    if min(arguments.world_sizes) < 1:
-        raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")
-    rows = check(entry, arguments.world_sizes, quiet=arguments.json)
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-    return int(not rows or any(row["outcome"] == "failed" for row in rows))
+    return actions
 
 
 # --- stratagem explain -------------------------------------------------------------------------------------------
@@ -224,10 +179,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    kind = _kind(arguments.kind)
+    kind = known_kind(arguments.kind)
     entries = registry.entries(kind)
     if arguments.json:
-        rows = [_row(entry) for entry in entries]
+        rows = [row(entry) for entry in entries]
         print(json.dumps(rows, indent=2))
         return 0
     if not entries:
@@ -243,14 +198,20 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(entry: registry.Entry) -> dict[str, str]:
+def row(entry: registry.Entry) -> dict[str, str]:
+    """Return what `stratagem plugins list` tells about one plugin."""
     return {
         "kind": entry.kind, "name": entry.name, "distribution": entry.distribution, "version": entry.version,
         "value": entry.value,
     }  # fmt: skip
 
 
-def _kind(kind: str | None) -> str | None:
+def known_kind(kind: str | None) -> str | None:
+    """Return `kind`.
+
+    Raises:
+        StratagemError: there is no such kind of plugin.
+    """
     known = [*KINDS, "command"]
     if kind is None or kind in known:
         return kind
@@ -260,13 +221,18 @@ def _kind(kind: str | None) -> str | None:
 def _show(arguments: argparse.Namespace) -> int:
     from stratagem.stack.describe import describe, render
 
-    kind = _kind(arguments.kind)
-    description = describe(_find_anywhere(arguments.name, kind))
+    kind = known_kind(arguments.kind)
+    description = describe(find_anywhere(arguments.name, kind))
     print(json.dumps(description, indent=2) if arguments.json else render(description))
     return 0
 
 
-def _find_anywhere(name: str, kind: str | None) -> registry.Entry:
+def find_anywhere(name: str, kind: str | None) -> registry.Entry:
+    """Return the installed plugin of that name, of any kind if `kind` is None.
+
+    Raises:
+        StratagemError: no plugin, or plugins of several kinds, have that name.
+    """
     if kind is not None:
         return registry.find(kind, name)
     wanted = name.lower()

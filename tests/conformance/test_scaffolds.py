@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from stratagem.api.kinds import KINDS
-from stratagem.devtools.scaffold import write
+from stratagem_devtools.scaffold import write
 
 
 @pytest.mark.slow

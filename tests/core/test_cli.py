@@ -7,6 +7,7 @@ import json
 import pytest
 
 from stratagem.cli import main
+from stratagem.stack import registry
 
 
 def test_list_by_kind(capsys):
@@ -70,3 +71,80 @@ def test_help_names_the_commands(capsys):
     text = capsys.readouterr().out
     assert "plugins" in text
     assert "demo" in text
+
+
+COMMAND = """
+    from stratagem import Command
+
+    class Mine(Command):
+        help = "count beans, 100 % of them"
+
+        def run(self, arguments):
+            print("counted")
+            return 0
+"""
+
+
+def test_a_package_adds_a_command_to_the_group_plugins(install, capsys):
+    install("acme-beans", {"stratagem.command": {"plugins.beans": "Mine"}}, COMMAND.replace("100 %", "all"))
+
+    assert main(["plugins", "beans"]) == 0
+    assert capsys.readouterr().out == "counted\n"
+    with pytest.raises(SystemExit):
+        main(["plugins", "--help"])
+    assert "count beans" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "count beans" not in capsys.readouterr().out
+
+
+def test_help_shows_a_broken_command_and_the_others(install, capsys):
+    install("acme-broken", {"stratagem.command": {"beans": "Mine"}}, "raise RuntimeError('only 3 % are left')")
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+
+    assert caught.value.code == 0
+    assert "command 'beans' of acme-broken 1.0 cannot be imported (RuntimeError: only 3 % are left)" in text
+    assert "demo" in text
+    assert main(["beans"]) == 1
+
+
+def test_a_command_of_two_packages_is_named_with_both(install, capsys):
+    for name in ("acme-one", "acme-two"):
+        install(name, {"stratagem.command": {"beans": "Mine"}}, COMMAND)
+
+    assert main(["beans"]) == 1
+    assert "command 'beans' is provided by acme-one and acme-two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor"], "command 'doctor' is not installed; run `pip install stratagem-devtools`."),
+        (
+            ["plugins", "new", "strategy", "mine"],
+            "command 'plugins new' is not installed; run `pip install stratagem-dev",
+        ),
+        (["docter"], "did you mean 'doctor'"),
+        (["plugins", "lst"], "command 'plugins lst' is unknown; expected list, show; did you mean 'list'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_that_is_not_installed_names_its_package(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(registry, "entries", lambda kind=None, hidden=False: [])  # as with nothing but the core
+
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_lists_of_plugins_for_a_run_leave_the_commands(capsys, monkeypatch):
+    monkeypatch.setenv("STRATAGEM_PLUGINS", "single_device")
+    assert main(["plugins", "check", "--json"]) == 0
+    assert {row["kind"] for row in json.loads(capsys.readouterr().out)} == {"command", "strategy"}
+
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "doctor")
+    assert main(["doctor"]) == 1
+    assert "command 'doctor' is hidden by STRATAGEM_DISABLE_PLUGINS; change that variable" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stratagem.cli import main
-from stratagem.devtools import doctor
+from stratagem_devtools import doctor
 
 GOOD = """
     from attrs import define
@@ -123,6 +123,15 @@ def test_a_group_that_is_no_kind(install, capsys):
 
 
 @pytest.mark.usefixtures("no_smoke")
+def test_a_command_in_a_group_that_does_not_exist(install, capsys):
+    install("acme-typo", {"stratagem.command": {"plugin.acme": "Mine"}}, GOOD)
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert "command 'plugin.acme' is in the group 'plugin'; the groups are plugins" in report["problems"][0]
+
+
+@pytest.mark.usefixtures("no_smoke")
 def test_an_accelerator_that_cannot_count_is_a_finding_among_the_devices(install, capsys):
     source = """
         from attrs import define
@@ -160,7 +169,7 @@ def test_asking_for_it_by_name_leaves_other_commands_quick():
     import subprocess
     import sys
 
-    code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem.devtools.doctor' in sys.modules)"
+    code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem_devtools.doctor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 

@@ -21,11 +21,11 @@ import stratagem as sg
 from stratagem.api.kinds import KINDS
 from stratagem.api.world import Collectives
 from stratagem.cli import main
-from stratagem.devtools.scaffold import render, write
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
+from stratagem_devtools.scaffold import render, write
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Gan,
@@ -135,14 +135,15 @@ def test_contrib_has_what_is_written():
 
 
 def test_templates_are_in_the_wheel(tmp_path):
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    package = ROOT / "plugins/commands/devtools"
+    build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=package, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    templates = {path.name for path in (ROOT / "core/stratagem/devtools/templates").iterdir()}
+    templates = {path.name for path in (package / "stratagem_devtools/templates").iterdir()}
 
     assert {f"{kind}.py.txt" for kind in KINDS} < templates
-    assert {f"stratagem/devtools/templates/{name}" for name in templates} <= names
+    assert {f"stratagem_devtools/templates/{name}" for name in templates} <= names
 
 
 def test_the_command_says_where_and_what_next(tmp_path, capsys):

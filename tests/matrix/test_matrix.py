@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.devtools.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem.errors import StratagemError
 from stratagem.stack import registry
+from stratagem_devtools.matrix import AXES, cells, names, render_html, render_markdown
 from stratagem_testing import run_in_processes
 from stratagem_testing.precision import tolerance_of
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly

@@ -278,7 +278,11 @@ class Logger(Plugin):
 
 
 class Command:
-    """A subcommand of the `stratagem` program; the entry point names a subclass."""
+    """A subcommand of the `stratagem` program; the entry point names a subclass.
+
+    The entry point ``doctor`` is ``stratagem doctor``, and ``plugins.check`` is ``stratagem plugins check``. A list of
+    commands needs the modules of all of them: import torch, and whatever else takes long, in `run`.
+    """
 
     #: One line for `stratagem --help`.
     help: ClassVar[str] = ""

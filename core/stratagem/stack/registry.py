@@ -154,7 +154,8 @@ def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
     found = []
     for entry in _scan():
         titles = {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
-        if not titles & denied and (not allowed or titles & allowed):
+        # The allow list is about runs; the commands that find out what a run lacks stay.
+        if not titles & denied and (not allowed or titles & allowed or entry.kind == "command"):
             found.append(entry)
     return tuple(found)
 

@@ -17,6 +17,7 @@ from typing import Any
 from stratagem._version import __version__
 from stratagem.api.kinds import KINDS
 from stratagem.api.redaction import redact
+from stratagem.cli import GROUPS
 from stratagem.distributed import tuning
 from stratagem.errors import PluginError
 from stratagem.stack import registry
@@ -167,6 +168,9 @@ def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[s
     """Return the status of one plugin, and why; ("ok", "") if nothing is wrong."""
     if entry.kind not in (*KINDS, "command"):
         return "broken", f"{entry.name!r} is in the entry-point group stratagem.{entry.kind}, which is no kind"
+    group = entry.name.rpartition(".")[0] if entry.kind == "command" else ""
+    if group and group not in GROUPS:
+        return "broken", f"command {entry.name!r} is in the group {group!r}; the groups are {', '.join(GROUPS)}"
     twins = [e for e in everything if (e.kind, e.name.lower()) == (entry.kind, entry.name.lower()) and e != entry]
     if twins:
         return "duplicate", (

@@ -1,0 +1,1 @@
+"""Commands that check an installation, and begin, check and combine plugins."""

@@ -1,0 +1,127 @@
+"""``stratagem doctor`` and ``stratagem plugins new``, ``check`` and ``matrix``: arguments and printing.
+
+The modules that do the work are imported in `run`: `stratagem --help` does not need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from stratagem import Command
+from stratagem.api.kinds import KINDS
+from stratagem.cli import find_anywhere, known_kind, row
+from stratagem.errors import StratagemError
+from stratagem.stack import registry
+
+
+class Doctor(Command):
+    """``stratagem doctor``"""
+
+    help = "check the installation: versions, devices, plugins, and a two-process gloo run"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem_devtools.doctor import examine, render
+
+        report = examine()
+        print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+        return int(bool(report["problems"]))
+
+
+class New(Command):
+    """``stratagem plugins new``"""
+
+    help = "write the package of a new plugin: complete, small, working, to be changed"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+        parser.add_argument("name", metavar="NAME", help="what users will call it, such as my_idea")
+        parser.add_argument("--into", metavar="FOLDER", default=".", help="where to write it; here if not given")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem_devtools.scaffold import write
+
+        folder = write(arguments.kind, arguments.name, Path(arguments.into))
+        print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
+        return 0
+
+
+class Check(Command):
+    """``stratagem plugins check``"""
+
+    help = "load every plugin; or prove one correct with the conformance kit"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "name", nargs="?", help="run the conformance kit on this one: the name, or distribution:name"
+        )
+        parser.add_argument("--kind", help="where several kinds have a plugin of that name")
+        parser.add_argument(
+            "--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes"
+        )
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem.stack.describe import check_entry
+
+        if arguments.name is not None:
+            return _check_one(find_anywhere(arguments.name, known_kind(arguments.kind)), arguments)
+        rows = [{**row(entry), "problem": check_entry(entry)} for entry in registry.entries()]
+        if arguments.json:
+            print(json.dumps(rows, indent=2))
+        else:
+            for each in rows:
+                print(f"{each['kind']} {each['name']}: {each['problem'] or 'ok'}")
+        return int(any(each["problem"] for each in rows))
+
+
+def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
+    try:
+        from stratagem_testing.command import check
+    except ModuleNotFoundError as error:
+        raise StratagemError(
+            f"the conformance kit needs {error.name}", do="run `pip install stratagem-testing`"
+        ) from None
+    if min(arguments.world_sizes) < 1:
+        raise StratagemError(f"--world-sizes is {arguments.world_sizes}", expected="numbers of processes, at least 1")
+    rows = check(entry, arguments.world_sizes, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    return int(not rows or any(each["outcome"] == "failed" for each in rows))
+
+
+class Matrix(Command):
+    """``stratagem plugins matrix``"""
+
+    help = "which plugins go together, and why others do not"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--html", metavar="FILE", help="write a page to FILE")
+        parser.add_argument(
+            "--presets", action="store_true", help="include presets (names for a strategy with preset options)"
+        )
+        parser.add_argument("--accelerator", default="cpu", help="the device to resolve for (default cpu)")
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        import attrs
+
+        from stratagem_devtools.matrix import cells, render_html, render_markdown, summary
+
+        table = cells(arguments.accelerator, arguments.presets)
+        if arguments.html is not None:
+            try:
+                Path(arguments.html).write_text(render_html(table), encoding="utf-8")
+            except OSError as error:
+                raise StratagemError(f"{arguments.html} could not be written ({error.strerror})") from error
+            print(f"{summary(table)} Written to {arguments.html}.")
+        elif arguments.json:
+            print(json.dumps([attrs.asdict(cell) for cell in table], indent=2))
+        else:
+            print(render_markdown(table))
+        return 0
