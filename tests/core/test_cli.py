@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -148,3 +150,17 @@ def test_lists_of_plugins_for_a_run_leave_the_commands(capsys, monkeypatch):
     monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "doctor")
     assert main(["doctor"]) == 1
     assert "command 'doctor' is hidden by STRATAGEM_DISABLE_PLUGINS; change that variable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plugins", "--help"], ["doctor", "--help"], ["fit", "--help"]])
+def test_help_imports_neither_torch_nor_what_trains(arguments):
+    code = (
+        "import sys\n"
+        "from stratagem.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = ('torch', 'numpy', 'deepspeed', 'yaml', 'rich', 'pytest')\n"
+        "print('IMPORTED', sorted(set(sys.modules) & set(heavy)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+
+    assert "IMPORTED []" in result.stdout

@@ -22,8 +22,6 @@ from stratagem.config.settings import CHOICES, TrainerSettings
 from stratagem.config.sources import DOTTED
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack import registry
-from stratagem.stack.construction import make
-from stratagem.stack.describe import option_docs
 
 #: Arguments of the Trainer that take several plugins of a kind.
 _SEVERAL = {argument for argument, kind in CHOICES.items() if not KINDS[kind].single}
@@ -100,6 +98,8 @@ _OBJECT = {
 
 
 def _trainer() -> dict[str, Any]:
+    from stratagem.stack.describe import option_docs  # with torch; `stratagem --help` imports this module
+
     fields, types_of, docs = options(TrainerSettings), option_types(TrainerSettings), option_docs(TrainerSettings)
     properties = {name: _argument(name, types_of[name]) | _notes(name, fields[name], docs) for name in fields}
     return {
@@ -159,6 +159,8 @@ def _is_named(entry: registry.Entry) -> dict[str, Any]:
 
 def _mapping(entry: registry.Entry) -> dict[str, Any]:
     """Return what holds for the mapping that chooses the plugin of `entry`."""
+    from stratagem.stack.describe import option_docs
+
     try:
         cls = class_of(entry)
     except StratagemError:  # broken, or made for another machine: its name is known, its options are not
@@ -187,6 +189,8 @@ def class_of(entry: registry.Entry) -> type[Any]:
     Raises:
         StratagemError: it cannot be imported, or (a preset) not be made here.
     """
+    from stratagem.stack.construction import make
+
     target = entry.load()
     if isinstance(target, type):
         return target

@@ -1,6 +1,6 @@
 """Train a small GPT on the Python manual, character by character, and let it write: an example to read and run.
 
-What a user writes is the module, the data and three lines of Trainer; the rest of this file is the command line.
+What a user writes is the module, the data and three lines of Trainer.
 """
 
 from __future__ import annotations
@@ -128,56 +128,43 @@ def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader, Da
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(held_out, batch_size)
 
 
-# --- The command -------------------------------------------------------------------------------------------------
+# --- The run -----------------------------------------------------------------------------------------------------
 
 
-class Demo(sg.Command):
-    """``stratagem demo``"""
+def run(
+    folder: Path, steps: int, batch_size: int, strategy: str, precision: str | None, devices: str | int | None
+) -> None:
+    """Train `steps` more optimizer steps from the checkpoints in `folder`, if there are any, and print a sample."""
+    seed_everything(1)
+    text = manual()
+    vocabulary = "".join(sorted(set(text)))
+    model = CharGPT(vocabulary, steps=steps)
+    train, held_out = loaders(text, vocabulary, batch_size)
 
-    help = "train a small GPT on the Python manual and let it write; run again to go on"
-
-    def add_arguments(self, parser):
-        parser.add_argument(
-            "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
-        )
-        parser.add_argument("--steps", type=int, default=500, help="optimizer steps of this run (default: %(default)s)")
-        parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
-        parser.add_argument("--strategy", default="ddp", help="default: %(default)s")
-        parser.add_argument("--precision", help="default: the faster of 32-true and bf16-mixed here")
-        parser.add_argument("--devices", help="default: two processes on a CPU, all GPUs otherwise")
-
-    def run(self, arguments):
-        seed_everything(1)
-        text = manual()
-        vocabulary = "".join(sorted(set(text)))
-        model = CharGPT(vocabulary, steps=arguments.steps)
-        train, held_out = loaders(text, vocabulary, arguments.batch_size)
-
-        trainer = sg.Trainer(
-            strategy=arguments.strategy,
-            precision=arguments.precision or faster_precision(model),
-            devices=arguments.devices or ("auto" if torch.cuda.is_available() else 2),
-            default_root_dir=arguments.dir,
-            max_epochs=-1,
-            gradient_clip_val=1.0,
-            val_check_interval=min(250, len(train) // 2),
-            num_sanity_val_steps=0,
-            callbacks=[
-                {"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True},
-                "on_exception_checkpoint",  # Ctrl-C before the first save must not lose what was trained
-            ],
-            log_every_n_steps=10,
-        )
-        started = sorted(arguments.dir.glob("checkpoints/*.ckpt"))
-        if started:
-            trainer.print(f"going on from the checkpoints in {arguments.dir}; delete that folder to start afresh")
-        trainer.print(f"saving every {SAVE_EVERY} steps, at the end and on Ctrl-C in {arguments.dir / 'checkpoints'}")
-        trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
-        final = trainer.validate(model, held_out)[0]["val_loss"]
-        trainer.save_checkpoint(arguments.dir / "checkpoints" / "last.ckpt")
-        if trainer.is_global_zero:
-            report(model, trainer, final)
-        return 0
+    trainer = sg.Trainer(
+        strategy=strategy,
+        precision=precision or faster_precision(model),
+        devices=devices or ("auto" if torch.cuda.is_available() else 2),
+        default_root_dir=folder,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        val_check_interval=min(250, len(train) // 2),
+        num_sanity_val_steps=0,
+        callbacks=[
+            {"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True},
+            "on_exception_checkpoint",  # Ctrl-C before the first save must not lose what was trained
+        ],
+        log_every_n_steps=10,
+    )
+    started = sorted(folder.glob("checkpoints/*.ckpt"))
+    if started:
+        trainer.print(f"going on from the checkpoints in {folder}; delete that folder to start afresh")
+    trainer.print(f"saving every {SAVE_EVERY} steps, at the end and on Ctrl-C in {folder / 'checkpoints'}")
+    trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
+    final = trainer.validate(model, held_out)[0]["val_loss"]
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    if trainer.is_global_zero:
+        report(model, trainer, final)
 
 
 def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:

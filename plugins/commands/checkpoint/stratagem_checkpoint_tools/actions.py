@@ -1,4 +1,4 @@
-"""``stratagem checkpoint``: look into checkpoints, verify, compare and convert them; whatever format they are in."""
+"""What ``stratagem checkpoint inspect``, ``verify``, ``diff``, ``convert`` and ``consolidate`` do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem.api import Command
 from stratagem.api.paths import place
 from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError, ConfigError
@@ -16,52 +15,10 @@ from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.formats import format_named, name_of_format, read_any, read_with, write_with
 
-_ONE_FILE = "full"
-
-
-class Checkpoint(Command):
-    """Subcommands inspect, verify, diff, convert and consolidate."""
-
-    help = "look into checkpoints, verify, compare and convert them"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        inspect = actions.add_parser("inspect", help="what is in it: tensors, optimizers, position, versions")
-        inspect.add_argument("path")
-        verify = actions.add_parser("verify", help="exit code 1 unless it is whole and what was written")
-        verify.add_argument("paths", nargs="+", metavar="path")
-        diff = actions.add_parser("diff", help="exit code 1 if two differ: names, shapes, dtypes, values")
-        diff.add_argument("path")
-        diff.add_argument("other")
-        diff.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as equal")
-        convert = actions.add_parser("convert", help="write it in another format")
-        consolidate = actions.add_parser("consolidate", help="write it as one file for torch.load")
-        for action in (convert, consolidate):
-            action.add_argument("path")
-            action.add_argument("to", metavar="target", help="where to write; must not exist")
-            action.add_argument(
-                "--weights-only", action="store_true", help="the model alone, without what resuming needs"
-            )
-        convert.add_argument(
-            "--to", dest="format", help="name of a checkpoint format; by default target's ending tells"
-        )
-        consolidate.set_defaults(format=_ONE_FILE)
-        for action in (inspect, diff, convert, consolidate):
-            action.add_argument(
-                "--trust", action="store_true", help="also execute what pickles in it say: for files of those you trust"
-            )
-        for action in (inspect, verify, diff):
-            action.add_argument("--json", action="store_true", help="for programs")
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert, "consolidate": _convert}
-        return actions[arguments.action](arguments)
-
-
 # --- inspect -----------------------------------------------------------------------------------------------------
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
     path = place(arguments.path)
     state = read_any(path, arguments.trust)
     tensors = dict(_tensors(state["state_dict"]))
@@ -106,7 +63,7 @@ def _render(report: dict[str, Any]) -> str:
 # --- verify ------------------------------------------------------------------------------------------------------
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     rows = [{"path": path, "problem": _problem(place(path))} for path in arguments.paths]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -134,7 +91,7 @@ def _problem(path: Path) -> str:
 # --- diff --------------------------------------------------------------------------------------------------------
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def diff(arguments: argparse.Namespace) -> int:
     one, other = (read_any(path, arguments.trust) for path in (arguments.path, arguments.other))
     rows = list(_differences(one, other, arguments.tolerance))
     if arguments.json:
@@ -182,7 +139,7 @@ def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
 # --- convert -----------------------------------------------------------------------------------------------------
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def convert(arguments: argparse.Namespace) -> int:
     source, target = place(arguments.path), place(arguments.to)
     checkpoint_format = format_named(arguments.format or _format_for(target))
     if target.exists():

@@ -1,0 +1,50 @@
+"""``stratagem checkpoint``: look into checkpoints, verify, compare and convert them; whatever format they are in."""
+
+from __future__ import annotations
+
+import argparse
+
+from stratagem import Command
+
+_ONE_FILE = "full"
+
+
+class Checkpoint(Command):
+    """Subcommands inspect, verify, diff, convert and consolidate."""
+
+    help = "look into checkpoints, verify, compare and convert them"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+        inspect = actions.add_parser("inspect", help="what is in it: tensors, optimizers, position, versions")
+        inspect.add_argument("path")
+        verify = actions.add_parser("verify", help="exit code 1 unless it is whole and what was written")
+        verify.add_argument("paths", nargs="+", metavar="path")
+        diff = actions.add_parser("diff", help="exit code 1 if two differ: names, shapes, dtypes, values")
+        diff.add_argument("path")
+        diff.add_argument("other")
+        diff.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as equal")
+        convert = actions.add_parser("convert", help="write it in another format")
+        consolidate = actions.add_parser("consolidate", help="write it as one file for torch.load")
+        for action in (convert, consolidate):
+            action.add_argument("path")
+            action.add_argument("to", metavar="target", help="where to write; must not exist")
+            action.add_argument(
+                "--weights-only", action="store_true", help="the model alone, without what resuming needs"
+            )
+        convert.add_argument(
+            "--to", dest="format", help="name of a checkpoint format; by default target's ending tells"
+        )
+        consolidate.set_defaults(format=_ONE_FILE)
+        for action in (inspect, diff, convert, consolidate):
+            action.add_argument(
+                "--trust", action="store_true", help="also execute what pickles in it say: for files of those you trust"
+            )
+        for action in (inspect, verify, diff):
+            action.add_argument("--json", action="store_true", help="for programs")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from stratagem_checkpoint_tools.actions import convert, diff, inspect, verify
+
+        actions = {"inspect": inspect, "verify": verify, "diff": diff, "convert": convert, "consolidate": convert}
+        return actions[arguments.action](arguments)

@@ -1,0 +1,32 @@
+"""``stratagem demo``: train a small GPT on the Python manual; `gpt` is the example to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import stratagem as sg
+
+
+class Demo(sg.Command):
+    """``stratagem demo``"""
+
+    help = "train a small GPT on the Python manual and let it write; run again to go on"
+
+    def add_arguments(self, parser):
+        parser.add_argument(
+            "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
+        )
+        parser.add_argument("--steps", type=int, default=500, help="optimizer steps of this run (default: %(default)s)")
+        parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
+        parser.add_argument("--strategy", default="ddp", help="default: %(default)s")
+        parser.add_argument("--precision", help="default: the faster of 32-true and bf16-mixed here")
+        parser.add_argument("--devices", help="default: two processes on a CPU, all GPUs otherwise")
+
+    def run(self, arguments):
+        from stratagem_demo.gpt import run
+
+        run(
+            arguments.dir, arguments.steps, arguments.batch_size, arguments.strategy, arguments.precision,
+            arguments.devices,
+        )  # fmt: skip
+        return 0
