@@ -98,7 +98,22 @@ def test_a_package_for_another_core_is_refused(install):
     ],
 )  # fmt: skip
 def test_version_clauses(version, clause, fits):
-    assert registry._satisfies(version, clause) is fits
+    assert (registry._unmet(f"stratagem{clause}", version) == "") is fits
+
+
+@pytest.mark.parametrize("marker", ['python_version < "3"', 'extra == "next"'])
+def test_a_requirement_counts_where_its_marker_applies(install, marker):
+    requires = [f"stratagem>=99; {marker}", "stratagem[cli]>=0.1"]
+    install("acme-marked", {"stratagem.strategy": {"marked": "Mine"}}, STRATEGY, requires=requires)
+
+    assert sg.Trainer(strategy="marked", **QUIET).strategy.level == 1
+
+
+def test_a_core_requirement_that_cannot_be_read_is_quoted(install):
+    install("acme-odd", {"stratagem.strategy": {"odd": "Mine"}}, STRATEGY, requires=["stratagem>>1"])
+
+    with pytest.raises(PluginError, match=r"acme-odd 1.0 needs 'stratagem>>1'; expected a requirement such as"):
+        sg.Trainer(strategy="odd", **QUIET)
 
 
 def test_deny_and_allow_lists(monkeypatch):

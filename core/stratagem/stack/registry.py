@@ -33,8 +33,8 @@ class Entry:
     value: str
     distribution: str
     version: str
-    #: What the distribution says about the core it fits, such as ``>=0.1``; empty means any.
-    core_requirement: str = ""
+    #: The requirements of the distribution that name the core, such as ``stratagem>=0.1``, as its metadata spells them.
+    core_requirements: tuple[str, ...] = ()
 
     @property
     def qualified_name(self) -> str:
@@ -136,15 +136,12 @@ def _describe(point: EntryPoint, distribution: Distribution) -> Entry:
         value=point.value,
         distribution=distribution.name,
         version=distribution.version,
-        core_requirement=_core_requirement(distribution),
+        core_requirements=tuple(filter(_NAMES_CORE.match, distribution.requires or ())),
     )
 
 
-def _core_requirement(distribution: Distribution) -> str:
-    for requirement in distribution.requires or ():
-        if match := re.match(r"stratagem\s*(?:\[[^]]*\])?\s*\(?([^;)]*)\)?\s*(?:;|$)", requirement, re.IGNORECASE):
-            return match[1].strip()
-    return ""
+#: Begins a requirement of the core. It is parsed when the plugin is loaded: a listing imports no parser.
+_NAMES_CORE = re.compile(r"stratagem(?![-.\w])", re.IGNORECASE)
 
 
 @cache
@@ -172,36 +169,32 @@ def check_core_version(entry: Entry) -> None:
     """
     from stratagem._version import __version__
 
-    if not _fits(__version__, entry.core_requirement):
-        raise PluginError(
-            f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} needs stratagem "
-            f"{entry.core_requirement} and this is {__version__}",
-            do=f"install another version of {entry.distribution} or of stratagem",
-        )
+    do = f"install another version of {entry.distribution} or of stratagem"
+    for requirement in entry.core_requirements:
+        try:
+            unmet = _unmet(requirement, __version__)
+        except ValueError:
+            raise PluginError(
+                f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} needs {requirement!r}",
+                expected="a requirement such as 'stratagem>=0.1'", do=do,
+            ) from None  # fmt: skip
+        if unmet:
+            raise PluginError(
+                f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} needs stratagem "
+                f"{unmet} and this is {__version__}",
+                do=do,
+            )
 
 
 @cache
-def _fits(version: str, requirement: str) -> bool:
-    return all(_satisfies(version, clause) for clause in requirement.split(",") if clause.strip())
+def _unmet(requirement: str, version: str) -> str:
+    """Return the versions that `requirement` allows (``>=0.1``) if `version` is not one of them; otherwise nothing."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
 
-
-def _satisfies(version: str, clause: str) -> bool:
-    """Compare release numbers with one clause of a version specifier (``>=0.1``, ``~=1.2``, ``==1.*``)."""
-    match = re.match(r"\s*(~=|===?|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?", clause)
-    if match is None:
-        return True
-    operator, text, wildcard = match.groups()
-    wanted, actual = _release(text), _release(version)
-    width = max(len(wanted), len(actual))
-    if wildcard:
-        actual, width = actual[: len(wanted)], len(wanted)
-    padded, mine = wanted + (0,) * (width - len(wanted)), actual + (0,) * (width - len(actual))
-    if operator == "~=":
-        return mine >= padded and mine[: len(wanted) - 1] == wanted[:-1]
-    order = {"<": mine < padded, "<=": mine <= padded, ">": mine > padded, ">=": mine >= padded, "!=": mine != padded}
-    return order.get(operator, mine == padded)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = re.match(r"[\d.]*", version)
-    return tuple(int(part) for part in (numbers[0] if numbers else "").split(".") if part)
+    parsed = Requirement(requirement)
+    if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+        return ""
+    # A development version or a release candidate of 0.2 counts as 0.2.
+    fits = parsed.specifier.contains(Version(version).base_version, prereleases=True)
+    return "" if fits else str(parsed.specifier)
