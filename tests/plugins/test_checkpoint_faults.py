@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -218,6 +219,42 @@ def test_two_runs_that_write_one_file_leave_one_of_them_whole(tmp_path):
     assert [run.exitcode for run in runs] == [0, 0]
     assert seen
     assert value_of(path) in (1, 2)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_removed_before_it_is_locked_cannot_be_claimed(tmp_path, monkeypatch, kind):
+    path = tmp_path / "mine"
+    path.mkdir() if kind == "folder" else path.touch()
+    lock = fcntl.flock
+    remove = path.rmdir if kind == "folder" else path.unlink
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (remove(), lock(*given)))
+
+    with pytest.raises(FileNotFoundError):
+        claim(path)
+
+
+def test_a_claim_that_is_denied_with_eacces_is_taken(tmp_path, monkeypatch):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "as SMB says that another process has it")
+
+    monkeypatch.setattr(fcntl, "flock", denied)
+
+    assert claim(tmp_path) is None
+
+
+def test_a_file_is_locked_where_only_what_is_open_for_writing_can_be(tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def as_nfs_does(descriptor, operation):
+        if operation & fcntl.LOCK_EX and not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE:
+            raise OSError(errno.EBADF, "not open for writing")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_nfs_does)
+    (tmp_path / "file").touch()
+
+    with claim(tmp_path / "file"):
+        assert claim(tmp_path / "file") is None
 
 
 def test_a_claim_ends_with_its_process_or_when_released(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import re
@@ -16,8 +17,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.api.paths import claim
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
+from stratagem_callbacks import occupied
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, Scheduled, data, joined_batches
 
@@ -236,6 +239,23 @@ def test_a_run_that_failed_or_was_killed_leaves_the_folder_free(tmp_path):
     killed.kill()
     killed.join(60)
     _quiet_fit(tmp_path)
+
+
+def test_a_folder_that_another_run_leaves_at_that_moment_is_occupied_for_good(tmp_path, monkeypatch):
+    file, lock, calls = tmp_path / ".in_use", fcntl.flock, []
+
+    def flock(*given):
+        calls.append(given)
+        if len(calls) == 1:  # as the run does that has the folder, and ends
+            file.unlink()
+        lock(*given)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    occupied.occupy(tmp_path)
+
+    assert file.exists()
+    assert claim(file) is None
+    occupied.vacate(tmp_path)
 
 
 def test_two_callbacks_of_one_run_may_share_a_folder(tmp_path):

@@ -8,7 +8,7 @@ with storage options.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import io
 import os
 import secrets
@@ -92,9 +92,11 @@ class Claim:
 
     def release(self) -> None:
         """Let go; idempotent."""
+        from filelock import unlock_descriptor
+
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):  # closing alone would leave it to a child that inherited it
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                unlock_descriptor(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -113,17 +115,36 @@ def claim(path: Path, wait: bool = False, follow: bool = True) -> Claim | None:
     Raises:
         OSError: there is nothing, or a symbolic link where `follow` is False.
     """
-    # Without O_NONBLOCK a named pipe that somebody left there would be waited for.
-    flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
-    descriptor = os.open(path, flags)
+    from filelock import lock_descriptor
+
+    descriptor, locked = _open(path, follow), True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
+        with contextlib.suppress(OSError):  # no locks here
+            locked = lock_descriptor(descriptor, blocking=wait)
+        if locked and not _is_at(path, descriptor, follow):
+            raise FileNotFoundError(errno.ENOENT, "removed before it could be claimed", str(path))
+    except BaseException:
         os.close(descriptor)
-        return None
-    except OSError:  # no locks here
-        pass
-    return Claim(descriptor)
+        raise
+    if locked:
+        return Claim(descriptor)
+    os.close(descriptor)
+    return None
+
+
+def _open(path: Path, follow: bool) -> int:
+    # Without O_NONBLOCK a named pipe that somebody left there would be waited for.
+    flags = os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
+    try:
+        return os.open(path, flags | os.O_RDWR)  # NFS locks only what is open for writing
+    except OSError:  # a folder, or another user's file
+        return os.open(path, flags | os.O_RDONLY)
+
+
+def _is_at(path: Path, descriptor: int, follow: bool) -> bool:
+    """Whether what was opened is still at `path`: it may have been removed, and made again, before it was locked."""
+    found = os.fstat(descriptor)
+    return found.st_nlink > 0 or os.path.samestat(found, os.stat(path, follow_symlinks=follow))
 
 
 # --- Files that replace others at once --------------------------------------------------------------------------

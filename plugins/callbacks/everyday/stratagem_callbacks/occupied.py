@@ -12,6 +12,8 @@ from stratagem.api.paths import Claim, claim, is_remote
 from stratagem.errors import ConfigError
 
 _FILE = ".in_use"
+#: How often a run makes the file again that another one removes as it ends.
+_ATTEMPTS = 100
 _NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 #: Folders that this process keeps checkpoints in, with how many callbacks do.
 _mine: dict[Path, tuple[Claim, int]] = {}
@@ -34,8 +36,7 @@ def occupy(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):  # a folder that cannot be written is told of by the first save
         folder.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | _NOT_THROUGH_LINKS, 0o666))
-        claimed = claim(file, follow=False)
+        claimed = _claim_new(file)
         if claimed is None:
             raise ConfigError(
                 f"{folder} is in use by another run ({_said_by(folder)})",
@@ -59,6 +60,15 @@ def vacate(folder: Path) -> None:
     with contextlib.suppress(OSError):
         (folder / _FILE).unlink()
     claimed.release()
+
+
+def _claim_new(file: Path) -> Claim | None:
+    """Claim `file`, made if it is not there; None if another process has it."""
+    for _ in range(_ATTEMPTS):
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | _NOT_THROUGH_LINKS, 0o666))
+        with contextlib.suppress(FileNotFoundError):  # a run that ended removed it in between
+            return claim(file, follow=False)
+    return None
 
 
 def _said_by(folder: Path) -> str:

@@ -13,7 +13,6 @@ loaded without asking torch, or a compiler, as long as the mark fits.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -293,9 +292,10 @@ class _Library:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes out; the kernel lets go when this one ends, however it ends."""
+        from filelock import FileLock
+
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "stratagem.stack.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self.folder / "stratagem.stack.lock"):
             yield
 
     def _state(self) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import lock_descriptor
 from torch import nn
 
 from stratagem.errors import ConfigError, StratagemError
@@ -118,7 +118,7 @@ def _lock(path: Path) -> int:
     """Make a lock file that is held from the moment on which others can see it."""
     hidden = path / f"{_LOCK}.new"
     descriptor = os.open(hidden, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock_descriptor(descriptor, blocking=False)
     hidden.rename(path / _LOCK)
     return descriptor
 
@@ -129,8 +129,8 @@ def _remove_forsaken(parent: Path) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                if lock_descriptor(descriptor, blocking=False):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
 
