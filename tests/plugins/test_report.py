@@ -106,7 +106,7 @@ def test_values_come_with_their_origins_and_plugins_with_their_versions(tmp_path
 
 
 def test_nothing_on_the_page_is_executed_and_secrets_stay_secret(tmp_path):
-    fit(tmp_path, Described(note=EVIL))
+    fit(tmp_path, Described(note=f"{EVIL} s3://me:sesame@there"))
     source = (tmp_path / "report.html").read_text()
     found, text = page(tmp_path / "report.html")
 
@@ -114,6 +114,7 @@ def test_nothing_on_the_page_is_executed_and_secrets_stay_secret(tmp_path):
     assert EVIL in text  # as a hyper-parameter, and as the name of a metric
     assert found.tags.count("script") == 1
     assert "hunter2" not in source
+    assert "sesame" not in source
     assert "api_key" in text
 
 

@@ -1,17 +1,15 @@
-"""Curves as inline SVG that stretches with the page, its labels as text that does not."""
+"""Curves for inline SVG that stretches with the page, its labels as text that does not; see templates/chart.html."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from stratagem_report.figures import labels, log_labels, log_ticks, step_ticks, ticks
 from stratagem_report.history import Series
-from stratagem_report.markup import Html, join, tag
 
 #: Buckets drawn for each curve: about one for every two pixels of a chart.
 DRAWN = 320
@@ -42,6 +40,10 @@ class Scale:
     high: float
     logarithmic: bool = False
 
+    @property
+    def kind(self) -> str:
+        return "log" if self.logarithmic else "linear"
+
     def at(self, value: float) -> float:
         if self.logarithmic:
             return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
@@ -56,45 +58,8 @@ class Scale:
         return [(self.at(value), label) for value, label in zip(values, labels(values), strict=True)]
 
 
-def chart(
-    title: str,
-    curves: Sequence[tuple[str, Series]],
-    span: tuple[float, float],
-    unit: str = "",
-    resumed: Iterable[int] = (),
-    from_zero: bool = False,
-) -> Html:
-    """Return a figure with `curves`, each with its name, over the steps of `span`.
-
-    Curves that have more than `DRAWN` points are drawn as their means, in a band from their minima to their maxima.
-    """
-    drawn = [(name, series.thinned(DRAWN)) for name, series in curves[:COLOURS]]
-    scales = _scales([series for _, series in drawn], from_zero)
-    across = _Across(*span)
-    plot = tag(
-        "div",
-        *(_axis(scale) for scale in scales),
-        tag("svg", _rules(across, resumed), *(_drawing(drawn, scale, across) for scale in scales),
-            viewBox="0 0 1000 1000", preserveAspectRatio="none", role="img", aria_label=_in_words(title, drawn)),
-        tag("i", class_="cursor"),
-        tag("div", class_="tip", role="status"),
-        class_="plot",
-    )  # fmt: skip
-    return tag(
-        "figure",
-        tag("figcaption", tag("h3", title, tag("small", unit) if unit else ""), _switch() if len(scales) > 1 else ""),
-        plot,
-        tag("div", *(tag("span", label, style=_left(place)) for place, label in across.marks()), class_="steps"),
-        _legend(drawn, len(curves) - len(drawn)),
-        class_="chart",
-        data_span=json.dumps(span),
-        data_scales=json.dumps([[scale.low, scale.high] for scale in scales]),
-        data_curves=json.dumps([_points(name, series) for name, series in drawn], separators=(",", ":")),
-    )
-
-
 @frozen
-class _Across:
+class Across:
     """Where steps lie on the horizontal axis, from 0 at the left to 1."""
 
     first: float
@@ -106,6 +71,72 @@ class _Across:
     def marks(self) -> list[tuple[float, str]]:
         values = step_ticks(self.first, self.last)
         return [(self.at(value), label) for value, label in zip(values, labels(values), strict=True)]
+
+
+@frozen(kw_only=True)
+class Chart:
+    """What a chart shows: `curves`, each with its name, over the steps of `across`."""
+
+    title: str
+    unit: str
+    #: Those that are drawn, with at most `DRAWN` points: longer ones are their means, in a band from minima to maxima.
+    curves: list[tuple[str, Series]]
+    #: How many more there are.
+    left_out: int
+    across: Across
+    scales: list[Scale]
+    #: Lines at the steps where the run was resumed, as paths of SVG.
+    resumed: list[str] = field(factory=list)
+
+    @property
+    def span(self) -> list[float]:
+        return [self.across.first, self.across.last]
+
+    @property
+    def limits(self) -> list[list[float]]:
+        return [[scale.low, scale.high] for scale in self.scales]
+
+    @property
+    def points(self) -> list[dict[str, object]]:
+        return [_points(name, series) for name, series in self.curves]
+
+    @property
+    def in_words(self) -> str:
+        return _in_words(self.title, self.curves)
+
+    def paths(self, scale: Scale) -> Iterator[tuple[str, str]]:
+        """Yield what is drawn on `scale`, as paths of SVG with their classes: what comes first lies below."""
+        for place, _ in scale.marks():
+            yield f"M0 {_down(place)}H1000", "rule"
+        for colour, (_, series) in enumerate(self.curves, 1):
+            if any(count != 1 for count in series.counts):
+                yield _band(series, scale, self.across), f"band c{colour}"
+        for colour, (_, series) in enumerate(self.curves, 1):
+            yield from _line(series, scale, self.across, colour)
+
+
+def chart(
+    title: str,
+    curves: Sequence[tuple[str, Series]],
+    span: tuple[float, float],
+    unit: str = "",
+    resumed: Iterable[int] = (),
+    from_zero: bool = False,
+) -> Chart:
+    """Return a chart with the first `COLOURS` of `curves`, each with its name, over the steps of `span`."""
+    drawn = [(name, series.thinned(DRAWN)) for name, series in curves[:COLOURS]]
+    across = Across(*span)
+    return Chart(
+        title=title, unit=unit, curves=drawn, left_out=len(curves) - len(drawn), across=across,
+        scales=_scales([series for _, series in drawn], from_zero),
+        resumed=[f"M{_right(across.at(step))} 0V1000" for step in resumed],
+    )  # fmt: skip
+
+
+def not_finite(series: Series) -> str:
+    """Return how often `series` had no finite value, and where first."""
+    times = "once" if series.not_finite == 1 else f"{series.not_finite:,} times"
+    return f"NaN or infinite {times}, first at step {series.first_not_finite:,}"
 
 
 # --- Scales ------------------------------------------------------------------------------------------------------
@@ -133,38 +164,24 @@ def _linear(low: float, high: float) -> Scale:
 # --- Drawing -----------------------------------------------------------------------------------------------------
 
 
-def _drawing(curves: list[tuple[str, Series]], scale: Scale, across: _Across) -> Html:
-    kind = "log" if scale.logarithmic else "linear"
-    rules = (tag("path", d=f"M0 {_down(place)}H1000", class_="rule") for place, _ in scale.marks())
-    bands = (_band(series, scale, across, colour) for colour, (_, series) in enumerate(curves, 1))
-    lines = (_line(series, scale, across, colour) for colour, (_, series) in enumerate(curves, 1))
-    return tag("g", *rules, *bands, *lines, class_=kind)
+def _line(series: Series, scale: Scale, across: Across, colour: int) -> Iterator[tuple[str, str]]:
+    places = _places(series.steps, series.means, scale, across)
+    if places:
+        yield "M" + "L".join(places), f"line c{colour}"
+    if 0 < len(places) <= _DOTTED:
+        yield "".join(f"M{place}h0" for place in places), f"dots c{colour}"
+    if series.first_not_finite is not None:
+        yield f"M{_right(across.at(series.first_not_finite))} 1000v-40", "lost"
 
 
-def _line(series: Series, scale: Scale, across: _Across, colour: int) -> Html:
-    places = [f"{_right(across.at(x))} {_down(scale.at(y))}" for x, y in zip(series.steps, series.means, strict=True)]
-    line = tag("path", d="M" + "L".join(places), class_=f"line c{colour}") if places else Html()
-    dots = "".join(f"M{place}h0" for place in places) if len(places) <= _DOTTED else ""
-    lost = series.first_not_finite
-    cross = tag("path", d=f"M{_right(across.at(lost))} 1000v-40", class_="lost") if lost is not None else Html()
-    return join([line, tag("path", d=dots, class_=f"dots c{colour}") if dots else "", cross])
+def _band(series: Series, scale: Scale, across: Across) -> str:
+    above = _places(series.steps, series.highs, scale, across)
+    below = _places(series.steps, series.lows, scale, across)
+    return "M" + "L".join([*above, *reversed(below)]) + "Z"
 
 
-def _band(series: Series, scale: Scale, across: _Across, colour: int) -> Html:
-    if all(count == 1 for count in series.counts):
-        return Html()
-    above = [f"{_right(across.at(x))} {_down(scale.at(y))}" for x, y in zip(series.steps, series.highs, strict=True)]
-    below = [f"{_right(across.at(x))} {_down(scale.at(y))}" for x, y in zip(series.steps, series.lows, strict=True)]
-    return tag("path", d="M" + "L".join([*above, *reversed(below)]) + "Z", class_=f"band c{colour}")
-
-
-def _rules(across: _Across, resumed: Iterable[int]) -> Html:
-    return join(tag("path", d=f"M{_right(across.at(step))} 0V1000", class_="resumed") for step in resumed)
-
-
-def _axis(scale: Scale) -> Html:
-    marks = (tag("span", label, style=f"bottom:{place * 100:.2f}%") for place, label in scale.marks())
-    return tag("div", *marks, class_=f"values {'log' if scale.logarithmic else 'linear'}", aria_hidden="true")
+def _places(steps: Sequence[float], values: Sequence[float], scale: Scale, across: Across) -> list[str]:
+    return [f"{_right(across.at(x))} {_down(scale.at(y))}" for x, y in zip(steps, values, strict=True)]
 
 
 def _right(place: float) -> str:
@@ -175,28 +192,7 @@ def _down(place: float) -> str:
     return f"{(1 - place) * _SIDE:.1f}"
 
 
-def _left(place: float) -> str:
-    return f"left:{place * 100:.2f}%"
-
-
 # --- Beside the drawing ------------------------------------------------------------------------------------------
-
-
-def _switch() -> Html:
-    return tag("label", tag("input", type="checkbox"), "log", class_="switch")
-
-
-def _legend(curves: list[tuple[str, Series]], more: int) -> Html:
-    keys = [
-        tag("li", tag("i", class_=f"key c{colour}"), name, tag("em", _not_finite(series)) if series.not_finite else "")
-        for colour, (name, series) in enumerate(curves, 1)
-    ]
-    return tag("ul", *keys, tag("li", f"and {more} more") if more > 0 else "", class_="legend")
-
-
-def _not_finite(series: Series) -> str:
-    times = "once" if series.not_finite == 1 else f"{series.not_finite:,} times"
-    return f"NaN or infinite {times}, first at step {series.first_not_finite:,}"
 
 
 def _points(name: str, series: Series) -> dict[str, object]:
