@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from stratagem.cli import main
 from stratagem_devtools import doctor
@@ -45,6 +46,33 @@ def test_a_healthy_machine(capsys):
     assert report["backends"]["gloo"] is True
     assert report["torch"]["version"].startswith("2.")
     assert row(report, "stratagem-precision")["plugins"]["precision"] >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_smoke")
+def test_torch_describes_the_machine_on_request(capsys):
+    report = doctor.examine(machine=True)
+    text = doctor.render(json.loads(json.dumps(report)))
+
+    assert report["machine"]["torch_version"] == torch.__version__
+    assert f"machine:\n  PyTorch version: {torch.__version__}" in text
+    assert "machine" not in examined(capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("while True: pass", "did not end within 0 s"),
+        ("raise SystemExit('no such driver')", "ended with 1: no such driver"),
+        ("print('?')", "cannot be run (JSONDecodeError: "),
+    ],
+)
+def test_a_machine_that_cannot_be_described_is_a_remark(monkeypatch, source, reason):
+    monkeypatch.setattr(doctor, "_MACHINE", source)
+    if reason.startswith("did not end"):
+        monkeypatch.setattr(doctor, "_MACHINE_S", 0.1)
+
+    assert doctor._machine_lines(doctor._machine())[0].removeprefix("torch.utils.collect_env ").startswith(reason)
 
 
 @pytest.mark.usefixtures("no_smoke")

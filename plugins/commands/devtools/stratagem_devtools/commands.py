@@ -24,11 +24,14 @@ class Doctor(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="for programs")
+        parser.add_argument(
+            "--machine", action="store_true", help="add what torch.utils.collect_env finds (takes seconds)"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_devtools.doctor import examine, render
 
-        report = examine()
+        report = examine(machine=arguments.machine)
         print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
         return int(bool(report["problems"]))
 

@@ -5,6 +5,7 @@ Everything is examined in isolation: a package that cannot be imported is a find
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -32,6 +33,15 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 #: How long the smoke run may take, torch's import included.
 _SMOKE_S = 60.0
 
+#: How long torch may ask the tools of the machine, such as nvidia-smi, one after the other.
+_MACHINE_S = 120.0
+
+_MACHINE = """
+import json
+from torch.utils.collect_env import get_env_info
+print(json.dumps(get_env_info()._asdict()))
+"""
+
 _SMOKE = """
 import os, sys
 from stratagem.distributed.supervision import die_with
@@ -46,8 +56,12 @@ dist.destroy_process_group()
 """
 
 
-def examine() -> dict[str, Any]:
-    """Return everything as plain data; ``problems`` lists what is wrong, in sentences."""
+def examine(machine: bool = False) -> dict[str, Any]:
+    """Return everything as plain data; ``problems`` lists what is wrong, in sentences.
+
+    Args:
+        machine: also ask torch what it knows of drivers, GPUs, compilers and the CPU, which takes seconds.
+    """
     packages = _packages()
     smoke = _smoke_run()
     remarks = tuning.remarks(os.environ)
@@ -64,6 +78,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(),
         "backends": _backends(),
         "packages": packages,
+        **({"machine": _machine()} if machine else {}),
         "environment": _variables(),
         "remarks": {name: remark.text for name, remark in remarks.items()},
         "smoke run": smoke,
@@ -97,6 +112,8 @@ def render(report: dict[str, Any]) -> str:
         f"two gloo processes: {smoke['status']} in {smoke['seconds']} s"
         + (f" ({smoke['reason']})" if smoke["reason"] else "")
     )
+    if "machine" in report:
+        lines += ["machine:", *(f"  {line}".rstrip() for line in _machine_lines(report["machine"]))]
     problems = [f"  {problem}" for problem in report["problems"]]
     lines += ["", *(["problems:", *problems] if problems else ["all is well"])]
     return "\n".join(lines)
@@ -133,6 +150,30 @@ def _backends() -> dict[str, bool]:
     except BaseException:  # noqa: BLE001 - said under "torch"
         return {}
     return {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
+
+
+def _machine() -> dict[str, Any]:
+    """Return what `torch.utils.collect_env` finds, or under "reason" why it found nothing."""
+    try:
+        command = [sys.executable, "-c", _MACHINE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MACHINE_S, check=True)
+        found: dict[str, Any] = redact("machine", json.loads(done.stdout))
+        return found
+    except subprocess.TimeoutExpired:
+        return {"reason": f"torch.utils.collect_env did not end within {_MACHINE_S:.0f} s"}
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:]
+        return {"reason": f"torch.utils.collect_env ended with {error.returncode}: {''.join(last) or 'no message'}"}
+    except (OSError, ValueError) as error:
+        return {"reason": f"torch.utils.collect_env cannot be run ({_say(error)})"}
+
+
+def _machine_lines(machine: dict[str, Any]) -> list[str]:
+    if "reason" in machine:
+        return [machine["reason"]]
+    from torch.utils.collect_env import SystemEnv, pretty_str
+
+    return [*pretty_str(SystemEnv(**machine)).strip().splitlines()]
 
 
 def _variables() -> dict[str, str]:
