@@ -34,10 +34,8 @@ def forget_deepspeed():
 
 @pytest.fixture(autouse=True, scope="module")
 def imported():
-    """deepspeed is there in the process that the tests fork from, for as long as these tests last."""
+    """deepspeed is there in the process that these tests, and those of the files that follow, fork from."""
     start.load("cpu")
-    yield
-    forget_deepspeed()
 
 
 def connected(strategy="deepspeed_stage_2", devices=2):
@@ -163,6 +161,21 @@ def test_a_contradicting_accelerator_in_the_environment_is_refused():
         "DS_ACCELERATOR is 'xpu' and this run trains on 'cpu'; expected the same; "
         "unset it, or choose another accelerator."
     ]
+
+
+def _imported_while_training(rank, world_size):
+    before = set(sys.modules)
+    trainer = sg.Trainer(strategy="deepspeed_stage_3", devices=world_size, accelerator="cpu", **QUIET)
+    trainer.fit(Net(), joined_batches(2, 8))
+    return {name.split(".")[1] for name in set(sys.modules) - before if name.startswith("torch.")}
+
+
+def test_preloading_leaves_no_compiler_to_be_imported_by_each_copy():
+    sg.Run(strategy="deepspeed_stage_3", accelerator="cpu").stack.preload()
+
+    [imported] = run_in_processes(_imported_while_training, 1)
+
+    assert not imported & {"_dynamo", "_export", "_functorch", "_inductor"}
 
 
 def _imported_for_another(rank, world_size):

@@ -47,6 +47,13 @@ _NOISE = (
     "OVERFLOW",
 )
 
+#: What deepspeed imports when it reads a configuration and makes an engine.
+_LATE = (
+    "deepspeed.runtime.zero.utils",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_config",
+)
+
 #: What ZeRO calls: the collective, and which argument holds what each rank gives.
 _COUNTED = {
     "all_reduce": ("all_reduce", 0, "tensor", "gradients"),
@@ -90,7 +97,9 @@ def load(device_type: str, logging_level: int | str = logging.WARNING) -> Module
 
 def load_late() -> None:
     """Import what deepspeed imports when it makes an engine: an optimizer for torch to compile, and its compiler."""
-    importlib.import_module("deepspeed.runtime.zero.utils")
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # other releases have other modules
+            importlib.import_module(name)
 
 
 def _set_level(level: int) -> None:
