@@ -1,0 +1,199 @@
+"""A Python process that has imported what scripts import, and forks a copy of itself for each script.
+
+Started and asked by `stratagem_testing.scripts`. A copy runs the script as ``python script.py`` does: a new
+``__main__``, its arguments, folder, environment and streams, and the interpreter's own end.
+
+[Note: one thread]
+A copy has only the thread that forked it. A lock that another thread of the server held would stay locked in the copy,
+so the server has no other thread: nothing that starts one may be imported here (`serve` checks).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import types
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from typing import Any, cast
+
+#: How many bytes of the server's command line a copy may overwrite with its own.
+PADDING = 8000
+#: A request: its length, then that many bytes of `pickle`, with four file descriptors beside the length.
+LENGTH = struct.Struct("!I")
+#: What is answered in the pipe that came with the request: the process's id, then its wait status.
+NUMBER = struct.Struct("!i")
+
+#: Whether this process ends as one does that nothing saved from Ctrl-C.
+_interrupted = False
+
+
+def serve(control: int, preload: list[str]) -> None:
+    """Import `preload`, then fork for each request that arrives at the socket `control`; return when it is closed.
+
+    In a fork this runs the script and returns, or raises SystemExit, so that the interpreter ends in its usual way.
+
+    Raises:
+        RuntimeError: an import started a thread.
+    """
+    atexit.register(_end_by_signal)  # the first to be registered is the last to be called
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which close the socket
+    for name in preload:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) != 1:
+        raise RuntimeError(f"importing {preload} started {len(threads) - 1} threads; expected none")
+    gc.collect()
+    gc.freeze()
+    requests = socket.socket(fileno=control)
+    request = _next_request(requests)
+    if request is not None:
+        signal.signal(signal.SIGINT, interrupt)
+        requests.detach()  # closed already
+        _run(request)
+
+
+def _next_request(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request: return it in the fork. Return None in the server, when there are no more."""
+    awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select((requests.fileno(), awake), (), ())
+        if awake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(awake, 1024)
+            _report_ended(running)
+        if requests.fileno() not in ready:
+            continue
+        head, descriptors, _, _ = socket.recv_fds(requests, LENGTH.size, 4)
+        if not head:
+            return None
+        request = _read(requests, LENGTH.unpack(head)[0])
+        answer = descriptors[3]
+        child = os.fork()
+        if not child:
+            _become(request, descriptors)
+            return request
+        running[child] = answer
+        for descriptor in descriptors[:3]:
+            os.close(descriptor)
+
+
+def _read(requests: socket.socket, length: int) -> dict[str, Any]:
+    parts = bytearray()
+    while len(parts) < length:
+        parts += requests.recv(length - len(parts))
+    return cast("dict[str, Any]", pickle.loads(parts))  # noqa: S301 - from the process that started this one
+
+
+def _report_ended(running: dict[int, int]) -> None:
+    while running:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        answer = running.pop(child)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            os.write(answer, NUMBER.pack(status))
+        os.close(answer)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Make this fork what the interpreter is before it runs a program."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if request["new_session"]:
+        os.setsid()
+    os.write(descriptors[3], NUMBER.pack(os.getpid()))  # from now on its group can be signalled
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(request["cwd"])
+    _set_environment(request["env"])
+    _set_command_line(request)
+    cast("io.TextIOWrapper", sys.stdout).reconfigure(
+        line_buffering=os.isatty(1), write_through=True if request["unbuffered"] else None
+    )
+    _forget_the_server()
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _set_command_line(request: dict[str, Any]) -> None:
+    """Show the script's command, and the variables that are its own, where tools such as ps look for them."""
+    with open("/proc/self/stat", encoding="utf-8") as file:
+        end = int(file.read().rpartition(")")[2].split()[46])  # arg_end, see proc(5)
+    text = "\0".join([*request["command"], *request["own_variables"]]).encode()[:PADDING]
+    ctypes.memmove(end - 1 - PADDING, text.ljust(PADDING, b"\0"), PADDING)
+
+
+def _forget_the_server() -> None:
+    """Set again what modules took from their process when they were imported."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # random does so by itself
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Run the program, and leave an exception to the hooks that the interpreter would call."""
+    global _interrupted
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    sys.orig_argv[:] = request["command"]
+    kind, program, arguments = request["program"]
+    sys.argv[:] = [program if kind == "file" else f"-{kind}", *arguments]
+    try:
+        if kind == "m":
+            sys.path[0] = os.getcwd()
+            runpy._run_module_as_main(program)  # type: ignore[attr-defined]
+        elif kind == "c":
+            sys.path[0] = ""
+            main.__loader__ = BuiltinImporter  # type: ignore[assignment]
+            exec(compile(program, "<string>", "exec"), main.__dict__)  # noqa: S102 - it is what python -c does
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(program))
+            main.__file__ = os.path.join(os.getcwd(), program)
+            main.__loader__ = SourceFileLoader("__main__", main.__file__)
+            main.__cached__ = None  # type: ignore[attr-defined]
+            with open(program, "rb") as file:
+                source = file.read()
+            exec(compile(source, main.__file__, "exec"), main.__dict__)  # noqa: S102 - it is what python does
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the hook shows it
+        own = error.__traceback__.tb_next if error.__traceback__ else None
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, own
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        _interrupted = isinstance(error, KeyboardInterrupt)
+        raise SystemExit(1) from None
+
+
+def _end_by_signal() -> None:
+    """End as the interpreter does after a KeyboardInterrupt: by the signal, so that a shell sees it."""
+    if _interrupted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,230 @@
+"""Run scripts without waiting four seconds for each to import torch: in place of `subprocess.run`, `subprocess.Popen`.
+
+    from stratagem_testing import scripts
+
+    done = scripts.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=60)
+
+The first call starts a process that imports torch, the compiler that its optimizers import, and stratagem; each script
+runs in a fork of it. There it finds what it finds under ``python train.py``: ``__main__``, arguments, folder,
+environment, streams, signals, exit codes. Set OMP_NUM_THREADS=1 for the tests: forks need a process of one thread.
+
+What is no Python program, or starts with options of the interpreter, or with variables that torch may read while it is
+imported, gets an interpreter of its own, as under `subprocess`. So does what a script starts. Tests of start-up itself
+(what is imported when) should use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stratagem_testing.pytest_plugin import LAUNCH_VARIABLES
+from stratagem_testing.script_server import LENGTH, NUMBER, PADDING
+
+#: What scripts import, and what torch and stratagem import late.
+PRELOAD = (
+    "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli", "stratagem_testing.reference",
+)  # fmt: skip
+
+#: Variables that nothing in PRELOAD reads while it is imported. Where any other one differs from those of the server,
+#: it might have made a difference.
+_READ_LATE = (
+    *LAUNCH_VARIABLES, "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "DS_ACCELERATOR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "SLURM_")
+
+_SERVE = "import sys; from stratagem_testing.script_server import serve; serve(int(sys.argv[1]), sys.argv[2].split())"
+
+
+def run(
+    command: Sequence[Any],
+    *,
+    input: Any = None,  # noqa: A002 - as in subprocess
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run a command as `subprocess.run` does, in a session of its own; at the time limit end all of that session."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options["stdout"] = options["stderr"] = subprocess.PIPE
+    with Popen(command, **{"start_new_session": True} | options) as process:
+        try:
+            stdout, stderr = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill_all()
+            raise
+        code = process.wait()
+    if check and code:
+        raise subprocess.CalledProcessError(code, process.args, output=stdout, stderr=stderr)
+    return subprocess.CompletedProcess(process.args, code, stdout, stderr)
+
+
+class Popen(subprocess.Popen[Any]):
+    """A `subprocess.Popen` whose process, if it runs a Python program, is a fork of one that has imported torch."""
+
+    #: Where the server tells how the process ended; None if the process is a child of this one.
+    _answers: int | None = None
+    _ended: int | None = None
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether it runs in a process that had imported torch."""
+        return self._answers is not None
+
+    def kill_all(self) -> None:
+        """Kill the process, and those of its group if it leads one; wait for it."""
+        if self.poll() is None and os.getpgid(self.pid) == self.pid:
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
+        self.wait()
+
+    def _execute_child(self, *arguments: Any) -> None:
+        # The order is that of Python 3.11 to 3.14.
+        command, executable, preexec_fn, close_fds, pass_fds, cwd, env = arguments[:7]
+        shell, pipes = arguments[9], arguments[10:16]
+        unusual = executable or preexec_fn or not close_fds or pass_fds or shell or not arguments[16]
+        others = (*((each, None) for each in arguments[17:20]), (arguments[20], -1), (arguments[22], -1))
+        request = None
+        if not unusual and all(value in (None, usual) for value, usual in others):
+            request = _request(command, cwd, env, arguments[21])
+        if request is None:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self._answers = _the_server().start(request, streams)
+        try:
+            self.pid = _number(self._answers)
+        except EOFError:
+            os.close(self._answers)
+            raise
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, **arguments: Any) -> int | None:
+        if self._answers is None:
+            return super()._internal_poll(**arguments)  # type: ignore[misc, no-any-return]
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid == self.pid and self.returncode is None:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._answers is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]
+        if self._ended is None:
+            if wait_flags & os.WNOHANG and not select.select([self._answers], [], [], 0)[0]:
+                return 0, 0
+            try:
+                self._ended = _number(self._answers)
+            finally:
+                os.close(self._answers)
+        return self.pid, self._ended
+
+
+class _Server:
+    """The process that has imported what scripts import."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
+        self._requests, theirs = socket.socketpair()
+        number = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, number, " ".join(PRELOAD), " " * PADDING],
+                cwd=os.sep, env=_ENVIRONMENT, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    def start(self, request: dict[str, Any], streams: list[int]) -> int:
+        """Return the descriptor from which to read the numbers of the process that runs `request`."""
+        mine, theirs = os.pipe()
+        content = pickle.dumps(request)
+        try:
+            with self._lock:
+                socket.send_fds(self._requests, [LENGTH.pack(len(content))], [*streams, theirs])
+                self._requests.sendall(content)
+        finally:
+            os.close(theirs)
+        return mine
+
+
+#: That of the server: as it was before any test changed it.
+_ENVIRONMENT = dict(os.environ)
+_server: _Server | None = None
+
+
+def _the_server() -> _Server:
+    global _server
+    if _server is None:
+        _server = _Server()
+    return _server
+
+
+def _request(command: Any, cwd: Any, env: Mapping[str, str] | None, new_session: bool) -> dict[str, Any] | None:
+    """Return what to ask the server; None if the command needs an interpreter of its own."""
+    words = [os.fspath(word) for word in ([command] if isinstance(command, str | os.PathLike) else command)]
+    folder = os.path.abspath(cwd or os.getcwd())
+    variables = dict(os.environ if env is None else env)
+    ours = sys.platform == "linux" and (_server is None or _server.owner == os.getpid())
+    if not ours or not os.path.isdir(folder) or not all(isinstance(word, str) for word in words):
+        return None
+    differing = [name for name in variables | _ENVIRONMENT if variables.get(name) != _ENVIRONMENT.get(name)]
+    if variables.get("OMP_NUM_THREADS") != "1" or not all(_is_read_late(name) for name in differing):
+        return None
+    unbuffered = words[:2] == [sys.executable, "-u"]
+    program = _program(words[:1] + words[2:] if unbuffered else words, folder)
+    return program and {
+        "program": program, "unbuffered": unbuffered, "cwd": folder, "env": variables, "new_session": new_session,
+        "command": words if words[0] == sys.executable else [sys.executable, *words],
+        "own_variables": [f"{name}={variables[name]}" for name in differing if name in variables],
+    }  # fmt: skip
+
+
+def _is_read_late(name: str) -> bool:
+    return name in _READ_LATE or name.startswith(_READ_LATE_PREFIXES)
+
+
+def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None:
+    """Return how a Python program is named (a file, or by -c or -m), its name or code, and its arguments."""
+    if words[0] == sys.executable and words[1:]:
+        words = words[1:]
+        if words[0] in ("-c", "-m") and words[1:]:
+            return words[0][1], words[1], words[2:]
+    elif not _is_script_of_this_environment(words[0]):
+        return None
+    is_file = not words[0].startswith("-") and os.path.isfile(os.path.join(folder, words[0]))
+    return ("file", words[0], words[1:]) if is_file else None
+
+
+def _is_script_of_this_environment(name: str) -> bool:
+    """Whether it is one that pip made of an entry point."""
+    path = Path(name)
+    if path.parent != Path(sys.executable).parent or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.readline().rstrip() == f"#!{sys.executable}".encode()
+
+
+def _number(answers: int) -> int:
+    content = os.read(answers, NUMBER.size)
+    if len(content) < NUMBER.size:
+        raise EOFError("the process that forks scripts ended; its own output tells why")
+    return int(NUMBER.unpack(content)[0])
