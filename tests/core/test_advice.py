@@ -18,6 +18,7 @@ from stratagem.api.options import options
 from stratagem.cli import parser
 from stratagem.config.settings import _MOVED, TrainerSettings
 from stratagem.stack import catalog, registry
+from stratagem_testing import scripts
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = set(options(TrainerSettings))
@@ -176,7 +177,7 @@ def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as closed:
-        result = subprocess.run(
+        result = scripts.run(
             [sys.executable, "-c", script], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False
         )
 

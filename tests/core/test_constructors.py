@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-import subprocess
 import sys
 from abc import ABC, abstractmethod
 
@@ -19,6 +18,7 @@ from stratagem.api.options import options
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack import registry
+from stratagem_testing import scripts
 
 #: Values for options without a default.
 REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1}
@@ -132,6 +132,6 @@ def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
 
 def test_a_misspelt_class_is_named_in_a_traceback():
     script = "from stratagem.strategies import DDPStrateg"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = scripts.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
     assert "did you mean 'DDPStrategy'" in result.stderr

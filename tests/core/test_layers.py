@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,6 +14,7 @@ from stratagem.cli import main
 from stratagem.config.sources import from_arguments, parse_choice
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
+from stratagem_testing import scripts
 
 TESTS = Path(__file__).parents[1]
 CPU = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -125,9 +125,7 @@ def script(tmp_path):
 
 
 def run(*command):
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100, check=False
-    )
+    return scripts.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_ten_line_script_trains_from_the_command_line(script):

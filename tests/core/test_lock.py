@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -14,7 +13,7 @@ import stratagem as sg
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError
 from stratagem.stack import lock
-from stratagem_testing import ProcessesFailed, run_in_processes
+from stratagem_testing import ProcessesFailed, run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import outcome, share
 
@@ -252,7 +251,7 @@ def test_a_launched_program_that_differs_by_rank_stops(tmp_path):
         trainer.fit(Net(), joined_batches(2, 8))
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    result = subprocess.run(
+    result = scripts.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
 

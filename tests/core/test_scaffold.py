@@ -26,7 +26,7 @@ from stratagem.stack import registry
 from stratagem.stack.describe import check_entry, describe, option_docs
 from stratagem.stack.formats import newest_whole, read_any
 from stratagem_devtools.scaffold import render, write
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import (
     Gan,
     Net,
@@ -477,7 +477,7 @@ def test_launcher_runs_the_program_again(made, tmp_path, dies):
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED.format(path=path, dies=dies))
 
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    result = scripts.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
 
     assert (result.returncode == 0) is not dies, result.stderr
     assert result.stdout == ("" if dies else "trained by 2\n")

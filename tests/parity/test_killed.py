@@ -13,6 +13,8 @@ import time
 import pytest
 import torch
 
+from stratagem_testing import scripts
+
 PROGRAM = """
 import os, random, sys, time
 import torch
@@ -74,7 +76,7 @@ if __name__ == "__main__":
 def start(folder, arguments):
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return scripts.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def steps(folder):
@@ -156,7 +158,7 @@ def interrupt_a_child(folder, arguments, after):
 
 def test_a_signal_to_the_whole_group_spares_the_loaders_workers(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    process = subprocess.Popen(
+    process = scripts.Popen(
         [sys.executable, "program.py", "plain", "single_device", "1", "2"], cwd=tmp_path, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip

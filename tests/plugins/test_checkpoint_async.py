@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
@@ -13,7 +12,7 @@ import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.stack.formats import read_any
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 
@@ -180,16 +179,14 @@ run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(5_000_000)}}, p
 
 
 def test_a_script_may_end_right_after_its_last_save(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=120
-    )
+    done = scripts.run([sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert ShardedCheckpoint().is_whole(tmp_path / "x")
 
 
 def test_a_failure_that_nobody_is_left_to_catch_is_printed(tmp_path):
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "file" / "x")], capture_output=True, text=True, timeout=120
     )
     assert "stratagem: " in done.stderr

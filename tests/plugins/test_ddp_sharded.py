@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
@@ -11,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 import stratagem as sg
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 
@@ -239,7 +238,7 @@ SCRIPT = """
 @pytest.mark.parametrize("launcher", ["subprocess", "spawn", "fork"])
 def test_every_launch_mode_trains_as_one_process(launcher, tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("{launcher}", launcher))
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
 

@@ -7,7 +7,6 @@ import functools
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -22,7 +21,7 @@ from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.formats import format_named
 from stratagem.strategies import DeepSpeedStrategy
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, loss_of, net, part
 from stratagem_testing.training import EveryBatch, outcome, share, weights_of
 
@@ -498,7 +497,7 @@ def test_a_program_consolidates(written, tmp_path):
     """In a process of its own, which nobody prepared for deepspeed."""
     command = [sys.executable, "-m", "stratagem", "checkpoint", "consolidate", "--trust"]
     variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    done = subprocess.run(
+    done = scripts.run(
         [*command, str(written(2)[0]), str(tmp_path / "one.ckpt")],
         env=variables, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip

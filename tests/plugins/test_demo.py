@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 
+from stratagem_testing import scripts
+
 
 def demo(folder):
     command = [sys.executable, "-m", "stratagem", "demo", "--steps", "4", "--batch-size", "4", "--precision", "32-true"]
-    return subprocess.run(
+    return scripts.run(
         [*command, "--devices", "2"], cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
 
@@ -33,7 +35,7 @@ def test_the_demo_runs_and_resumes(tmp_path):
 
 def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
     command = [sys.executable, "-u", "-m", "stratagem", "demo", "--steps", "100000", "--batch-size", "2"]
-    process = subprocess.Popen(
+    process = scripts.Popen(
         [*command, "--precision", "32-true", "--devices", "2"], cwd=tmp_path, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDP2Strategy, DPStrategy
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.precision import tolerance_of
 from stratagem_testing.reference import (
     Buffered,
@@ -678,7 +678,7 @@ def test_two_launched_nodes_start_one_process_each(tmp_path):
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     nodes = [
-        subprocess.Popen(
+        scripts.Popen(
             [sys.executable, str(script)], env=os.environ | meeting | {"NODE_RANK": str(node)}, cwd=tmp_path,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

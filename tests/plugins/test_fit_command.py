@@ -21,6 +21,7 @@ from stratagem.cli import main
 from stratagem.config.settings import TrainerSettings, gather, option_names
 from stratagem.config.sources import Layer
 from stratagem.stack.formats import read_any
+from stratagem_testing.scripts import run as run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "run-files.md"
@@ -231,7 +232,7 @@ def project(tmp_path, monkeypatch):
 def program(*words, **options):
     """Run the program in a process of its own."""
     command = [sys.executable, "-m", "stratagem", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return run_script(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 def refused(capsys, *words):
@@ -1005,17 +1006,23 @@ def test_the_page_runs(tmp_path):
     """Every file of docs/run-files.md is written, every shell line is run."""
     folder = tmp_path / "page"
     folder.mkdir()
-    scripts = os.path.dirname(sys.executable)
-    variables = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         if language != "shell":
             name, _, content = block.partition("\n")
             (folder / name.removeprefix("# ")).write_text(content)
             continue
         for line in block.splitlines():
-            done = subprocess.run(
-                line, shell=True, cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False
+            words, _, target = line.partition(" > ")
+            program, *arguments = shlex.split(words)
+            done = run_script(
+                [Path(sys.executable).with_name(program), *arguments],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=120,
             )
+            if target:
+                (folder / target).write_text(done.stdout)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
 
     assert len(list((folder / "predictions").iterdir())) == 8

@@ -21,6 +21,7 @@ from stratagem.api.capabilities import Capabilities
 from stratagem.api.json_tree import encode
 from stratagem.errors import ConfigError, LaunchError
 from stratagem.stack.formats import read_any
+from stratagem_testing import scripts
 from stratagem_testing.reference import Net, Scheduled, Tied, joined_batches, relative_difference, train_plainly
 
 TESTS = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True,
 
 
 def run(command, limit_s=120):
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=limit_s, check=False)
+    return scripts.run([str(part) for part in command], capture_output=True, text=True, timeout=limit_s, check=False)
 
 
 def processes_with(marker):
@@ -411,7 +412,7 @@ def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_processes_die_with_their_parent(tmp_path, strategy, number):
     step = "os.write(1, b'training\\n'); time.sleep(0.2)"
-    process = subprocess.Popen(
+    process = scripts.Popen(
         [sys.executable, str(script(tmp_path, strategy, step=step))], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True,
     )  # fmt: skip
@@ -466,7 +467,7 @@ def bare(tmp_path, body, launcher="SubprocessLauncher", parent="launch()"):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.Popen(
+    return scripts.Popen(
         [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
 

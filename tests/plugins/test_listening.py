@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 import stratagem as sg
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
@@ -78,7 +77,7 @@ def _found(tmp_path, strategy, launcher=None, command=(sys.executable,), **varia
             PROGRAM.format(folder=str(Path(__file__).parent), strategy=strategy, launcher=launcher, outside=outside)
         )
     )
-    done = subprocess.run(
+    done = scripts.run(
         [*command, str(path)], capture_output=True, text=True, timeout=120, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from stratagem.errors import ConfigError
 from stratagem.runtime.run import Run
 from stratagem_migrate import examine, names, own, today, trainers
 from stratagem_migrate.source import Source
+from stratagem_testing import scripts
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-lightning.md"
 
@@ -512,7 +512,7 @@ def test_the_old_script_of_the_page_must_change_and_the_new_one_runs(tmp_path, c
         assert word in said
     assert main(["migrate", str(after)]) == 0
     assert capsys.readouterr().out.startswith("nothing to change, nothing to check")
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, "after.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -17,7 +16,7 @@ import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.runtime import peer_diagnosis
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.machine import _processes_with
 from stratagem_testing.reference import Net, joined_batches, part
 from stratagem_testing.training import outcome
@@ -327,7 +326,7 @@ PROGRAM = """
 def test_a_program_ends_with_the_name_and_leaves_no_process(tmp_path, what, sentence):
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, str(path), what], capture_output=True, text=True, timeout=90, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -21,7 +21,7 @@ from stratagem.api.paths import claim
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem_callbacks import occupied
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, Scheduled, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -435,7 +435,7 @@ WAITING = """
 )
 def test_ctrl_c_tells_what_is_saved(tmp_path, devices, words, said):
     (tmp_path / "train.py").write_text(textwrap.dedent(WAITING))
-    process = subprocess.Popen(
+    process = scripts.Popen(
         [sys.executable, "train.py", str(devices), *words], cwd=tmp_path, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_trainers_may_follow_one_another(tmp_path, port):
     path.write_text(textwrap.dedent(TRAINERS))
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        scripts.Popen(
             [sys.executable, str(path)], env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
@@ -73,7 +73,7 @@ def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, l
                 print("PORT", run.launch(rank))
         """)
     )
-    done = subprocess.run(
+    done = scripts.run(
         [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False,
         env=os.environ | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

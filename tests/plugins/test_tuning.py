@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -15,7 +14,7 @@ import stratagem as sg
 from stratagem.distributed import tuning
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 from stratagem_testing.training import weights_of
 
@@ -310,7 +309,7 @@ attempt(log_level="INFO")
 
 def test_gloo_reads_what_was_set_and_later_values_are_refused():
     """In a process of its own, as gloo reads once in the life of a process."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    done = scripts.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
 
     first, second, third = done.stdout.splitlines()
     assert "INFO Rank 0 is connected" in done.stderr

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def snippets(name: str, language: str = "python") -> list[str]:
 def test_the_readme_script_runs(tmp_path):
     (script,) = snippets("README.md")
     (tmp_path / "train.py").write_text(script)
-    result = subprocess.run(
+    result = scripts.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
 
@@ -43,7 +43,7 @@ def test_the_readme_script_runs(tmp_path):
 def test_the_tutorial_runs(tmp_path):
     source = "\n".join(snippets("docs/tutorial.md"))
     (tmp_path / "tutorial.py").write_text(source)
-    result = subprocess.run(
+    result = scripts.run(
         [sys.executable, "tutorial.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
 

@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 import stratagem as sg
+from stratagem_testing import scripts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT, FILE = str(EXAMPLES / "digits.py"), str(EXAMPLES / "digits.yaml")
@@ -24,7 +24,7 @@ TWO = ["--strategy", "ddp", "--devices", "2"]
 
 def run(*command, limit_s=60):
     """Run `command` in the current folder; return what it printed."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
+    done = scripts.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

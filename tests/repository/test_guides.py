@@ -56,7 +56,7 @@ from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy, FSDPStrategy
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 
 QUIET = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False}
 KEEPS_NOTHING = QUIET | {"enable_checkpointing": False}
@@ -1157,7 +1157,7 @@ def free_port():
 def start(command, **variables):
     """Start `command` in a folder with train.py."""
     Path("train.py").write_text(SCRIPT)
-    return subprocess.Popen(
+    return scripts.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         text=True,

@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any, cast
@@ -149,6 +150,7 @@ def _forget_the_server() -> None:
     """Set again what modules took from their process when they were imported."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # random does so by itself
+    tempfile.tempdir = None
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 

@@ -15,6 +15,7 @@ imported, gets an interpreter of its own, as under `subprocess`. So does what a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import select
@@ -36,12 +37,12 @@ PRELOAD = (
 )  # fmt: skip
 
 #: Variables that nothing in PRELOAD reads while it is imported. Where any other one differs from those of the server,
-#: it might have made a difference.
+#: it might have made a difference. (scikit-learn and torch's compiler set the last three where they are imported.)
 _READ_LATE = (
-    *LAUNCH_VARIABLES, "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "DS_ACCELERATOR",
-    "TORCHINDUCTOR_CACHE_DIR",
+    *LAUNCH_VARIABLES, "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
+    "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
-_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "SLURM_")
+_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "SLURM_")
 
 _SERVE = "import sys; from stratagem_testing.script_server import serve; serve(int(sys.argv[1]), sys.argv[2].split())"
 
@@ -152,6 +153,13 @@ class _Server:
                 cwd=os.sep, env=_ENVIRONMENT, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
+
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        if self.owner == os.getpid():
+            self._requests.close()
+            self._process.wait()
 
     def start(self, request: dict[str, Any], streams: list[int]) -> int:
         """Return the descriptor from which to read the numbers of the process that runs `request`."""
