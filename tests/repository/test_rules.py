@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 
 import attrs
-import pytest
 
 from stratagem.api import hooks
 from stratagem.api.kinds import KINDS, Command
@@ -24,6 +23,7 @@ from stratagem.stack.plugin_hooks import hook_implementations, hook_specificatio
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "stratagem"
+CORE_SOURCES = sorted(CORE.glob("**/*.py"))
 #: What `stratagem plugins new` writes, to be read; nobody's package.
 TEMPLATE = ROOT / "contrib" / "template" / "pyproject.toml"
 PROJECTS = sorted({*ROOT.glob("plugins/*/*/pyproject.toml"), *ROOT.glob("contrib/*/pyproject.toml")} - {TEMPLATE})
@@ -61,22 +61,33 @@ def class_of(entry):
 # --- 1. The core knows no plugin ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", sorted(CORE.glob("**/*.py")), ids=lambda path: path.name)
-def test_core_imports_no_plugin(source):
-    imported = set()
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported.add(node.module.partition(".")[0])
-
-    assert not imported & MODULES
+def test_core_imports_no_plugin():
+    assert {str(path): found for path in CORE_SOURCES if (found := imported_by(path) & MODULES)} == {}
 
 
-@pytest.mark.parametrize("source", sorted(CORE.glob("**/*.py")), ids=lambda path: path.name)
-def test_core_names_no_plugin_in_code(source):
+def test_core_names_no_plugin_in_code():
     """Names stand in catalog.toml; docstrings may give examples, code may not compare with a name."""
-    tree = ast.parse(source.read_text())
+    generic = {"cpu", "cuda", "gpu", "mps", "full", "local", "progress", "checkpoint"}  # also words for other things
+    launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
+    names = names_of_plugins() - generic - launchers
+
+    assert {str(path): found for path in CORE_SOURCES if (found := strings_in_code(path) & names)} == {}
+
+
+def imported_by(path) -> set[str]:
+    """Return the first words of the modules that `path` imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def strings_in_code(path) -> set[str]:
+    """Return the strings of `path` that are not documentation."""
+    tree = ast.parse(path.read_text())
     documentation = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -84,15 +95,11 @@ def test_core_names_no_plugin_in_code(source):
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    strings = {
+    return {
         node.value
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
     }
-    generic = {"cpu", "cuda", "gpu", "mps", "full", "local", "progress", "checkpoint"}  # also words for other things
-    launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
-
-    assert not strings & (names_of_plugins() - generic - launchers)
 
 
 def test_catalog_agrees_with_the_packages():
@@ -120,11 +127,14 @@ def test_catalog_defaults_exist():
 # --- 2. Hooks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", sorted(hook_specifications()))
-def test_hook_is_documented_with_its_exact_signature(hook):
-    signature = f"{hook}({', '.join(inspect.signature(getattr(hooks, hook)).parameters)})"
+def test_every_hook_is_documented_with_its_exact_signature():
+    text = (ROOT / "docs" / "hooks.md").read_text()
+    signatures = [
+        f"{hook}({', '.join(inspect.signature(getattr(hooks, hook)).parameters)})" for hook in hook_specifications()
+    ]
 
-    assert f"### `{signature}`" in (ROOT / "docs" / "hooks.md").read_text()
+    assert signatures
+    assert [signature for signature in signatures if f"### `{signature}`" not in text] == []
 
 
 def test_docs_describe_no_hook_that_does_not_exist():
@@ -133,48 +143,50 @@ def test_docs_describe_no_hook_that_does_not_exist():
     assert documented == set(hook_specifications())
 
 
-@pytest.mark.parametrize("hook", sorted(hook_specifications()))
-def test_hook_is_mentioned_by_a_test(hook):
+def test_every_hook_is_mentioned_by_a_test():
     here = Path(__file__)
-    sources = [path.read_text() for path in (ROOT / "tests").glob("**/*.py") if path != here]
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").glob("**/*.py") if path != here)
+    words = set(re.findall(r"\w+", sources))
 
-    assert any(re.search(rf"\b{hook}\b", source) for source in sources)
+    assert sorted(set(hook_specifications()) - words) == []
 
 
-@pytest.mark.parametrize("hook", sorted(hook_specifications()))
-def test_hook_is_used_by_a_real_plugin(hook):
+def test_every_hook_is_used_by_a_real_plugin():
     """A hook that the core itself answers where no plugin does is in use by nature."""
     used = set(DEFAULTS)
     for entry in ENTRIES:
         if entry.kind in KINDS:
             used |= set(hook_implementations(class_of(entry), of_class=True))
+    unused = set(hook_specifications()) - used
 
-    assert (hook in used) != (hook in AWAITED), f"{hook}: use it, or list it as awaited, not both"
+    assert unused == set(AWAITED), "use each hook, or list it as awaited, not both"
 
 
 # --- 3. Entry points ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}-{entry.name}")
-def test_entry_point_names_a_plugin_with_documented_attrs_options(entry):
+def test_every_entry_point_names_a_plugin_with_documented_attrs_options():
+    assert {f"{entry.kind} {entry.name}": wrong for entry in ENTRIES if (wrong := wrong_with(entry))} == {}
+
+
+def wrong_with(entry) -> str:
+    """Return what is wrong with the class that `entry` names, or nothing."""
     cls = class_of(entry)
     if entry.kind == "command":
-        assert issubclass(cls, Command)
-        return
-    if cls is None:
-        pytest.skip("this preset needs a device that this machine does not have")
-
-    assert issubclass(cls, KINDS[entry.kind].base)
-    assert attrs.has(cls)
+        return "" if issubclass(cls, Command) else "is not a Command"
+    if cls is None:  # a preset that needs a device that this machine does not have
+        return ""
+    if not (issubclass(cls, KINDS[entry.kind].base) and attrs.has(cls)):
+        return f"is not an attrs class derived from {KINDS[entry.kind].base.__name__}"
     documented = option_docs(cls)
-    assert [field.name for field in attrs.fields(cls) if field.init and field.name not in documented] == []
+    missing = [field.name for field in attrs.fields(cls) if field.init and field.name not in documented]
+    return f"options without a `#:` line: {missing}" if missing else ""
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}-{entry.name}")
-def test_entry_point_has_a_line_in_the_docs(entry):
+def test_every_entry_point_has_a_line_in_the_docs():
     pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("**/*.md"))
 
-    assert f"`{entry.name}`" in pages
+    assert [entry.name for entry in ENTRIES if f"`{entry.name}`" not in pages] == []
 
 
 # --- 4. Packages -------------------------------------------------------------------------------------------------
@@ -187,27 +199,29 @@ def test_all_txt_equals_the_folders():
     assert listed == {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/*/pyproject.toml")}
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
-def test_distribution_requires_the_core_and_is_described(name):
-    project = tomllib.loads((OURS[name] / "pyproject.toml").read_text())["project"]
+def test_every_distribution_requires_the_core_and_is_described():
+    wrong = []
+    for name, folder in OURS.items():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        requires = any(re.match(r"stratagem\b(?!-)", requirement) for requirement in project["dependencies"])
+        described = (folder / "README.md").read_text().startswith(f"# {name}")
+        wrong += [] if requires and described else [name]
 
-    assert any(re.match(r"stratagem\b(?!-)", requirement) for requirement in project["dependencies"])
-    assert (OURS[name] / "README.md").read_text().startswith(f"# {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("plugins/*/*/**/*.py")), ids=lambda path: path.stem)
-def test_plugins_import_no_other_plugin(path):
-    own = path.relative_to(ROOT).parts[:3]
-    foreign = {
-        entry.value.partition(":")[0].partition(".")[0]
+def test_plugins_import_no_other_plugin():
+    homes = {
+        entry.value.partition(":")[0].partition(".")[0]: OURS[entry.distribution].relative_to(ROOT).parts[:3]
         for entry in ENTRIES
-        if OURS[entry.distribution].relative_to(ROOT).parts[:3] != own
     }
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+    wrong = {}
+    for path in sorted(ROOT.glob("plugins/*/*/**/*.py")):
+        own = path.relative_to(ROOT).parts[:3]
+        if foreign := {module for module in imported_by(path) if homes.get(module, own) != own}:
+            wrong[str(path)] = foreign
 
-        assert not {name.partition(".")[0] for name in names} & foreign
+    assert wrong == {}
 
 
 # --- 5. No strategy is special ------------------------------------------------------------------------------------

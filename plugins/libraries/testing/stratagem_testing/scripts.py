@@ -33,7 +33,8 @@ from stratagem_testing.script_server import LENGTH, NUMBER, PADDING
 
 #: What scripts import, and what torch and stratagem import late.
 PRELOAD = (
-    "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli", "stratagem_testing.reference",
+    "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli",
+    "stratagem_testing.reference",
 )  # fmt: skip
 
 #: Variables that nothing in PRELOAD reads while it is imported. Where any other one differs from those of the server,
