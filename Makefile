@@ -14,7 +14,7 @@ DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[serve
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo ops test test-all gpu-bundle test-gpu bench-gpu lint types clean
+.PHONY: demo ops test test-quick test-all gpu-bundle test-gpu bench-gpu lint types clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -25,6 +25,10 @@ ops: $(STAMP)-dev
 
 test: $(STAMP)-dev lint types ops
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep" tests plugins
+
+# Minutes rather than a quarter of an hour, while one works: no test of more than a second, no kit, no grid of runs.
+test-quick: $(STAMP)-dev ops
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository
 
 test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
