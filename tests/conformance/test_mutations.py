@@ -21,6 +21,7 @@ class TestCounting(CallbackConformance):
     plugin = Counting()
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_kit_notices(mutant):

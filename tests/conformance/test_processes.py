@@ -52,6 +52,7 @@ def _hang(rank, size):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_limit_and_says_where():
     with pytest.raises(ProcessesFailed, match=r"ranks \[1\] were still running(.|\n)*in _hang"):
         run_in_processes(_hang, 2, limit_s=1)

@@ -108,6 +108,7 @@ def test_commands_that_messages_name_exist():
             assert stopped.value.code == 0, command
 
 
+@pytest.mark.slow
 def test_plugins_that_messages_tell_to_choose_exist():
     every = {(path.name, text) for path in sources() for text in texts(path)}
     checked = 0
@@ -121,6 +122,7 @@ def test_plugins_that_messages_tell_to_choose_exist():
     assert checked > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(name for kind in KINDS for name in catalog.providers(kind)))
 def test_texts_of_a_plugin_are_written_for_people(capsys, name):
     from stratagem.cli import main
@@ -171,6 +173,7 @@ def test_explain_tells_where_options_of_instances_are_from():
 # --- A reader that leaves ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["plugins", "list"], ["schema"], ["completion", "bash"]])
 def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
     script = f"import os, sys\nfrom stratagem.cli import main\nsys.exit(main({command!r}))"

@@ -499,6 +499,7 @@ def test_minus_one_skips_the_rest_of_the_epoch():
     assert relative_difference(module.state_dict(), reference.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_minus_one_on_all_ranks_skips_and_on_one_is_an_error():
     for said, seen, steps, _ in run_in_processes(_skip, 2, (0, 1)):
         assert (said, steps) == ("nothing", 4)

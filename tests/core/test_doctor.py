@@ -37,6 +37,7 @@ def row(report, distribution):
     return found
 
 
+@pytest.mark.slow
 def test_a_healthy_machine(capsys):
     code, report = examined(capsys)
 
@@ -184,6 +185,7 @@ def test_processes_that_cannot_talk_are_reported_and_gone(monkeypatch, capsys):
     assert "no loopback" in report["smoke run"]["reason"]
 
 
+@pytest.mark.slow
 def test_processes_that_hang_are_ended(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_SMOKE", "import time; time.sleep(600)")
     monkeypatch.setattr(doctor, "_SMOKE_S", 1.0)

@@ -54,6 +54,7 @@ def outcome(make_trainer) -> str:
     return "made"
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(target=st.sampled_from(targets()), value=JSON)
 def test_plugin_options_in_code(target, value):
@@ -75,6 +76,7 @@ def test_plugin_options_as_text(target, text):
         assert stop.code == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     argument=st.sampled_from([*options(TrainerSettings), "no_such_argument"]),

@@ -380,6 +380,7 @@ def _train_within(rank, world_size, strategy, spare_bytes):
     return outcome(act)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_one_process_may_hold_trains_on_two():
     """Parameters and gradients are 400 MB; a process may use 360 MB more than it has at the start."""
     in_units = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}

@@ -273,6 +273,7 @@ def test_a_process_that_ignores_the_request_is_made_to_end(monkeypatch):
     assert deaf.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["linux", "elsewhere"])
 def test_a_process_dies_with_a_killed_parent(platform):
     child_code = f"""

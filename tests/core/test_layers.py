@@ -128,6 +128,7 @@ def run(*command):
     return scripts.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_a_ten_line_script_trains_from_the_command_line(script):
     line = "--strategy ddp --strategy.static_graph true --precision bf16 --accelerator cpu --devices 2 --max_epochs 1"
     result = run(script, *line.split())
@@ -135,6 +136,7 @@ def test_a_ten_line_script_trains_from_the_command_line(script):
     assert result.stdout.splitlines()[-1] == "RESULT 2 4 True", result.stderr
 
 
+@pytest.mark.slow
 def test_explain_a_script(script):
     result = run(
         "-m", "stratagem", "explain", "--json", script, "--strategy", "ddp", "--devices", "2", "--accelerator", "cpu"
@@ -147,6 +149,7 @@ def test_explain_a_script(script):
     assert "RESULT" not in result.stdout
 
 
+@pytest.mark.slow
 def test_help_lists_the_options_of_the_chosen_plugins(script):
     result = run(script, "--help", "--strategy", "ddp")
 
@@ -157,6 +160,7 @@ def test_help_lists_the_options_of_the_chosen_plugins(script):
     assert "--max_epochs" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_code_1(script):
     result = run(script, "--strategy", "dpd")
 

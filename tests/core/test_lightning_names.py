@@ -405,6 +405,7 @@ def test_a_data_modules_state_is_saved_and_restored_before_its_loaders_are_made(
     assert (first.made, second.made) == (1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["fork", "spawn"])
 def test_a_data_modules_state_comes_back_from_other_processes(launcher):
     datamodule = Counting()

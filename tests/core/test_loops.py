@@ -216,6 +216,7 @@ def test_fit_keeps_the_modes_that_were_set(tmp_path, callbacks):
     check_modes(again, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
 def test_processes_of_their_own_keep_the_modes(strategy):
     module = PartlyFrozen()

@@ -159,6 +159,7 @@ def _on_two(rank, world_size):
     return found | wrong(trainer.callback_metrics, everything)
 
 
+@pytest.mark.slow
 def test_every_dtype_is_reduced_exactly_over_ranks():
     """Also where one rank logs whole numbers and the other does not ("mixed")."""
     assert run_in_processes(_on_two, 2) == [{}, {}]

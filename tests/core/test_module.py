@@ -78,6 +78,7 @@ def _compiled(rank, world_size, strategy):
     return weights_of(trainer), len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2)])
 def test_a_compiled_module_trains_as_the_module_itself(strategy, world_size):
     plain, _ = train_module_plainly(Net(), BATCHES)
@@ -86,6 +87,7 @@ def test_a_compiled_module_trains_as_the_module_itself(strategy, world_size):
         assert all(torch.allclose(weights[name], plain[name], atol=1e-6) for name in plain)
 
 
+@pytest.mark.slow
 def test_a_compiled_part_is_the_users_business():
     module = Net()
     module.net = torch.compile(module.net, backend="aot_eager")

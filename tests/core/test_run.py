@@ -130,6 +130,7 @@ def test_unknown_arguments_are_refused():
         sg.Run(strateg="ddp")
 
 
+@pytest.mark.slow
 def test_a_run_starts_again_after_it_was_closed():
     run = sg.Run(strategy="ddp", accelerator="cpu")
     for _ in range(2):

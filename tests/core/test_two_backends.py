@@ -294,6 +294,7 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_variables_that_are_set_are_not_warned_of():
     """torch tells every process of names that are out of date."""
     program = (

@@ -179,6 +179,7 @@ MOVES = [pair for names, sizes in CIRCLES for pair in pairs(names, sizes)]
 READERS = {reader: list(dict.fromkeys(w for w, r in MOVES if r == reader)) for _, reader in MOVES}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.xdist_group("moves")
 @pytest.mark.parametrize("layout", list(READERS), ids=lambda layout: f"{layout[0]}-{layout[1]}")

@@ -142,6 +142,7 @@ def first_party(entry):
     return any(f'name = "{entry.distribution}"' in (path / "pyproject.toml").read_text() for path in OURS)
 
 
+@pytest.mark.slow
 def test_the_docs_show_the_matrix_as_it_is():
     assert render_markdown(cells(only=first_party)) in (ROOT / "docs" / "matrix.md").read_text()
 

@@ -172,6 +172,7 @@ ALONE = [
 TEAMS = [pair for pair in STATEFUL if "stratagem_outer" in pair[1].__module__]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "cls"), ALONE, ids=lambda value: getattr(value, "__name__", value))
 def test_every_spelling_resumes_the_state(tmp_path, kind, cls):
@@ -186,6 +187,7 @@ def _resume_all_of_teams(rank, world_size, root):
 OUTER = [entry.name for kind, cls in TEAMS if kind == "strategy" for entry in STATEFUL[kind, cls]]
 
 
+@pytest.mark.slow
 def test_every_spelling_of_an_outer_strategy_resumes_the_state(tmp_path):
     [found, _] = run_in_processes(_resume_all_of_teams, 2, tmp_path)
 
@@ -252,6 +254,7 @@ def fit_alone(root, strategy, ckpt_path=None, **arguments):
     return fit("strategy", strategy, root, ckpt_path, precision="bf16-mixed", **arguments)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("ddp", "deepspeed"), ("deepspeed", "ddp"), ("ddp", "fsdp")])
 def test_moving_to_another_strategy_is_not_warned_about(tmp_path, one, other):
     with warnings.catch_warnings():

@@ -100,6 +100,7 @@ def test_a_static_graph_is_right_where_each_rank_keeps_its_layers():
             assert relative_difference(weights, train_branching_plainly(make(), BATCHES, 2)[0]) < 1e-6, (name, hook)
 
 
+@pytest.mark.slow
 def test_what_trains_ranks_that_differ_equals_one_process():
     first, second = run_in_processes(_train_all, 2, RIGHT, limit_s=150)
 
@@ -111,6 +112,7 @@ def test_what_trains_ranks_that_differ_equals_one_process():
                 assert relative_difference(weights, plain) < 1e-6, (name, make)
 
 
+@pytest.mark.slow
 def test_lossy_hooks_keep_the_gradients_of_different_layers_apart():
     first, second = run_in_processes(_train_all, 2, LOSSY, limit_s=150)
 
@@ -130,6 +132,7 @@ def _refused(rank, size, strategy, hook, make):
     return outcome(lambda: _fit(make, strategy, hook))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"),
     [(name, make) for name in REFUSED for make in MODELS if name != "ddp, static" or make is BranchingLater],
@@ -170,6 +173,7 @@ def _train_windows(rank, size):
     return found
 
 
+@pytest.mark.slow
 def test_what_a_window_reaches_in_any_order_is_averaged_whole():
     plain = Branching()
     optimizer = plain.configure_optimizers()
@@ -263,6 +267,7 @@ def apart(make, late):
     return {name: (first[name] + second[name]) / 2 for name in first}
 
 
+@pytest.mark.slow
 def test_teams_that_use_different_layers_meet_as_models_do_by_hand():
     """A team's layer that it never used is averaged too: as it is."""
     first, second = run_in_processes(_meet_all, 2, limit_s=100)

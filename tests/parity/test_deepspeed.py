@@ -71,6 +71,7 @@ def _compare(rank, world_size, strategies, pairs, limit):
     return missed, compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["deepspeed", *STAGES])
 def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
     pairs = ((Net, Net), (AdamW, AdamW))
@@ -79,6 +80,7 @@ def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
         assert compared == 16
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", OFFLOADS)
 def test_what_is_offloaded_to_the_cpu_trains_the_same(strategy):
@@ -104,6 +106,7 @@ def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
     return relative_difference(weights, expected), tolerance_of(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("strategy", STAGES)
@@ -112,6 +115,7 @@ def test_sixteen_bits_stay_close(strategy, precision):
         assert 0 < distance < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
 def test_normalizing_layers_take_sixteen_bits(strategy, precision):
@@ -144,6 +148,7 @@ def _sometimes(rank, world_size, strategy, accumulate):
     return relative_difference(_train(make, world_size, strategy, accumulate, None)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulate", ACCUMULATE)
 @pytest.mark.parametrize("strategy", [*STAGES, "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])

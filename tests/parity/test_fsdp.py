@@ -67,6 +67,7 @@ def _all_modes(rank, world_size, sharding):
     return missed, compared
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("sharding", list(SHARDING))

@@ -26,6 +26,7 @@ def _check(trial):
         assert any(words is not None and any(word in result for word in words.split("|")) for words in allowed), result
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("trial", trials(36, seed=1), ids=str)
 def test_trains_as_plain_pytorch_does_or_is_refused(trial):

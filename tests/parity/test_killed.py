@@ -114,6 +114,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(("kind", "strategy", "devices", "workers", "how"), CASES)
 def test_it_ends_as_if_nothing_had_happened(tmp_path, kind, strategy, devices, workers, how):
@@ -156,6 +157,7 @@ def interrupt_a_child(folder, arguments, after):
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_spares_the_loaders_workers(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     process = scripts.Popen(

@@ -195,6 +195,7 @@ def _fits(rank, world_size, make, arguments):
     return train(rank, world_size, make, BATCHES, arguments | {"accelerator": "cpu"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 def test_complex_gradients_pass_every_hook(strategy):
     results = run_in_processes(_fit_with_every_hook, 2, strategy)

@@ -164,6 +164,7 @@ def _stop_alone(rank, world_size):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_one_rank_alone_cannot_stop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for message in run_in_processes(_stop_alone, 2):

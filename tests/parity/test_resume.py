@@ -235,6 +235,7 @@ MIXED = {"precision": {"name": "16-mixed", "init_scale": 256.0}}
 SETTINGS = [{}, {"accumulate_grad_batches": 3}, {"accumulate_grad_batches": 3} | MIXED, BF16]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", list(LOADERS))
@@ -246,6 +247,7 @@ def test_every_kind_of_loader(tmp_path, kind, workers):
     assert _compare(0, 1, tmp_path, cells) == []
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks_with_every_kind_of_loader(tmp_path, strategy):

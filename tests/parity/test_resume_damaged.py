@@ -96,6 +96,7 @@ def put(state, path, change, name):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_key_of_another_type_is_refused_or_has_no_effect(tmp_path, whole, name):

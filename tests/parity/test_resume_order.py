@@ -96,6 +96,7 @@ def test_under_every_strategy_of_several_processes(tmp_path, strategy):
     assert sorted(seen(tmp_path)) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "before", "after"),
     [("shuffled", 2, 4), ("shuffled", 4, 2), ("shuffled", 2, 1), ("own sampler", 4, 2), ("own generator", 2, 4)],

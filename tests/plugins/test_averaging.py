@@ -68,6 +68,7 @@ def _ema(rank, world_size, strategy, keep, folder):
     return (*straight, resumed.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 @pytest.mark.parametrize("keep", [True, False])
 def test_ema_is_the_plain_loops_and_is_what_validation_sees(tmp_path, strategy, world_size, keep):

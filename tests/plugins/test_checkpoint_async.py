@@ -178,12 +178,14 @@ run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(5_000_000)}}, p
 """
 
 
+@pytest.mark.slow
 def test_a_script_may_end_right_after_its_last_save(tmp_path):
     done = scripts.run([sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert ShardedCheckpoint().is_whole(tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_a_failure_that_nobody_is_left_to_catch_is_printed(tmp_path):
     (tmp_path / "file").write_text("")
     done = scripts.run(

@@ -45,6 +45,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(FORMATS, FORMATS)))
 def test_any_format_becomes_any_other_and_trains_on(source, target, written, tmp_path, capsys):

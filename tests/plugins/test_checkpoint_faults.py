@@ -92,6 +92,7 @@ def _save(rank, world_size, checkpoint, path, value, victim=-1, at=-1, act=kill,
         return calls.calls if said == "done" else said
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
@@ -137,6 +138,7 @@ def _fill_the_disk_everywhere(rank, world_size, checkpoint, path, victim):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_one_stays(checkpoint, victim, tmp_path):

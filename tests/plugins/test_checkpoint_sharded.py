@@ -148,6 +148,7 @@ def _write_small(rank, world_size, precision, path):
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_shards_of_a_few_bytes(precision, world_size, tmp_path):
@@ -170,6 +171,7 @@ def test_a_form_that_was_not_chosen_is_recognised(tmp_path):
 # --- Damage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path):
     path = tmp_path / "x.ckpt"
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
@@ -311,6 +313,7 @@ def _resumed_by_the_callback(rank, world_size, folder, epochs):
     return trainer.global_step
 
 
+@pytest.mark.slow
 def test_the_checkpoint_callback_keeps_one_and_last_finds_it(tmp_path):
     assert run_in_processes(_resumed_by_the_callback, 2, tmp_path, 2) == [8, 8]
     kept = [path.name for path in (tmp_path / "checkpoints").iterdir()]

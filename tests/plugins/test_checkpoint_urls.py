@@ -87,6 +87,7 @@ def _continue(rank, world_size, strategy, checkpoint, url, batches):
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
@@ -106,6 +107,7 @@ def test_saved_to_a_bucket_by_two_and_read_by_three(checkpoint, asynchronous, bu
         assert relative_difference(weights, whole) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_command_reads_urls(bucket, capfd):
     url = f"{bucket}/x.ckpt"
     run_in_processes(_save_half, 2, "ddp", "sharded", url, joined_batches(4, 24))
@@ -124,6 +126,7 @@ def _damage(url, name_end):
     raise AssertionError(f"no {name_end} in {names_in(url)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name_end", ["-00001.bin", "manifest.json"])
 def test_a_flipped_bit_in_an_object_is_found(name_end, bucket):
     url = f"{bucket}/x.ckpt"
@@ -164,6 +167,7 @@ def _large(value):
     return {"state_dict": {"w": torch.full((30_000_000,), float(value))}}  # 120 MB: uploaded in several parts
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("checkpoint", "victim", "call"),

@@ -489,6 +489,7 @@ def _bytes(rank, world_size, hooks):
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_on_the_wire(world_size):
     def reduced(count):
@@ -574,6 +575,7 @@ class Fused(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.fused)
 
 
+@pytest.mark.slow
 def test_a_fused_optimizer_skips_the_same_steps_on_the_device():
     """It takes the flag from there, and leaves parameters and moments as they are, and the host does not read it before the step."""
     batches = poisoned(joined_batches(6, 16), 3, math.nan)

@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("strategy", "comm_hook", "formula"), CASES)
 def test_reported_bytes_are_those_of_the_formula(strategy, comm_hook, formula, world_size, tmp_path):

@@ -147,6 +147,7 @@ def _weights(make, strategy, world_size, arguments):
     return weights, configured.found, before is not None and before != _variables()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_layers_checkpointed_in_any_way_train_like_plain_ones(stage):
     strategies = [{"name": "deepspeed", "stage": stage, **way} for way in WAYS.values()]

@@ -327,6 +327,7 @@ def test_a_folder_that_cannot_hold_files_is_refused(folder):
         place(folder)
 
 
+@pytest.mark.slow
 def test_a_run_clears_away_what_a_killed_one_left_and_nothing_else(disk):
     (disk / "stratagem-swap-notes").mkdir()
     (disk / "mine.swp").write_text("mine")

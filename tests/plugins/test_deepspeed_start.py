@@ -296,6 +296,7 @@ def _of_the_users(rank, world_size):
     return [ops.ops_for(configuration(), make(weights), "cpu") for make in (DeepSpeedCPUAdam, torch.optim.AdamW)]
 
 
+@pytest.mark.slow
 def test_the_users_optimizer_decides():
     assert run_in_processes(_of_the_users, 1, limit_s=900) == [[["cpu_adam"], []]]
 
@@ -406,6 +407,7 @@ read line < {folder}/never
 """
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_is_begun_again(tmp_path, capfd):
     for name in ("began", "never"):
         os.mkfifo(tmp_path / name)
@@ -481,6 +483,7 @@ def test_a_rank_without_a_compiler_makes_all_say_how_to_do_without(tmp_path):
     assert "install it (apt-get install g++), or use an optimizer of torch's" in first
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_a_user_makes_says_the_same(tmp_path):
     (said,) = run_in_processes(_an_optimizer_without_a_compiler, 1, tmp_path)
 
@@ -539,6 +542,7 @@ def updated_by_torch():
     return weight.detach()
 
 
+@pytest.mark.slow
 def test_both_ranks_load_the_op_that_this_machine_has():
     for weight in run_in_processes(_updated, 2, limit_s=900):  # it may have to be built
         torch.testing.assert_close(weight, updated_by_torch())

@@ -89,6 +89,7 @@ def _goes_another_way(rank, world_size, way, gathers):
     return said, time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("way", "gathers"), [*((way, True) for way in WAYS), ("later", False), ("in validation", False)]
@@ -112,6 +113,7 @@ def _together(rank, world_size, gathers):
     return relative_difference(train(world_size, make, strategy(gathers))[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathers", [True, False])
 def test_ranks_that_change_their_way_together_train_on(gathers):
     for distance in run_in_processes(_together, 2, gathers, limit_s=120):
@@ -133,6 +135,7 @@ def _sampled(rank, world_size):
     )
 
 
+@pytest.mark.slow
 def test_a_forward_on_one_rank_alone_is_named():
     for said in run_in_processes(_sampled, 2, limit_s=120):
         assert said.startswith("refused: "), said

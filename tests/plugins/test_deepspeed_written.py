@@ -91,6 +91,7 @@ def _written(rank, world_size, write, make_strategy):
     return train(world_size, make_strategy, Writes(write))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("write", "make_strategy"),
@@ -119,6 +120,7 @@ def touch(module, rank):
         parameter.mul_(1.0)
 
 
+@pytest.mark.slow
 def test_writing_the_same_values_changes_no_master():
     for written, left in run_in_processes(_in_16_bits, 2, touch):
         assert relative_difference(written, left) == 0
@@ -133,6 +135,7 @@ def write_data(module, rank):
         parameter.data.clamp_(-LIMIT, LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "make_strategy", "sentence"),
     [
@@ -174,6 +177,7 @@ def _clipped(rank, world_size, stage, callback, make=Net):
     return outcome(lambda: train(world_size, lambda: of_stage(stage), callback(), make))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("callback", "make"), [(Clips, Net), (lambda: Writes(_nothing), ClipsItself)])
@@ -184,6 +188,7 @@ def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
         assert f"at stage {stage}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_norm_may_be_asked_for(stage):
     for said in run_in_processes(_clipped, 2, stage, Measures):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from stratagem_testing import scripts
 
 
@@ -19,6 +21,7 @@ def demo(folder):
     )
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_resumes(tmp_path):
     first = demo(tmp_path)
     assert first.returncode == 0, first.stderr
@@ -33,6 +36,7 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert re.search(r"validation loss [\d.]+ nats per character after 8 steps", second.stdout)
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
     command = [sys.executable, "-u", "-m", "stratagem", "demo", "--steps", "100000", "--batch-size", "2"]
     process = scripts.Popen(

@@ -669,6 +669,7 @@ print(trainer.global_rank, trainer.world_size, trainer.global_step, trainer.effe
 """
 
 
+@pytest.mark.slow
 def test_two_launched_nodes_start_one_process_each(tmp_path):
     import socket
 

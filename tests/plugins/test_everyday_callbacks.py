@@ -498,6 +498,7 @@ def _find_rate(rank, world_size, strategy, folder):
     return finder.suggestion, module.lr, module.hparams.lr, same, len(finder.results["lr"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy, world_size):
     for found, attribute, hyper, same, tried in run_in_processes(_find_rate, world_size, strategy, str(tmp_path)):
@@ -508,6 +509,7 @@ def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mode", "expected"), [("power", 16), ("binsearch", 20)])
 def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expected):
@@ -522,6 +524,7 @@ def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expec
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_batch_size_finder_on_a_cpu_leaves_a_gpu_beside_it_alone(tmp_path, monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -531,6 +534,7 @@ def test_the_batch_size_finder_on_a_cpu_leaves_a_gpu_beside_it_alone(tmp_path, m
     assert not emptied
 
 
+@pytest.mark.slow
 def test_the_batch_size_finder_stops_at_the_data_set(tmp_path):
     finder = BatchSizeFinder(max_val=None)
     trainer(tmp_path, finder, logger=False).fit(Net(), loader(24))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 import stratagem as sg
@@ -41,6 +42,7 @@ def _save_alone(rank, world_size):
     return _said(Net(), world_size, callbacks=[SavesAlone()])
 
 
+@pytest.mark.slow
 def test_saving_on_rank_0_alone_is_named_on_all_ranks():
     first, second = run_in_processes(_save_alone, 2)
 

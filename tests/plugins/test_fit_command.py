@@ -342,6 +342,7 @@ def test_the_environment_is_stronger_than_the_file_and_weaker_than_the_line(monk
     assert read_any("checkpoints/last-v1.ckpt")["loop"]["global_step"] == 24
 
 
+@pytest.mark.slow
 def test_modules_are_found_beside_the_file_before_the_current_directory(tmp_path):
     folder = tmp_path / "configs"
     folder.mkdir()
@@ -880,6 +881,7 @@ def validator():
     return jsonschema.Draft202012Validator(json.loads(json.dumps(schema())))
 
 
+@pytest.mark.slow
 def test_the_schema_takes_what_the_program_takes(capsys, validator):
     validator.validate(RUN)
     validator.validate(yaml.safe_load(printed(capsys)))

@@ -320,6 +320,7 @@ def _read(rank, world_size, strategy, batches, path):
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("writer", "reader"), [("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp_cpu_offload", "fsdp"), ("fsdp", "fsdp_cpu_offload")]

@@ -125,6 +125,7 @@ def _train_all(rank, size, accumulate):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_all_ranks_use_alike_may_change_from_step_to_step(accumulate):
     first, second = run_in_processes(_train_all, 2, accumulate, limit_s=120)
@@ -199,6 +200,7 @@ def check(said, name):
         assert TAIL in each, (name, each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
     names = list(DIFFERENT)
@@ -208,6 +210,7 @@ def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
         check(said, name)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_come_to_differ_are_refused_on_all_ranks(name):
@@ -230,6 +233,7 @@ def _alone_with_a_leaf(rank, size):
     return outcome(lambda: fit(ONE, lambda: SkipsByALeaf(lambda rank, step: "cat"), joined_batches(3, 24)))
 
 
+@pytest.mark.slow
 def test_a_loss_that_reaches_no_unit_is_refused_on_all_ranks():
     for said in run_in_processes(_alone_with_a_leaf, 2, limit_s=40):
         assert f"{HEAD}rank 0 has gradients for " in said
@@ -247,6 +251,7 @@ def _evaluate(rank, size, uses):
     return outcome(lambda: trainer.validate(Evaluates(uses), share(trainer, joined_batches(4, 24))))
 
 
+@pytest.mark.slow
 def test_evaluation_is_compared_too():
     assert run_in_processes(_evaluate, 2, lambda rank, step: ["cat", "dog"][step % 2]) == ["nothing"] * 2
     for since in (0, 2):
@@ -273,6 +278,7 @@ def _loop(rank, size, uses, steps):
     return kept if said == "nothing" else said
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_compared_too():
     uses = lambda rank, step: ["cat", "dog cat"][step % 2]  # noqa: E731
     for weights in run_in_processes(_loop, 2, uses, 4, limit_s=40):

@@ -159,6 +159,7 @@ def _trained(rank, world_size, options, accumulate):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

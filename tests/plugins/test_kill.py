@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch._dynamo
 
@@ -35,6 +36,7 @@ def train(folder, resume):
     trainer.fit(Wide(), joined_batches(50, 8), ckpt_path="last" if resume else None)
 
 
+@pytest.mark.slow
 def test_killed_at_twenty_random_moments(tmp_path):
     torch.set_num_threads(1)
     randomness, steps = random.Random(4), []

@@ -105,6 +105,7 @@ def assert_gone(marker, limit_s=15):
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_every_launcher_trains_as_one_process_and_tests_in_the_same_script(tmp_path, strategy):
@@ -114,6 +115,7 @@ def test_every_launcher_trains_as_one_process_and_tests_in_the_same_script(tmp_p
     assert result.stdout.splitlines() == EXPECTED
 
 
+@pytest.mark.slow
 def test_torchrun_decides_and_the_script_starts_nothing_itself(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     result = run([*torchrun, script(tmp_path, "ddp", devices="auto", options=ALL)])
@@ -122,6 +124,7 @@ def test_torchrun_decides_and_the_script_starts_nothing_itself(tmp_path):
     assert result.stdout.splitlines() == EXPECTED
 
 
+@pytest.mark.slow
 def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
     script(tmp_path, "ddp")
     result = subprocess.run(
@@ -343,6 +346,7 @@ def test_an_error_of_ours_keeps_its_class():
         trainer.fit(Failing(1, raise_config_error), loader)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named():
     trainer, loader = forked(joined_batches(10, 16))
 
@@ -365,6 +369,7 @@ def test_a_hanging_sibling_is_ended():
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
@@ -378,6 +383,7 @@ def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, ran
     assert_gone(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_subprocess_notices_a_killed_companion(tmp_path):
     step = "if batch_idx == 2 and self.global_rank == 1: os.kill(os.getpid(), 9)"
     result = run([sys.executable, script(tmp_path, "ddp", step=step)])
@@ -387,6 +393,7 @@ def test_subprocess_notices_a_killed_companion(tmp_path):
     assert_gone(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
     step = (
         "if batch_idx == 2 and self.global_rank == 1: raise ValueError('out of order')\n"
@@ -399,6 +406,7 @@ def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
     assert_gone(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     after = "assert trainer.global_rank == 0, 'after the fit'"
     result = run([sys.executable, script(tmp_path, "ddp", after=after)])
@@ -407,6 +415,7 @@ def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     assert "after the fit" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -479,6 +488,7 @@ def finish(process, tmp_path, limit_s=60):
     return process.returncode, output, errors
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("death", "message"),
@@ -498,6 +508,7 @@ def test_a_sibling_that_hangs_is_ended_and_not_blamed(tmp_path, death, message):
     assert "SIGTERM" not in errors
 
 
+@pytest.mark.slow
 def test_subprocess_wakes_a_rank_0_that_sleeps_and_shows_the_cause_once(tmp_path):
     process = bare(tmp_path, "if rank() == 1: raise ValueError('out of order')\ntime.sleep(600)")
     code, _, errors = finish(process, tmp_path)
@@ -506,6 +517,7 @@ def test_subprocess_wakes_a_rank_0_that_sleeps_and_shows_the_cause_once(tmp_path
     assert errors.count("rank 1 failed with ValueError: out of order") == 1
 
 
+@pytest.mark.slow
 def test_subprocess_ends_a_rank_0_that_swallows_the_interrupt(tmp_path):
     body = """
         if rank() == 1: raise ValueError('out of order')
@@ -519,6 +531,7 @@ def test_subprocess_ends_a_rank_0_that_swallows_the_interrupt(tmp_path):
     assert errors.count("rank 1 failed with ValueError: out of order") == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_catches_the_error_may_go_on_but_not_train_on(tmp_path):
     parent = """
         try: launch()
@@ -536,6 +549,7 @@ def test_a_program_that_catches_the_error_may_go_on_but_not_train_on(tmp_path):
     assert "then the other processes of this program were ended after an error" in output
 
 
+@pytest.mark.slow
 def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     parent = "thread = threading.Thread(target=launch); thread.start(); thread.join()"
     body = "if rank() == 1: time.sleep(1); print('trained', flush=True)"
@@ -544,6 +558,7 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
 def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeypatch, abort, expected):
@@ -558,6 +573,7 @@ def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeyp
     assert ("SIGABRT" in errors) == (expected == 1)
 
 
+@pytest.mark.slow
 def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
     body = """
         if rank() == 1:
@@ -571,6 +587,7 @@ def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.slow
 def test_a_store_begins_after_the_last_fork(tmp_path):
     """Its thread may hold a lock of the C library, which a process forked then would wait for."""
     parent = """
@@ -590,6 +607,7 @@ def test_a_store_begins_after_the_last_fork(tmp_path):
     assert (code, output) == (0, "[False, False]\n"), errors
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
@@ -606,12 +624,14 @@ def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path
     assert (code, output, errors) == (143, "tidy\ntidy\n", "")
 
 
+@pytest.mark.slow
 def test_leaving_the_program_in_main_leaves_it_in_the_parent(tmp_path):
     process = bare(tmp_path, "sys.exit(0)", "ForkLauncher", parent='launch(); print("not reached")')
 
     assert finish(process, tmp_path) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path):
     parent = """
         import multiprocessing.context as context
@@ -632,6 +652,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path):
 # --- Bad input ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_spawn_without_a_main_guard_is_explained(tmp_path):
     result = run([sys.executable, script(tmp_path, "ddp_spawn", guard=False)])
 
@@ -708,6 +729,7 @@ def test_spawn_refuses_what_does_not_pickle():
         ).fit(model, loader)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_cannot_be_run_again():
     code = textwrap.dedent(
         f"""
@@ -723,6 +745,7 @@ def test_a_program_without_a_file_cannot_be_run_again():
     assert "no file to run again" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_a_program_without_a_file_is_told_works_for_every_strategy():
     """As in a notebook: the strategy that was asked for stays, and the processes are copies."""
     code = textwrap.dedent(
@@ -763,6 +786,7 @@ def test_another_trainer_with_other_devices_in_a_launched_script_is_refused(monk
         alone.test(Net(), loader)
 
 
+@pytest.mark.slow
 def test_a_started_process_knows_its_rank_before_it_trains(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
@@ -782,6 +806,7 @@ def test_a_started_process_knows_its_rank_before_it_trains(tmp_path):
     assert result.stdout.splitlines() == ["once", "[(True, 0, 0, True), (False, 1, 1, False)]"], result.stderr
 
 
+@pytest.mark.slow
 def test_spawn_names_what_a_spawned_process_cannot_import(tmp_path):
     """As in a notebook, whose main program has no file either."""
     code = """

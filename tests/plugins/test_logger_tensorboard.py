@@ -221,6 +221,7 @@ def test_logs_at_a_url(tmp_path):
 # --- Resuming --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_curves_of_its_version(tmp_path):
     logger = {"name": "tensorboard", "version": 0}
     whole = fit(tmp_path / "whole", max_epochs=3, logger=logger)
@@ -454,6 +455,7 @@ def test_a_pickled_logger_has_no_writer_and_the_same_folder(tmp_path):
     assert scalars(logger.log_dir, "b") == [(2, 2.0)]
 
 
+@pytest.mark.slow
 def test_a_forked_process_leaves_its_parents_file_alone(tmp_path):
     logger = TensorBoardLogger(save_dir=tmp_path)
     log(logger, {"a": 1}, 1, tmp_path)

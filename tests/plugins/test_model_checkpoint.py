@@ -422,6 +422,7 @@ WAITING = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("devices", "words", "said"),

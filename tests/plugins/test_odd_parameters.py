@@ -261,6 +261,7 @@ def _fit(rank, size, strategy, folder):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_odd_parameters(name, tmp_path):

@@ -219,6 +219,7 @@ def _train_all(rank, size, cases):
     return {name: train(rank, size, make, BATCHES, {"strategy": s, **more}) for name, (s, make, more) in cases.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_copies_that_meet_by_hand(size):
     results = run_in_processes(_train_all, size, {name: (s, make, more) for name, (s, _, make, more) in SAME.items()})
@@ -244,6 +245,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.slow
 def test_teams_of_two_equal_copies_with_twice_the_batch():
     results = run_in_processes(_train_all, 4, {name: (stack, Net, {}) for name, (stack, _) in WITHIN.items()})
 
@@ -380,6 +382,7 @@ def _watch(rank, size, strategies):
     return found
 
 
+@pytest.mark.slow
 def test_validation_and_checkpoints_see_the_average_and_training_goes_on_with_its_own():
     """Parameters and running statistics; counters are the first process's."""
     names = ["local_sgd", "diloco", "async_averaging", "decentralized"]
@@ -448,6 +451,7 @@ def _stop_and_resume(rank, size, stacks, make, folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "stacks", "make"), [(2, STACKS, AdamNormalized), (4, STACKS_OF_FOUR, Adam)])
 def test_the_same_processes_resume_between_two_meetings_as_if_they_had_never_stopped(size, stacks, make, tmp_path):
     for result in run_in_processes(_stop_and_resume, size, stacks, make, tmp_path):
@@ -502,6 +506,7 @@ def _begin_with(rank, size, strategy, path):
     return weights, momentum, trainer.global_step, getattr(outer, "_steps", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "saving", "loaded", "loading"),
     [
@@ -590,6 +595,7 @@ def _count(rank, size, strategies):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_bytes_are_those_of_the_meetings(size):
     model, piece = 4 * PARAMETERS, -(-PARAMETERS // size) + 4
@@ -758,6 +764,7 @@ def _refusals(rank, size):
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_on_all_ranks():
     for said in run_in_processes(_refusals, 4):
         for name, (*_, words) in TOGETHER.items():
@@ -799,5 +806,6 @@ def _snippets(rank, size):
     return steps
 
 
+@pytest.mark.slow
 def test_what_the_page_shows_runs():
     assert run_in_processes(_snippets, 4) == [[4, 8]] * 4

@@ -71,6 +71,7 @@ def test_it_closes_after_an_exception(capsys):
         assert progress._view is None
 
 
+@pytest.mark.slow
 def test_a_bar_in_a_terminal(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -150,6 +151,7 @@ def test_tqdm_times_every_epoch_on_its_own():
     assert starts[2] > starts[1]
 
 
+@pytest.mark.slow
 def test_no_rich_before_a_bar_is_needed():
     code = "import sys, stratagem.callbacks as c; c.ProgressBar(); print('rich' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -174,6 +176,7 @@ trainer.fit(Net(), joined_batches(20, 8))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("devices", "callbacks"), [(1, []), (2, []), (1, ["tqdm"])], ids=str)
 def test_a_real_notebook_shows_it(devices, callbacks):

@@ -86,6 +86,7 @@ def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, l
 NOWHERE = "no-such-host.invalid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "num_nodes"), [("fork", 1), ("subprocess", 1), ("fork", 2)])
 def test_an_address_that_cannot_be_resolved_is_refused_before_anything_starts(monkeypatch, launcher, num_nodes):
     monkeypatch.setenv("MASTER_ADDR", NOWHERE)

@@ -87,6 +87,7 @@ def test_a_step_of_one_process_waits_for_nothing():
     _check(cases, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_step_of_several_processes_waits_for_nothing():
     cases = {
         str(strategy): (Net, {"strategy": strategy})
@@ -114,6 +115,7 @@ def test_a_step_of_several_processes_waits_for_nothing():
     _check(cases, 2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_step_with_a_comm_hook_waits_for_nothing(precision):
     """Where the optimizer can skip on the device; else for one number, in the hooks that may lose something."""

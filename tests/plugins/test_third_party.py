@@ -88,6 +88,7 @@ def _train(rank, world_size, batches):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_strangers_strategy_is_a_strategy(installed, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "stratagem", "plugins", "list", "--kind", "strategy"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -28,6 +28,7 @@ def snippets(name: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_readme_script_runs(tmp_path):
     (script,) = snippets("README.md")
     (tmp_path / "train.py").write_text(script)
@@ -40,6 +41,7 @@ def test_the_readme_script_runs(tmp_path):
     assert len(script.splitlines()) <= 35
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path):
     source = "\n".join(snippets("docs/tutorial.md"))
     (tmp_path / "tutorial.py").write_text(source)
@@ -186,6 +188,7 @@ def with_function_replaced(module: str, function: str) -> str:
     return "".join([*lines[: old.lineno - 1], function, *lines[old.end_lineno :]])
 
 
+@pytest.mark.slow
 def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeypatch):
     source, test = snippets("docs/comm-hook-in-25-lines.md")
     (tmp_path / "truncate.py").write_text(source + test)

@@ -57,6 +57,7 @@ def test_every_selected_file_exists(run):
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
+@pytest.mark.slow
 def test_outcomes_are_written_as_they_come_and_tabled(run, tmp_path):
     (tmp_path / "test_things.py").write_text(
         "import pytest\n"

@@ -398,6 +398,7 @@ def _fit_transformer(rank, world_size):
     return float(trainer.callback_metrics["train_loss"]), units(trainer), held(model)
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_under_fsdp(capfd):
     for loss, found, kept in run_in_processes(_fit_transformer, 2):
         assert loss < 1.5  # from log 20 = 3.0
@@ -446,6 +447,7 @@ def _on_two_machines_of_two(rank, world_size):
     return held(model) / size(model), [[torch.equal(one, other) for other in everyone] for one in everyone]
 
 
+@pytest.mark.slow
 def test_hybrid_shard_shards_within_a_machine_and_replicates_across_machines():
     for kept, equal in run_in_processes(_on_two_machines_of_two, 4):
         assert kept == 1 / 2
@@ -489,6 +491,7 @@ def _weights_after(rank, world_size, kind):
     return whole(model)
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_foreach_steps_shards_alike():
     slow, fast = (run_in_processes(_weights_after, 2, kind)[0] for kind in (Unfused, Deep))
 
@@ -535,6 +538,7 @@ def _wrapped_by_hand(rank, world_size, strategy, arguments):
     return len(units(trainer)), held(model) / size(model), whole(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [16, None])
 def test_layers_are_wrapped_by_hand_under_fsdp_and_left_alone_under_ddp(precision):
     (count, share, sharded), _ = run_in_processes(_wrapped_by_hand, 2, "fsdp", {"precision": precision})
@@ -658,6 +662,7 @@ def _resume(rank, world_size, strategy, path):
     return *model.start, trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_folder"), [("full", False), ("sharded", True)])
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_a_checkpoint_of_fsdp_is_resumed_whichever_form_it_has(kind, is_folder, strategy):
