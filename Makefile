@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.*
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
-DEV    := pytest pytest-xdist hypothesis ruff mypy types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
+DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata torchmetrics \
           tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic scikit-learn jsonschema
 
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
@@ -54,6 +54,7 @@ gpu-bundle/run:
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(STAMP)-dev
 	$(BIN)/mypy

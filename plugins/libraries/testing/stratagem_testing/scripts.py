@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratagem_testing.pytest_plugin import LAUNCH_VARIABLES
+from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.script_server import LENGTH, NUMBER, PADDING
 
 #: What scripts import, and what torch and stratagem import late.
