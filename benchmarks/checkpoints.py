@@ -136,7 +136,7 @@ def runs(ranks, rounds, folder):
             if name in stalls:
                 kept, seconds, cpu = measured(stalls[name], path)
                 row[name, "stall"] = seconds, cpu
-                run.saver.wait()
+                run.context.wait_for_saves()
                 del kept
                 run.collectives.barrier()
                 continue

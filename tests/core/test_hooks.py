@@ -9,9 +9,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+import stratagem.training.trainer
 from stratagem.api import hooks
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
+from stratagem.runtime.launching import _ProcessBody, launch
 from stratagem.stack.plugin_hooks import hook_specifications
 from stratagem_testing.reference import Net, data, joined_batches
 
@@ -72,7 +74,7 @@ class Parametrised(Net):
         self.save_hyperparameters()
 
 
-def test_every_hook_is_called_in_the_order_of_a_life(tmp_path):
+def test_every_hook_is_called_in_the_order_of_a_life(tmp_path, monkeypatch):
     seen = {}
     trainer = sg.Trainer(
         strategy="ddp", launcher="subprocess", accelerator="cpu", comm_hook=[Hook(seen)], plugins=[spy(seen)], max_epochs=1,
@@ -82,8 +84,11 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path):
     # A single process needs no launcher; a launch of one process is still a launch.
     loader = DataLoader(TensorDataset(*data(32)), 8)
     model = Parametrised()
-    original = trainer.run.launch
-    trainer.run.launch = lambda main: original(main) if trainer.run.connected else _launch(trainer.run, main)
+    monkeypatch.setattr(
+        stratagem.training.trainer,
+        "launch",
+        lambda run, main: launch(run, main) if run.connected else _launch(run, main),
+    )
     trainer.fit(model, loader, loader)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer.max_epochs = 2
@@ -104,10 +109,8 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path):
 
 
 def _launch(run, main):
-    from stratagem.runtime.run import _ProcessBody
-
     run.world = run.ask("setup_environment")
-    return run.hook.launch(main=_ProcessBody(run, main), run=run)
+    return run.hooks.hook.launch(main=_ProcessBody(run, main), run=run)
 
 
 def test_a_plugin_is_passed_only_what_it_names():

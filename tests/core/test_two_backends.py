@@ -119,8 +119,8 @@ def _save_in_the_background(rank, world_size, folder):
     def main(run):
         dist.new_group = refuse
         run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
-        run.saver.wait()
-        return [each.timeout.total_seconds() for each in run.saver._apart]
+        run.context.wait_for_saves()
+        return [each.timeout.total_seconds() for each in run.context.saver._apart]
 
     return run.launch(main)
 

@@ -33,7 +33,7 @@ def _child_of(rank, world_size, folder):
         os.environ["STRATAGEM_REPORTS"] = folder
         run = _run(world_size)
         run.connect()
-        Watchdog(run, interval_s=0.2, stuck_s=0.5).start()
+        Watchdog(run.context, interval_s=0.2, stuck_s=0.5).start()
         run.collectives.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def _leave(rank, world_size):
     TorchCollectives.reports_lost_ranks = False  # as NCCL
     run = _run(world_size)
     run.connect()
-    watchdog, store = run.watchdog, run.collectives.board()
+    watchdog, store = run.context.watchdog, run.collectives.board()
     watchdog._closing.set() if rank == 0 else None  # looked at from here
     found = [watchdog._lost()]
     run.collectives.barrier()
@@ -68,7 +68,7 @@ def _leave(rank, world_size):
         _wait_for(store, "looked")
         return None
     _wait_for(store, "closed")
-    found += [run.neighbours.knock()[0], watchdog._lost()]
+    found += [run.context.neighbours.knock()[0], watchdog._lost()]
     watchdog._board = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
     found += [watchdog._lost(), watchdog._sure]
     watchdog._board = None  # the store went with it
@@ -96,14 +96,14 @@ def test_a_rank_that_leaves_in_order_is_not_lost():
 def _report(rank, world_size):
     run = _run(world_size)
     run.connect()
-    started = run.watchdog
-    watchdog = Watchdog(run, interval_s=60)
+    started = run.context.watchdog
+    watchdog = Watchdog(run.context, interval_s=60)
     run.collectives.barrier()
     if rank == 1:
-        explained(ValueError("no such file"), run)
+        explained(ValueError("no such file"), run.context)
     run.collectives.barrier()
     said = str(watchdog._lost())
-    later = Watchdog(run, interval_s=60)._lost()
+    later = Watchdog(run.context, interval_s=60)._lost()
     run.collectives.barrier()  # neither is gone before
     return started, said, later
 

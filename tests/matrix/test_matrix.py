@@ -101,7 +101,7 @@ def works(cell, folder):
 
     used = [batches[index] for index in first[0]["used"]] + batches[4:]
     if len(used) == 8:  # an overflow in the second half would not be told
-        tolerance = tolerance_of(sg.Run(precision=cell.precision, accelerator="cpu").policy)
+        tolerance = tolerance_of(sg.Run(precision=cell.precision, accelerator="cpu").context.policy)
         assert relative_difference(second[0], train_module_plainly(Net(), used)[0]) < FAR.get(
             cell.comm_hook, max(tolerance, 2e-2)
         )

@@ -11,6 +11,7 @@ import torch
 import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
+from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
@@ -126,7 +127,7 @@ def test_the_next_save_waits_and_tells(tmp_path):
             run.ask(
                 "save_checkpoint", state={"state_dict": {"w": torch.full((1000,), float(value))}}, path=tmp_path / "x"
             )
-        run.saver.wait()
+        run.context.wait_for_saves()
         assert float(read_any(tmp_path / "x")["state_dict"]["w"][0]) == 4
         (tmp_path / "file").write_text("")
         run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / "file" / "x")
@@ -139,7 +140,7 @@ def test_the_next_save_waits_and_tells(tmp_path):
 def test_loading_waits_for_what_is_being_saved(tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": "full", "async_save": True}) as run:
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(10_000_000)}}, path=tmp_path / "x")
-        assert run.read_checkpoint(tmp_path / "x")["state_dict"]["w"].sum() == 10_000_000
+        assert read_checkpoint(run.context, tmp_path / "x")["state_dict"]["w"].sum() == 10_000_000
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
@@ -147,7 +148,7 @@ def test_what_is_no_tensor_is_refused_at_once(checkpoint, tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}) as run:
         with pytest.raises(CheckpointError, match="values.deep"):
             run.ask("save_checkpoint", state={"values": {"deep": object()}}, path=tmp_path / "x")
-        assert not run.saver.busy
+        assert not run.context.is_saving
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))

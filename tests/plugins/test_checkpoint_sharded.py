@@ -13,6 +13,7 @@ import stratagem as sg
 from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError
+from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import format_named, read_any
 from stratagem_checkpoint_sharded import folder
 from stratagem_checkpoint_sharded.layout import Plan, pieces
@@ -231,7 +232,7 @@ def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path):
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(3)}}, path=tmp_path / "x.ckpt")
         (tmp_path / "notes.txt").write_text("")
         with pytest.raises(CheckpointError, match="is a folder and no checkpoint; .* give one of those in it: x.ckpt"):
-            run.read_checkpoint(tmp_path)
+            read_checkpoint(run.context, tmp_path)
     with pytest.raises(CheckpointError, match="give one of those in it: x.ckpt"):
         read_any(tmp_path)
 
@@ -257,7 +258,7 @@ def test_a_users_files_in_a_checkpoint_are_kept(tmp_path, form):
     with sg.Run(accelerator="cpu", checkpoint=form) as run:
         for value in range(3):
             run.ask("save_checkpoint", state={"state_dict": {"w": torch.full((3,), float(value))}}, path=path)
-            assert run.read_checkpoint(path)["state_dict"]["w"].tolist() == [value] * 3
+            assert read_checkpoint(run.context, path)["state_dict"]["w"].tolist() == [value] * 3
             if value == 0:
                 (path / "notes.txt").write_text("mine")
                 (path / "figures" / "best").mkdir(parents=True)
@@ -292,7 +293,7 @@ def test_a_users_files_in_a_damaged_checkpoint_are_kept(tmp_path):
         (path / "tensors.bin").write_bytes(b"")
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.zeros(3)}}, path=path)
 
-        assert run.read_checkpoint(path)["state_dict"]["w"].tolist() == [0.0] * 3
+        assert read_checkpoint(run.context, path)["state_dict"]["w"].tolist() == [0.0] * 3
     assert (path / "notes.txt").read_text() == "mine"
 
 

@@ -17,6 +17,7 @@ from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import newest_whole, read_any
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
@@ -232,7 +233,9 @@ def test_a_folder_of_objects_may_be_copied_to_a_disk(tmp_path):
         (tmp_path / "x.ckpt").mkdir()
         for path in place("memory://there/x.ckpt").iterdir():
             (tmp_path / "x.ckpt" / path.name).write_bytes(path.read_bytes())
-        assert torch.equal(run.read_checkpoint(tmp_path / "x.ckpt")["state_dict"]["w"], _large(3)["state_dict"]["w"])
+        assert torch.equal(
+            read_checkpoint(run.context, tmp_path / "x.ckpt")["state_dict"]["w"], _large(3)["state_dict"]["w"]
+        )
     assert ShardedCheckpoint().is_whole(tmp_path / "x.ckpt")
 
 

@@ -409,7 +409,7 @@ def test_one_precision_is_switched_on_and_the_other_off(fp16, bf16, precision, d
     config = {name: {"enabled": said} for name, said in (("fp16", fp16), ("bf16", bf16)) if said is not None}
     options, run = configured(**config), a_run(precision=precision)
 
-    assert options.engine_dtype(run.policy) is dtype
+    assert options.engine_dtype(run.context.policy) is dtype
     assert engine_config(options, run)["fp16"]["enabled"] is (dtype is torch.float16)
     assert engine_config(options, run)["bf16"]["enabled"] is (dtype is torch.bfloat16)
 

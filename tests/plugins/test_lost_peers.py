@@ -310,9 +310,9 @@ def test_a_network_error_of_the_users_own_stands(error):
 
 def _doors(rank, world_size):
     with sg.Run(strategy=_ddp(3), devices=world_size, accelerator="cpu") as run:
-        answers, store_answers = run.neighbours.knock()
+        answers, store_answers = run.context.neighbours.knock()
         run.collectives.barrier()
-        neighbours = run.neighbours
+        neighbours = run.context.neighbours
         run.collectives.board().put(f"closing/{rank}", "")
     return answers, store_answers, neighbours._door.fileno()
 
@@ -330,4 +330,4 @@ def test_an_address_that_the_kernel_refuses_at_once_does_not_count_as_alive():
 
 def test_a_single_process_opens_nothing():
     with sg.Run(strategy="single_device", accelerator="cpu") as run:
-        assert run.neighbours is None
+        assert run.context.neighbours is None

@@ -16,6 +16,7 @@ import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.runtime import peer_diagnosis
+from stratagem.runtime.launching import carry_out
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.machine import _processes_with
 from stratagem_testing.reference import Net, joined_batches, part
@@ -65,9 +66,9 @@ CALLS = {
 RUN_CALLS = {
     "run.save": lambda run: run.save("x.ckpt", model=torch.nn.Linear(1, 1)),
     "run.load": lambda run: run.load("x.ckpt", model=torch.nn.Linear(1, 1)),
-    "run.clip_gradients": lambda run: run.clip_gradients(run.optimizers[0], max_norm=1.0),
+    "run.clip_gradients": lambda run: run.clip_gradients(run.context.optimizers[0], max_norm=1.0),
     "run.setup": lambda run: run.setup(torch.nn.Linear(2, 2)),
-    "filler": lambda run: run.materializer(torch.nn.Linear(2, 2)),
+    "filler": lambda run: run.context.materializer(torch.nn.Linear(2, 2)),
 }
 
 
@@ -89,17 +90,22 @@ def _leave_out(rank, world_size, names):
         if clips:
             model = torch.nn.Linear(2, 2)
             _, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-            run.optimizers = [optimizer]
+            run.context.optimizers = [optimizer]
         board = run.collectives.board()
         if rank == 1:
             _elsewhere(board)
         else:
             act = RUN_CALLS.get(name) or (lambda run, call=CALLS[name]: call(run.collectives))
             begun = time.monotonic()
-            said[name] = _outcome(functools.partial(run.carry_out, act)), time.monotonic() - begun
+            call = functools.partial(carry_out, run.context, functools.partial(_with, act, run))
+            said[name] = _outcome(call), time.monotonic() - begun
             board.put("told", "")
         run.close()
     return said
+
+
+def _with(act, run, _context):
+    return act(run)
 
 
 def _elsewhere(board):

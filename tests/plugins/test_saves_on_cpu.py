@@ -88,7 +88,7 @@ def _on_the_device(rank, world_size, folder):
                 optimizer.zero_grad()
             lives = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
             lives |= {_memory(tensor) for entry in optimizer.state.values() for _, tensor in _tensors(entry)}
-            ask = run.ask
+            ask = run.context.ask
 
             def listen(hook, **arguments):
                 if hook == "save_checkpoint":
@@ -100,10 +100,10 @@ def _on_the_device(rank, world_size, folder):
                     ]  # fmt: skip
                 return ask(hook, **arguments)
 
-            run.ask = listen
+            run.context.ask = listen
             with _Recorder() as recorder:
                 run.save(f"{folder}/{name}.ckpt", model=model, optimizer=optimizer)
-            del run.ask
+            del run.context.ask
 
         run.launch(main)
         run.close()
@@ -178,7 +178,7 @@ def test_copies_for_a_save_in_the_background_are_queued_and_awaited_once(kind, q
             assert queued[: len(expected) + 1] == [*expected, "wait"]
             for tensor in state["state_dict"].values():
                 tensor.zero_()
-            run.saver.wait()
+            run.context.wait_for_saves()
 
     saved = sg.Run(checkpoint=kind(), accelerator="cpu").read_checkpoint(tmp_path / "a")["state_dict"]
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {

@@ -59,6 +59,9 @@ class RunContext(Protocol):
     @property
     def is_global_zero(self) -> bool: ...
 
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+
     @property
     def mesh(self) -> Mesh: ...
 

@@ -34,7 +34,7 @@ from stratagem.runtime.data import generators_of, in_order_of_several, restore_s
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stratagem.runtime.run import Run
+    from stratagem.runtime.context import Context
     from stratagem.training.progress import Position
 
 #: Seconds of reading again that are worth a word.
@@ -55,7 +55,7 @@ class Window:
 class Feed:
     """The batches of a fit's epochs, on this rank."""
 
-    def __init__(self, loader: Any, num_batches: float, run: Run, module: nn.Module) -> None:
+    def __init__(self, loader: Any, num_batches: float, run: Context, module: nn.Module) -> None:
         self.loader, self.num_batches, self.run, self.module = loader, num_batches, run, module
         # A limit is no promise of the loader's.
         self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
@@ -278,7 +278,7 @@ class _Buffers:
                 buffers[name].copy_(copy)
 
 
-def agreed_size(size: float, run: Run, name: str) -> float:
+def agreed_size(size: float, run: Context, name: str) -> float:
     """Return how many batches of a training loader all ranks can use: what the shortest has. Collective."""
     if run.world_size == 1:
         return size

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from stratagem.runtime.run import Run
+    from stratagem.runtime.context import Context
     from stratagem.training.batches import Feed
     from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
@@ -40,7 +40,7 @@ class Loop(Protocol):
     """What a step uses of the training loop."""
 
     state: FitState
-    run: Run
+    run: Context
     feed: Feed
     accumulate: int
     with_index: bool
@@ -102,20 +102,20 @@ class CustomStep:
         if loop.closes_over:
             if loop.before_step is not None:
                 loop.before_step(optimizer=optimizer)
-            self._stepped = run.optimizer_step(optimizer, None if closure is None else self._agreeing(closure))
+            self._stepped = run.step.optimizer_step(optimizer, None if closure is None else self._agreeing(closure))
             return None
         loss = None if closure is None else closure()
         if loop.before_step is not None:
             loop.before_step(optimizer=optimizer)
         if loop.clip is not None:
             loop.clip(optimizer)
-        self._stepped = run.optimizer_step(optimizer)
+        self._stepped = run.step.optimizer_step(optimizer)
         return loss
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Within: refuse a step that bypasses the precision, and would apply gradients that are still scaled."""
-        run, through, passing = self.run, self.run._optimizer_step, False
+        run, through, passing = self.run, self.run.hooks.optimizer_step, False
 
         def pass_through(**arguments: Any) -> Any:
             nonlocal passing
@@ -134,19 +134,19 @@ class CustomStep:
                     do="call optimizer.step(closure=optimizer_closure)",
                 )
 
-        hook, run._optimizer_step = self.optimizer.register_step_pre_hook(check), pass_through
+        hook, run.hooks.optimizer_step = self.optimizer.register_step_pre_hook(check), pass_through
         try:
             yield
         finally:
             hook.remove()
-            run._optimizer_step = through
+            run.hooks.optimizer_step = through
 
     def _evaluate(self, batch: Any, sync: bool) -> Any:
         """Run the closure; return the loss, None for a skipped batch."""
         loop = self.loop
         self._zero_is_due = self._batch_idx % loop.accumulate == 0
         with torch.enable_grad():
-            outputs = self.run.train_step(batch, self._batch_idx, loop.accumulate, sync, loop.with_index)
+            outputs = self.run.step.train_step(batch, self._batch_idx, loop.accumulate, sync, loop.with_index)
         self.before_backward()  # of a batch that was skipped there was none
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -187,7 +187,7 @@ def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
     if overrides(module, "configure_gradient_clipping"):
 
         def configured(optimizer: Optimizer) -> None:
-            run.unscale(optimizer)
+            run.step.unscale(optimizer)
             module.configure_gradient_clipping(
                 optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
             )  # fmt: skip
@@ -211,7 +211,7 @@ def use_custom_methods(state: FitState, datamodule: Any) -> None:
         ConfigError: the strategy moves batches itself.
     """
     run, module = state.run, state.module
-    run.custom_backward = module.backward if overrides(module, "backward") else None
+    run.step.custom_backward = module.backward if overrides(module, "backward") else None
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     before, move, after = (_chosen(name, module, datamodule, run) for name in names)
     if move is not None:
@@ -219,24 +219,24 @@ def use_custom_methods(state: FitState, datamodule: Any) -> None:
         run.custom_transfer = lambda batch: move(batch, run.device, state.dataloader_idx)
     if before is None and after is None:
         return
-    transfer = run._transfer_batch
+    transfer = run.hooks.transfer_batch
 
-    def transfer_between(batch: Any, run: Run) -> Any:
+    def transfer_between(batch: Any, run: Context) -> Any:
         if before is not None:
             batch = before(batch, state.dataloader_idx)
         batch = transfer(batch=batch, run=run)
         return batch if after is None else after(batch, state.dataloader_idx)
 
-    run._transfer_batch = transfer_between
+    run.hooks.transfer_batch = transfer_between
 
 
-def forget_custom_methods(run: Run) -> None:
+def forget_custom_methods(run: Context) -> None:
     """Undo `use_custom_methods`."""
-    run.custom_backward = run.custom_transfer = run.before_backward = run.after_backward = None
-    run._bind()
+    run.step.custom_backward = run.custom_transfer = run.step.before_backward = run.step.after_backward = None
+    run.hooks.bind()
 
 
-def _chosen(name: str, module: Module, datamodule: Any, run: Run) -> Callable[..., Any] | None:
+def _chosen(name: str, module: Module, datamodule: Any, run: Context) -> Callable[..., Any] | None:
     """Return the method of the data module, else of the module; None if neither defines it."""
     own = getattr(module, name) if overrides(module, name) else None
     if datamodule is None or not overrides(datamodule, name, DataModule):
@@ -250,7 +250,7 @@ def _chosen(name: str, module: Module, datamodule: Any, run: Run) -> Callable[..
     return method
 
 
-def _check_core_moves(move: Any, run: Run) -> None:
+def _check_core_moves(move: Any, run: Context) -> None:
     for choice in run.stack.active():
         marker = hook_implementations(choice.plugin).get("transfer_batch")
         if marker is not None and not marker["wrapper"]:

@@ -80,7 +80,7 @@ def _pass_over(
         state.book.batch = moved
         if batch_start is not None:
             batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
-        with run.evaluate_context(stage):
+        with run.step.evaluate_context(stage):
             outputs = call(moved, batch_idx)
         state.book.reduce_step(batch_idx)
         if stage == "predict":
@@ -111,7 +111,7 @@ def _keep_pace(
                     expected="at least one on every rank",
                 )
             state.book.batch = batch
-            with run.evaluate_context(stage):
+            with run.step.evaluate_context(stage):
                 call(batch, 0)
             batch_idx += 1
             state.book.reduce_step(batch_idx)  # as the ranks that have this batch

@@ -38,12 +38,12 @@ class Events:
         if overrides(self.module, name):
             getattr(self.module, name)()
         then()
-        hook = self.run.implemented(name)
+        hook = self.run.hooks.implemented(name)
         if hook is not None:
             hook(trainer=self.trainer, module=self.module, run=self.run)
 
     def _find(self, name: str) -> Callable[..., None] | None:
-        hook = self.run.implemented(name)
+        hook = self.run.hooks.implemented(name)
         own = by_name(name, getattr(self.module, name)) if name in EVENTS and overrides(self.module, name) else None
         if own is None:
             given = {"trainer": self.trainer, "module": self.module, "run": self.run}

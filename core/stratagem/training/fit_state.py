@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.api.context import TrainerView
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.config.settings import TrainerSettings
-    from stratagem.runtime.run import Run
+    from stratagem.runtime.context import Context
     from stratagem.training.batches import Feed
 
 
@@ -31,7 +31,7 @@ class FitState:
     A launcher's worker gets a copy, without the fields that are declared `_OF_THIS_PROCESS`.
     """
 
-    run: Run
+    run: Context
     settings: TrainerSettings
     #: What hooks get as `trainer`.
     trainer: TrainerView = field(repr=False)

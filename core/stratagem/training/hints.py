@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from stratagem.runtime.run import Run
+    from stratagem.runtime.context import Context
 
 #: Compute capabilities from which on there are tensor cores for 16 bits, and for TF32.
 _VOLTA, _AMPERE = (7, 0), (8, 0)
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def warn_of_slow_choices(module: nn.Module, run: Run) -> None:
+def warn_of_slow_choices(module: nn.Module, run: Context) -> None:
     """Warn of what keeps `module` from the tensor cores of the run's GPU."""
     if run.device.type != "cuda" or torch.version.hip is not None:
         return
@@ -38,7 +38,7 @@ def warn_of_slow_choices(module: nn.Module, run: Run) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def warn_of_another_order(run: Run) -> None:
+def warn_of_another_order(run: Context) -> None:
     """Warn if `devices` names numbers that mean other GPUs to ``nvidia-smi``."""
     wanted = run.settings.devices
     is_count = isinstance(wanted, int) or (isinstance(wanted, str) and "," not in wanted)

@@ -77,8 +77,8 @@ class TrainLoop:
             if tell is not None:
                 tell(loss=loss)
 
-        self.run.before_backward = None if custom is None and tell is None else before_backward
-        self.run.after_backward = self.state.events.listener("on_after_backward")
+        self.run.step.before_backward = None if custom is None and tell is None else before_backward
+        self.run.step.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
         manual, count = self.run.manual, len(self.run.optimizers)
@@ -158,7 +158,7 @@ class TrainLoop:
             self._validate()  # the run that is resumed was stopped before it
             self.feed.go_on_from_here()
         self.skips_rest = False
-        start, skipped = position.batches_done, self.run.skipped_batches
+        start, skipped = position.batches_done, self.run.step.skipped_batches
         batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
         for batch_idx, batch, is_last in batches:
             if batch_idx < self.feed.replay_until:
@@ -179,7 +179,7 @@ class TrainLoop:
                 break
         if position.batches_done == start and start and not position.epoch_done:
             self._end_longer_epoch()
-        if start == 0 and position.batches_done and self.run.skipped_batches - skipped == position.batches_done:
+        if start == 0 and position.batches_done and self.run.step.skipped_batches - skipped == position.batches_done:
             raise ConfigError(
                 f"training_step returned None for all {position.batches_done} batches of epoch {position.epoch}",
                 expected="a loss for some: nothing was trained", do="end training_step with `return loss`",
@@ -219,16 +219,16 @@ class TrainLoop:
         state, run = self.state, self.run
         book, state.book = state.book, MetricBook(default_on_step=True, collectives=run.collectives)
         try:
-            state.book.batch = batch = run._transfer_batch(batch=batch, run=run)
+            state.book.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
-            run.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
+            run.step.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
         finally:
             state.book = book
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         state, run = self.state, self.run
-        batch = run._transfer_batch(batch=batch, run=run)
+        batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.book.batch = batch
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
@@ -241,10 +241,10 @@ class TrainLoop:
         elif self.closes_over:
             outputs = self._closure_step(batch, batch_idx)
         elif run.manual:
-            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+            outputs = run.step.train_step(batch, batch_idx, 1, True, self.with_index)
         else:
             sync = is_last or (batch_idx + 1) % self.accumulate == 0
-            outputs = run.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
+            outputs = run.step.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
             if sync and self.optimizer is not None:
                 self._step()
         state.last_outputs = outputs
@@ -312,7 +312,7 @@ class TrainLoop:
             self.before_step(optimizer=optimizer)
         if self.clip is not None:
             self.clip(optimizer)
-        stepped = run.optimizer_step(optimizer)
+        stepped = run.step.optimizer_step(optimizer)
         if self.before_zero_grad is not None:
             self.before_zero_grad(optimizer=optimizer)
         optimizer.zero_grad()
@@ -339,7 +339,7 @@ class TrainLoop:
             if self.before_zero_grad is not None:
                 self.before_zero_grad(optimizer=optimizer)
             optimizer.zero_grad()
-            outputs = run.train_step(batch, batch_idx, 1, True, self.with_index)
+            outputs = run.step.train_step(batch, batch_idx, 1, True, self.with_index)
             kept[:] = [outputs]
             if outputs is None:
                 raise ConfigError(
@@ -354,5 +354,5 @@ class TrainLoop:
 
         if self.before_step is not None:
             self.before_step(optimizer=optimizer)
-        self.count_step(run.optimizer_step(optimizer, closure))
+        self.count_step(run.step.optimizer_step(optimizer, closure))
         return kept[0]

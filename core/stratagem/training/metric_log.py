@@ -141,7 +141,7 @@ def _step_epoch_schedulers(state: FitState) -> None:
 def _to_loggers(state: FitState, values: dict[str, Any], step: int | None = None) -> None:
     values = {name: value for name, value in values.items() if value is not None}
     state.logged_metrics.update(values)
-    if not values or not state.run.is_global_zero or state.run.implemented("log_metrics") is None:
+    if not values or not state.run.is_global_zero or state.run.hooks.implemented("log_metrics") is None:
         return
     numbers = as_numbers(values)
     step = state.position.global_step if step is None else step

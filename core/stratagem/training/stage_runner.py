@@ -15,6 +15,7 @@ from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, 
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
+from stratagem.runtime import state_io
 from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
 from stratagem.training import lightning_names, trainer_state
@@ -113,7 +114,7 @@ class Session:
             run.collectives.fail_together(error)
         if self.job.datamodule is not None and callable(setup := getattr(self.job.datamodule, "setup", None)):
             setup(self.job.stage)
-        run.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.job.stage, run=run)
+        run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.job.stage, run=run)
         if callable(setup := getattr(self.module, "setup", None)):
             setup(self.job.stage)
         with run.init_context(empty=run.shards_parameters):
@@ -142,12 +143,12 @@ class Session:
             trainer_state.restore(state, resumed, self.read_from)
         elif job.carried is not None:
             trainer_state.restore_carried(state, job.carried)
-        state.should_stop, run.skipped_batches = False, 0
+        state.should_stop, run.step.skipped_batches = False, 0
         if run.is_global_zero:
             _tell_modes(self.module)
         state.batch_size = getattr(loader, "batch_size", None)
         if run.is_global_zero and (hparams := self._hyperparameters()):
-            run.hook.log_hyperparams(params=hparams, run=run)
+            run.hooks.hook.log_hyperparams(params=hparams, run=run)
         state.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
@@ -262,7 +263,7 @@ class Session:
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
         if checkpoint is not None:
-            run.load_model(checkpoint["state_dict"], self.module, self.module.strict_loading, self.read_from)
+            state_io.load_model(run, checkpoint["state_dict"], self.module, self.module.strict_loading, self.read_from)
         loaders = [self._share(loader, stage) for loader in self._loaders()]
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")
@@ -345,7 +346,7 @@ class Session:
         if found is None:
             return None
         self.read_from = found
-        state = self.run.read_checkpoint(found)
+        state = state_io.read_checkpoint(self.run, found)
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
         if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
             self.job.datamodule.load_state_dict(state["datamodule"])

@@ -23,7 +23,8 @@ from stratagem.config.settings import TrainerSettings, gather, moved
 from stratagem.config.sources import Layer, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
-from stratagem.runtime.run import Run
+from stratagem.runtime.context import Context
+from stratagem.runtime.launching import launch
 from stratagem.stack.resolver import with_callbacks
 from stratagem.training import lightning_names, trainer_state
 from stratagem.training.datamodule import DataModule
@@ -135,7 +136,7 @@ class Trainer:
         self.given: dict[str, Any]
         self.layers: Sequence[Layer]
         self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
-        self.run = Run(self.settings)
+        self.run = Context(self.settings)
         if self.settings.fast_dev_run:
             self.settings.max_epochs, self.settings.max_steps = 1, -1
         max_time = read_duration(self.settings.max_time, "max_time")
@@ -511,14 +512,14 @@ class Trainer:
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
-            home = self.run.launch(functools.partial(self._main, job))
+            home = launch(self.run, functools.partial(self._main, job))
         finally:
             self._call_at_work = None
             if outer is not None and outer._call_at_work is not None:
                 model.__dict__["_trainer"] = outer  # whose call this one was made in
         return home.unpack(state) if isinstance(home, trainer_state.Homecoming) else home
 
-    def _main(self, job: Job, run: Run) -> Any:
+    def _main(self, job: Job, run: Context) -> Any:
         """Do `job` in this process, one of those that the launcher started."""
         self.state.module.__dict__["_trainer"], self._call_at_work = self, job.stage
         if isinstance(job.datamodule, DataModule):
@@ -531,7 +532,7 @@ class Trainer:
             if callable(tell := getattr(job.datamodule, "on_exception", None)):
                 tell(error)
             raise
-        return trainer_state.Homecoming.pack(self.state, result, job.stage == "fit") if run.far_from_home else result
+        return trainer_state.Homecoming.pack(self.state, result, job.stage == "fit") if run.is_worker else result
 
     def _use_callbacks_of(self, model: Module) -> None:
         """Let the callbacks that `model` brings take part, until another model is given."""
@@ -549,7 +550,7 @@ class Trainer:
         """Step `optimizer` for a module that optimizes by hand."""
         run = self.run
         self.state.events.emit("on_before_optimizer_step", optimizer=optimizer)
-        stepped = run.optimizer_step(optimizer, _agreeing(closure, run) if closure is not None else None)
+        stepped = run.step.optimizer_step(optimizer, _agreeing(closure, run) if closure is not None else None)
         self.state.position.global_step += 1
         self.state.position.skipped_steps += not stepped
         return stepped
@@ -577,7 +578,7 @@ def _with_environment(layers: Sequence[Layer]) -> list[Layer]:
     return [*files, from_environment(), *(layer for layer in layers if layer.text)]
 
 
-def _agreeing(closure: Callable[[], Any], run: Run) -> Callable[[], Any]:
+def _agreeing(closure: Callable[[], Any], run: Context) -> Callable[[], Any]:
     """Return `closure` with its loss averaged over ranks: the optimizer decides on it, and all must decide alike."""
 
     def averaged() -> Any:

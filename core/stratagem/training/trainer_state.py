@@ -23,8 +23,8 @@ from stratagem.checkpoint.state_checks import (
     together,
 )
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem.runtime import default_hooks
-from stratagem.runtime.run import format_tag
+from stratagem.runtime import default_hooks, state_io
+from stratagem.runtime.state_io import format_tag
 from stratagem.stack import identity
 from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
@@ -93,7 +93,7 @@ def _of_this_rank(fit: FitState) -> dict[str, Any]:
         "metrics": {} if position.epoch_ended else fit.training_book.state_dict(),
         "callback_metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
         "feed": {} if feed is None else feed.state_dict(position),
-        "plugins": fit.run.rank_states(),
+        "plugins": state_io.rank_states(fit.run),
     }
 
 
@@ -123,7 +123,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     resumes = "loop" in state and "optimizers" in state
     if resumes:
         together(run.collectives, lambda: _check(fit, state, path))
-    run.load_model(state["state_dict"], fit.module, fit.module.strict_loading, path)
+    state_io.load_model(run, state["state_dict"], fit.module, fit.module.strict_loading, path)
     if "loop" in state and not resumes and run.is_global_zero:
         warnings.warn(
             "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2
@@ -139,7 +139,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     if len(ranks) == fit.run.world_size:
         _restore_buffers(fit.module, ranks[fit.run.rank]["buffers"])
     with applying(f"{path}: ranks"):
-        run.load_rank_states(ranks)
+        state_io.load_rank_states(run, ranks)
     fit.callback_metrics.update(ranks[0]["callback_metrics"])
     if len(ranks) != fit.run.world_size:
         _continue_at_another_size(fit, ranks)
@@ -224,7 +224,7 @@ def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
 
 
 def _check_optimizers(fit: FitState, state: dict[str, Any], path: Any) -> None:
-    fit.run.check_optimizers(state["optimizers"], fit.run.optimizers, state.get("state_dict"), path)
+    state_io.check_optimizers(state["optimizers"], fit.run.optimizers, state.get("state_dict"), path)
     schedulers, configs = state["lr_schedulers"], fit.lr_scheduler_configs
     if len(schedulers) != len(configs):
         raise CheckpointError(
@@ -240,7 +240,7 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
     """Apply the states of optimizers and schedulers."""
     _check_optimizers(fit, state, path)
     weights = state.get("state_dict")
-    fit.run.load_optimizers(state["optimizers"], fit.run.optimizers, fit.module, weights, path)
+    state_io.load_optimizers(fit.run, state["optimizers"], fit.run.optimizers, fit.module, weights, path)
     for number, (config, scheduler) in enumerate(zip(fit.lr_scheduler_configs, state["lr_schedulers"], strict=True)):
         with applying(f"{path}: lr_schedulers[{number}]"):
             config.scheduler.load_state_dict(scheduler)
@@ -251,7 +251,7 @@ def restore_carried(fit: FitState, carried: dict[str, Any]) -> None:
     restore_optimizers(fit, carried)
     identity.restore(fit.run.stack, carried.get("plugins", {}))  # where training was here, plugins remember
     ranks, position = carried.get("ranks", []), fit.position
-    fit.run.load_rank_states(ranks)
+    state_io.load_rank_states(fit.run, ranks)
     within_an_epoch = position.batches_done and not position.epoch_done
     if within_an_epoch and len(ranks) == fit.run.world_size and fit.feed is not None:
         mine = ranks[fit.run.rank]

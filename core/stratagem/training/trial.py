@@ -73,7 +73,7 @@ def _check(state: FitState, who: str) -> None:
 def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
     run = state.run
     state.book.batch = batch = run.transfer(batch)
-    outputs = run.train_step(batch, number, 1, True, takes(state.module.training_step, 2))
+    outputs = run.step.train_step(batch, number, 1, True, takes(state.module.training_step, 2))
     if outputs is None:
         raise ConfigError(
             f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
@@ -81,6 +81,6 @@ def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
         )  # fmt: skip
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     (optimizer,) = state.run.optimizers
-    run.optimizer_step(optimizer)
+    run.step.optimizer_step(optimizer)
     optimizer.zero_grad()
     return run.collectives.all_reduce(loss.detach().float().clone(), "mean")

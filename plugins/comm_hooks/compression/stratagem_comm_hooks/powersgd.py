@@ -107,7 +107,7 @@ class _PowerIteration(Feedback):
         rank = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
         if rank is not None:
             raise ConfigError(
-                f"comm_hook {self.name_in(run)!r} computes on rank 0 with {everybody[0]} and on rank {rank} with "
+                f"comm_hook {run.name_of(self)!r} computes on rank 0 with {everybody[0]} and on rank {rank} with "
                 f"{everybody[rank]}",
                 expected="the same device and versions on all ranks, as each makes its factors orthonormal for itself "
                 "and all must get the same bits",

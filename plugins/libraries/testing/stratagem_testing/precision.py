@@ -252,7 +252,7 @@ def _transfer(rank: int, size: int, choose: dict[str, Any]) -> Any:
     with sg.Run(accelerator=choose["accelerator"], precision=choose["precision"]) as run:
         number = torch.ones(2)
         batch = {"f": number, "o": [torch.ones(2).long(), number > 0, torch.ones(2) * 1j, "text", (number,), [number]]}
-        moved = run.transfer(batch)
+        moved = run.context.transfer(batch)
     kinds = [str(each.dtype) if isinstance(each, Tensor) else each for each in moved["o"]]
     return {
         "float": str(moved["f"].dtype),
@@ -289,10 +289,10 @@ def _tiny_gradients(module: Net, run: Any = None, model: Any = None) -> Tensor:
 
 def _scaled_gradients(rank: int, size: int, choose: dict[str, Any]) -> Tensor:
     run, model, optimizer = _own_run(choose)
-    _tiny_gradients(run.module, run, model)  # type: ignore[arg-type]
+    _tiny_gradients(run.context.module, run, model)  # type: ignore[arg-type]
     run.clip_gradients(optimizer, max_value=1e30)  # unscales
-    assert run.module is not None
-    return torch.cat([p.grad.flatten().float() for p in run.module.parameters() if p.grad is not None])
+    assert run.context.module is not None
+    return torch.cat([p.grad.flatten().float() for p in run.context.module.parameters() if p.grad is not None])
 
 
 def _first_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> None:

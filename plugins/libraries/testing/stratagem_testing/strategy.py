@@ -309,7 +309,7 @@ class StrategyConformance(Conformance):
         if reason := refusal(lambda: sg.Trainer(**self._arguments(world_size, precision=precision))):
             pytest.skip(reason)
         batches = joined_batches(8, _BATCH)
-        policy = sg.Run(precision=precision, accelerator=self.accelerator).policy
+        policy = sg.Run(precision=precision, accelerator=self.accelerator).context.policy
 
         results = self._train(world_size, Net, batches, precision=precision)
 
@@ -643,7 +643,7 @@ def _own_loop(rank: int, size: int, choose: dict[str, Any], batches: Any, clip: 
         module = Net()
         model, optimizer = run.setup(module, module.configure_optimizers())
         norms = []
-        mine = part(batches, run.mesh.data_shard, run.mesh.num_data_shards)
+        mine = part(batches, run.context.mesh.data_shard, run.context.mesh.num_data_shards)
         for number, (x, y) in enumerate(run.dataloader(mine)):
             if number == 2:  # a batch that is thought better of
                 run.backward(loss_of(model(-x), y))
@@ -653,8 +653,8 @@ def _own_loop(rank: int, size: int, choose: dict[str, Any], batches: Any, clip: 
                 norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))
             run.optimizer_step(optimizer)
             optimizer.zero_grad()
-        with run.making_whole():
-            state = run.ask("model_state", module=module)
+        with run.context.making_whole():
+            state = run.context.ask("model_state", module=module)
         return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
 
 

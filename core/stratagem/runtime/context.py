@@ -1,0 +1,534 @@
+"""`Context`: one resolved stack of plugins at work in one process. What hooks receive as `run`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from stratagem.api.capabilities import MULTI_PROCESS, SHARDED_PARAMETERS
+from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+from stratagem.api.values import PrecisionPolicy
+from stratagem.api.world import Collectives, Mesh, World
+from stratagem.checkpoint.background_save import Saver
+from stratagem.config.settings import RunSettings
+from stratagem.distributed.bucket_reducer import Level, Wire
+from stratagem.distributed.rendezvous import check_address
+from stratagem.distributed.standard_streams import open_standard_streams
+from stratagem.errors import ConfigError, StratagemError
+from stratagem.runtime.handles import ModelHandle
+from stratagem.runtime.hook_caller import HookCaller
+from stratagem.runtime.numerics import switch
+from stratagem.runtime.peer_diagnosis import Neighbours
+from stratagem.runtime.preflight import agree, agree_before_connecting
+from stratagem.runtime.step import Step
+from stratagem.runtime.step_module import StepModule
+from stratagem.runtime.transfer import CopyStream
+from stratagem.runtime.watchdog import Watchdog
+from stratagem.stack import lock
+from stratagem.stack.describe import explain_stack, render_stack
+from stratagem.stack.formats import format_of
+from stratagem.stack.plugins import Choice, Stack
+from stratagem.stack.resolver import resolve
+from stratagem.transforms import activation_checkpointing
+from stratagem.transforms.deferred_init import Materializer, has_no_values, meta_init
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from stratagem.api.context import RunContext
+
+
+class Context:
+    """The plugins that `settings` describe, at work in one process: see `stratagem.api.context.RunContext`.
+
+    Raises:
+        ConfigError, PluginError: the choices cannot work together; raised here, before any process starts.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        open_standard_streams()
+        self.settings = settings
+        self.stack: Stack = resolve(self.settings)
+        wanted = self.settings.activation_checkpointing
+        self._recomputes = None if wanted is None else activation_checkpointing.read(wanted)
+        if self.settings.lock is not None:
+            lock.check(self.stack, self.settings, self.settings.lock)
+        #: How far the trainer that drives this run has come; None for a loop of your own.
+        self.progress: Any = None
+        self.module: nn.Module | None = None
+        self.model: Any = None
+        self.optimizers: list[Optimizer] = []
+        #: Learning rate schedulers with their intervals; empty for a loop of your own.
+        self.lr_scheduler_configs: list[Any] = []
+        self.stage: str = "train"
+        self.manual = False
+        self.sync_gradients = True
+        self._enter()
+
+    def _enter(self) -> None:
+        """Begin this run's life in this process: nothing is connected yet."""
+        self.world: World | None = None
+        self._place: World | None = None
+        self.mesh: Mesh = Mesh(axes={})
+        self.device = torch.device("cpu")
+        #: All devices of this process; `device` is the first of them.
+        self.devices: tuple[torch.device, ...] = (self.device,)
+        #: What all ranks say to each other.
+        self.collectives: Collectives = Collectives()
+        #: What those ranks do that the strategy spreads the model over: all of them, or a team of an outer strategy's.
+        self.peers: Collectives = self.collectives
+        #: Where the other processes can be reached, to tell which one is gone.
+        self.neighbours: Neighbours | None = None
+        #: Ends this process if it waits for a rank that is gone; None where collectives raise then.
+        self.watchdog: Watchdog | None = None
+        #: Runs the saves of checkpoint formats, in the background if they ask for it.
+        self.saver = Saver(self.collectives)
+        self.connected = False
+        #: Copies batches to the device beside its computation, where it can.
+        self.copy_stream: CopyStream | None = None
+        #: Puts torch's switches back.
+        self._numerics = contextlib.ExitStack()
+        #: The strategy has yet to ask for the comm hooks.
+        self.reducer_is_due = False
+        #: What `bucket_reducer` returned for the model that is prepared.
+        self.bucket_reducers: list[Wire] = []
+        #: Modules that were prepared for a loop of the user's.
+        self.handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
+        #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
+        self.whole_state = not self.checkpoint_format.takes_shards
+        self._whole_everywhere = False
+        #: True in a worker whose results are sent back to the launching process.
+        self.is_worker = False
+        #: How to move a batch, where the module that is trained or evaluated defines it.
+        self.custom_transfer: Callable[[Any], Any] | None = None
+        self._register_plugins()
+
+    def use_callbacks(self, callbacks: list[Choice]) -> None:
+        """Have these callbacks in the stack instead of those that are there."""
+        self.stack.callbacks = callbacks
+        self._register_plugins()
+
+    def _register_plugins(self) -> None:
+        """Register the hooks of the stack's plugins."""
+        self.hooks = HookCaller(self.stack, self)
+        self.step = Step(self, self.hooks)
+
+    # --- What the resolver decided -------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The precision's policy."""
+        return self.stack.policy
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether every forward needs all ranks, as each holds a part of the parameters."""
+        return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether whole tensors of the state are used on this rank; elsewhere they may be on the meta device."""
+        return self.is_global_zero or self._whole_everywhere
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return self.stack.num_processes
+
+    @property
+    def devices_given(self) -> bool:
+        """The user set `devices`, rather than leaving it to "auto"."""
+        return self.stack.devices_given
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        checkpoint_format: CheckpointFormat = self.stack.checkpoint.plugin
+        return checkpoint_format
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that answers: the innermost one."""
+        return self.stack.strategy
+
+    @property
+    def comm_hooks(self) -> list[CommHook]:
+        return [choice.plugin for choice in self.stack.comm_hooks]
+
+    @property
+    def accelerator(self) -> Accelerator:
+        accelerator: Accelerator = self.stack.accelerator.plugin
+        return accelerator
+
+    @property
+    def backend(self) -> str:
+        """The accelerator's torch.distributed backend."""
+        return self.accelerator.backend
+
+    @property
+    def join_timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return self.stack.join_timeout()
+
+    @property
+    def precision_absorbed(self) -> bool:
+        """Whether the strategy applies the precision's policy itself."""
+        return self.stack.precision_absorbed
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether a `Trainer` drives this run; False for a loop of the user's."""
+        return self.progress is not None
+
+    def name_of(self, plugin: Any) -> str:
+        """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
+        return next((choice.name for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+
+    def title_of(self, plugin: Any) -> str:
+        """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
+        return next((str(choice) for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the resolved plugins, their options and where these came from, as plain data."""
+        return explain_stack(self.stack, self.settings)
+
+    def explain(self) -> str:
+        """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
+        return render_stack(self.describe())
+
+    def num_implementations(self, hook: str) -> int:
+        """Return how many plugins of this run implement `hook`."""
+        return len(getattr(self.hooks.hook, hook).get_hookimpls())
+
+    def preload(self) -> None:
+        """Let plugins import what they import late, before this process is copied."""
+        self.stack.preload()
+
+    @property
+    def place(self) -> World:
+        """This process's place, also before the ranks connect: what the environment says."""
+        if self.world is not None:
+            return self.world
+        if self._place is None:
+            try:
+                self._place = self.hooks.ask("setup_environment")
+            except StratagemError:  # raised again by what needs it
+                self._place = World()
+        return self._place
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank if self.world else self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size if self.world else 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 alone."""
+        if self.is_global_zero:
+            print(*values, **options)
+
+    # --- Processes -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find this process's place and join the others; once per process, further calls do nothing."""
+        if self.connected:
+            return
+        accelerator = self.stack.accelerator.plugin
+        self.world = self.hooks.ask("setup_environment")
+        self._check_world(self.world)
+        self.mesh = self._mesh(self.world)
+        self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))
+        self.device = self.devices[0]
+        with switch(self.settings, self.device.type) as numerics:
+            accelerator.activate(self.device)
+            self._join(self.world)
+            self._numerics = numerics.pop_all()
+        if self.device.type == "cuda":
+            self.copy_stream = CopyStream(self.device, hints=self.is_global_zero)
+        self.saver = Saver(self.collectives)
+        if self.checkpoint_format.saves_in_background:
+            self.saver.connect()
+        self.connected = True
+        atexit.register(_close, weakref.ref(self))
+
+    def _join(self, world: World) -> None:
+        """Join the other ranks, once it is known that they were started alike."""
+        if world.world_size > 1 and not world.store_hosted:
+            check_address(world, self.stack.join_timeout().total_seconds())
+        facts = lock.facts(self.stack, self.settings) if world.world_size > 1 else {}
+        compared = agree_before_connecting(world, facts, self.stack.join_timeout())
+        self.collectives = self.hooks.ask("connect", world=world)
+        if not compared:
+            agree(self.collectives, facts)
+        if self.collectives.world_size > 1:
+            self.neighbours = Neighbours.meet(world, self.collectives)
+            if not self.collectives.reports_lost_ranks:
+                self.watchdog = Watchdog(self).start()
+        size, every = self.peers_world.world_size, range(world.world_size)
+        teams = [list(every[first : first + size]) for first in every[::size]]
+        self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
+
+    @property
+    def peers_world(self) -> World:
+        """This process's place among its peers: what an inner strategy takes for the world."""
+        assert self.world is not None, "known once connected"
+        return _team_world(self.stack, self.world)
+
+    def _mesh(self, world: World) -> Mesh:
+        inner = _team_world(self.stack, world)
+        mesh = self.stack.strategy.mesh(inner)
+        if inner.world_size == world.world_size:
+            return mesh
+        return Mesh(axes={"team": world.world_size // inner.world_size, **mesh.axes}, rank=world.rank)
+
+    def _check_world(self, world: World) -> None:
+        """Refuse processes that somebody else started for a strategy that would train each of them alone."""
+        strategy = self.stack.strategies[-1]
+        provided = {word for choice in self.stack.strategies for word in choice.plugin.capabilities.provides}
+        if world.world_size > 1 and MULTI_PROCESS not in provided:
+            raise ConfigError(
+                f"{self.stack.environment} has {world.world_size} processes and {strategy} trains in one",
+                expected="a strategy that provides 'multi-process'",
+                do='choose one, such as the default (strategy="auto")',
+            )
+        if world.local_world_size > 1 and not strategy.plugin.process_per_device:
+            raise ConfigError(
+                f"{self.stack.environment} has {world.local_world_size} processes on this node, and {strategy} uses "
+                "all devices of a node from one",
+                expected="one process on each node",
+            )
+
+    def close(self) -> None:
+        """Tear down: plugins first, then the connection. Safe to call twice."""
+        if not self.connected:
+            return
+        self.connected = False
+        try:
+            self.saver.wait()
+        finally:
+            with contextlib.ExitStack() as rest:  # whatever a plugin raises
+                rest.callback(self._numerics.close)
+                rest.callback(self.collectives.close)
+                if self.neighbours is not None:
+                    rest.callback(self.neighbours.close)
+                if self.watchdog is not None:
+                    rest.callback(self.watchdog.close)
+                self.hooks.hook.teardown(run=self)
+                self.model, self.optimizers, self.bucket_reducers, self.copy_stream = None, [], [], None
+                for handle in self.handles:
+                    handle.release()
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def init_context(self, empty: bool = False) -> Iterator[None]:
+        """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
+        with contextlib.ExitStack() as stack:
+            if empty:
+                stack.enter_context(meta_init())
+            self.hooks.enter_all(stack, "init_context", empty=empty)
+            yield
+
+    def prepare(
+        self, module: nn.Module, make_optimizers: Callable[[], list[Optimizer]] | None = None, stage: str = "train"
+    ) -> None:
+        """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
+        self.module, self.stage = module, stage
+        self.hooks.hook.prepare_module(module=module, run=self)
+        if self._recomputes is not None and stage == "train":
+            activation_checkpointing.recompute(module, *self._recomputes)
+        if not self.shards_parameters and has_no_values(module):
+            self.materializer(module).fill(module)
+        if self.world_size > 1:
+            _separate_elements(module)
+        if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
+            self._synchronize_batchnorm(module)
+        self.reducer_is_due = True
+        self.bucket_reducers = []
+        self.model = self.hooks.ask("wrap_model", module=StepModule(module))
+        self.optimizers = []
+        if make_optimizers is not None:
+            made = make_optimizers()
+            self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
+        if stage == "train" and self.settings.writes_files and self.is_global_zero:
+            lock.write(self.stack, self.settings)
+        trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
+        self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
+
+    def _synchronize_batchnorm(self, module: nn.Module) -> None:
+        from stratagem.transforms.batchnorm import synchronize
+
+        if synchronize(module, self.peers) == 0:
+            raise ConfigError(
+                f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
+            )
+
+    def materializer(self, module: nn.Module) -> Materializer:
+        """Return what initializes the parts of a `module` that was built without values. Collective.
+
+        The seed is rank 0's.
+        """
+        return Materializer(module, self.collectives.broadcast_object(torch.initial_seed()), self.device)
+
+    def share(self, loader: Any, stage: str) -> Any:
+        """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
+        if not self.settings.use_distributed_sampler:
+            return loader
+        return self.hooks.ask("wrap_dataloader", loader=loader, stage=stage)
+
+    def transfer(self, batch: Any) -> Any:
+        """Return `batch` on the device, in the precision's dtype."""
+        return self.hooks.transfer_batch(batch=batch, run=self)
+
+    def bucket_reducer(self, over: Collectives | None = None) -> Wire | None:
+        """Return the stack of comm hooks as one function that averages a bucket; None if there is none.
+
+        Args:
+            over: the ranks to average over, if not all that the model is spread over (``run.peers``).
+        """
+        self.reducer_is_due = False
+        implementations = {impl.plugin: impl for impl in self.hooks.hook.reduce_bucket.get_hookimpls()}
+        found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
+        if not found:
+            return None
+        levels = [Level(name, implementation.function, implementation.argnames) for name, implementation in found]
+        wire = Wire(levels, self.peers if over is None else over, self)
+        self.bucket_reducers.append(wire)
+        return wire
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    def ask(self, hook: str, **arguments: Any) -> Any:
+        """Call an answer hook and insist on an answer."""
+        return self.hooks.ask(hook, **arguments)
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        self.step.backward(loss)
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
+        self.step.differentiate(loss)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
+    ) -> Any:
+        """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value."""
+        return self.step.clip_gradients(optimizer, max_norm, max_value)
+
+    def count_skipped_step(self) -> None:
+        """Report that an optimizer step which returned True turned out to have been skipped."""
+        if self.progress is not None:
+            self.progress.skipped_steps += 1
+
+    # --- Files ---------------------------------------------------------------------------------------------------
+
+    def format_of(self, path: Path) -> CheckpointFormat:
+        """Return the installed checkpoint format that reads `path`: this run's, if it does."""
+        return format_of(path, self.checkpoint_format)
+
+    def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
+        """Call `write` with collectives of its own, in a thread if `background`. Collective.
+
+        Raises:
+            whatever `write` raises, if it runs now; whatever the save before this one raised.
+        """
+        self.saver.submit(write, background)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is under way; raise what it raised."""
+        self.saver.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way. All ranks agree on it."""
+        return self.saver.busy
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
+        self.saver.afterwards(action)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Hand `metrics` to all loggers. Called on rank 0."""
+        self.hooks.hook.log_metrics(metrics=metrics, step=step, run=self)
+
+    # --- Hooks ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def making_whole(self) -> Iterator[None]:
+        """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
+        before = self.whole_state, self._whole_everywhere
+        self.whole_state = self._whole_everywhere = True
+        try:
+            yield
+        finally:
+            self.whole_state, self._whole_everywhere = before
+
+    _step_context: Any
+    _forward_backward: Any
+    _scale_loss: Any
+    _backward: Any
+    _clip_gradients: Any
+    _optimizer_step: Any
+    _transfer_batch: Any
+
+    # --- To another process ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        sent = ("settings", "stack", "_recomputes", "progress", "module", "stage", "manual", "sync_gradients")
+        return {name: getattr(self, name) for name in sent}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.model, self.optimizers, self.lr_scheduler_configs = None, [], []
+        self._enter()
+
+
+def _close(reference: weakref.ref[Context]) -> None:
+    run = reference()
+    if run is not None:
+        with contextlib.suppress(StratagemError, RuntimeError):
+            run.close()
+
+
+def _separate_elements(module: nn.Module) -> None:
+    """Give parameters and buffers that were expanded an element of memory for each number: other ranks write there."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def _team_world(stack: Stack, world: World) -> World:
+    """Return the place of `world` among the processes that the innermost strategy spreads the model over."""
+    size = world.world_size
+    for choice, inner in itertools.pairwise(stack.strategies):
+        size = choice.plugin.processes_per_team(world, inner.plugin)
+    if size == world.world_size:
+        return world
+    here = min(size, world.local_world_size)
+    return evolve(
+        world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
+        num_nodes=size // here, node_rank=world.rank % size // here,
+    )  # fmt: skip
+
+
+if TYPE_CHECKING:
+
+    def _satisfies(run: Context) -> RunContext:
+        """Checked by mypy: it has all that hooks use."""
+        return run

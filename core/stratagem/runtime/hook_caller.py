@@ -1,0 +1,160 @@
+"""Call the hooks of one run: looked up once, called with `run`, their answers checked."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+import torch
+
+from stratagem.api import hooks
+from stratagem.api.world import Collectives, World
+from stratagem.errors import PluginError
+from stratagem.runtime import default_hooks
+from stratagem.stack import lightning_callbacks
+from stratagem.stack.plugin_hooks import hook_implementations
+
+if TYPE_CHECKING:
+    from stratagem.api.context import RunContext
+    from stratagem.stack.plugins import Stack
+
+#: What an answer must be, for the hooks where a wrong one would show much later.
+_ANSWERS: dict[str, tuple[type[Any], ...]] = {
+    "setup_environment": (World,),
+    "connect": (Collectives,),
+    "wrap_model": (torch.nn.Module,),
+    "wrap_optimizers": (list, tuple),
+    "model_state": (Mapping,),
+    "load_model_state": (bool,),
+    "optimizer_state": (Mapping,),
+    "load_optimizer_state": (bool,),
+    "save_checkpoint": (bool,),
+    "load_checkpoint": (Mapping,),
+    "scale_loss": (torch.Tensor,),
+    "backward": (bool,),
+    "clip_gradients": (torch.Tensor, float, int),
+    "optimizer_step": (bool,),
+}
+
+#: Hooks of the inner loop, bound once when the stack is connected.
+_STEP_HOOKS = (
+    "step_context", "forward_backward", "scale_loss", "backward", "clip_gradients", "optimizer_step", "transfer_batch",
+)  # fmt: skip
+
+
+class HookCaller:
+    """The hooks of one run.
+
+    Those of the inner loop are attributes, bound once: None where no plugin implements one.
+    """
+
+    step_context: Any
+    forward_backward: Any
+    scale_loss: Any
+    backward: Any
+    clip_gradients: Any
+    optimizer_step: Any
+    transfer_batch: Any
+
+    def __init__(self, stack: Stack, run: RunContext) -> None:
+        self._stack, self._run = stack, run
+        self._manager = _hook_manager(stack)
+        #: Pluggy's callers, by name.
+        self.hook = self._manager.hook
+        self.bind()
+
+    def ask(self, hook: str, **arguments: Any) -> Any:
+        """Call an answer hook and insist on an answer."""
+        return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
+
+    def enter_all(self, stack: contextlib.ExitStack, hook: str, **arguments: Any) -> None:
+        """Enter the contexts that the implementations of `hook` return."""
+        for context in getattr(self.hook, hook)(**arguments, run=self._run):
+            try:
+                stack.enter_context(context)
+            except TypeError as error:
+                if hasattr(type(context), "__enter__"):
+                    raise
+                who = " or ".join(str(c) for c in self._stack.active() if hook in hook_implementations(c.plugin))
+                raise PluginError(
+                    f"{who} returned a {type(context).__name__} from {hook}", expected="a context manager, or None",
+                    do="return what docs/hooks.md says for this hook",
+                ) from error  # fmt: skip
+
+    def implemented(self, hook: str) -> Any:
+        """Return the caller of `hook`, or None if nobody implements it: a loop then need not call it at all."""
+        caller = getattr(self.hook, hook, None)
+        return caller if caller is not None and caller.get_hookimpls() else None
+
+    def answered(self, hook: str, answer: Any) -> Any:
+        if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
+            found = "None" if answer is None else f"a {type(answer).__name__}"
+            wanted = " or ".join(f"a {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
+            raise PluginError(
+                f"{self._who_answers(hook)} returned {found} from {hook}", expected=wanted,
+                do="return what docs/hooks.md says for this hook",
+            )  # fmt: skip
+        return answer
+
+    def _who_answers(self, hook: str) -> str:
+        for choice in self._stack.active():
+            marker = hook_implementations(choice.plugin).get(hook)
+            if marker is not None and not marker["wrapper"]:
+                return str(choice)
+        wrappers = [str(c) for c in self._stack.active() if hook in hook_implementations(c.plugin)]
+        return f"a wrapper of it ({', '.join(wrappers)})" if wrappers else "nobody answers:"
+
+    def bind(self) -> None:
+        """Look up the hooks of the inner loop once. None: nobody implements it, or only the core's default does."""
+        for name in _STEP_HOOKS:
+            caller = self.implemented(name)
+            plain = caller is not None and all(
+                type(implementation.plugin).__name__ == "CoreDefaults" for implementation in caller.get_hookimpls()
+            )
+            if plain and name == "transfer_batch":
+                caller = default_hooks.transfer_batch  # every batch needs it; pluggy would only pass it on
+            keep = not plain or name in ("clip_gradients", "transfer_batch")
+            setattr(self, name, caller if keep else None)
+
+
+def _hook_manager(stack: Stack) -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("stratagem")
+    manager.add_hookspecs(hooks)
+    answered = set()
+    # pluggy calls the last registered first.
+    for choice in reversed(stack.active()):
+        try:
+            manager.register(choice.plugin)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            lightning_callbacks.check_hook_arguments(choice)
+            raise PluginError(
+                f"{choice} does not fit the hook contract ({error})", do="see docs/hooks.md for the signature"
+            ) from error
+        implementations = hook_implementations(choice.plugin)
+        _check_marked(choice, implementations)
+        answered |= {hook for hook, marker in implementations.items() if not marker["wrapper"]}
+    unanswered = [hook for hook in default_hooks.DEFAULTS if hook not in answered]
+    manager.register(default_hooks.plugin_with(unanswered))
+    return manager
+
+
+def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
+    """A method called like a hook that is not marked as one would never be called."""
+    base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
+    for name, instead in lightning_callbacks.CALLBACK.items():
+        if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):
+            raise lightning_callbacks.refuse(str(choice), name, instead)
+    for name in vars(hooks):
+        method = getattr(choice.plugin, name, None)
+        if name in implementations or name.startswith("_") or not callable(method) or hasattr(base, name):
+            continue
+        if hasattr(getattr(hooks, name), "stratagem_spec"):
+            arguments = ", ".join(inspect.signature(getattr(hooks, name)).parameters)
+            raise PluginError(
+                f"{choice} has a method {name} that is not marked as a hook",
+                expected=f"@hookimpl above it, and arguments out of ({arguments})",
+                do="add it (`from stratagem import hookimpl`), or choose another name for the method",
+            )

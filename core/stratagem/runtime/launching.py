@@ -1,0 +1,88 @@
+"""Start the processes of a run and call a function in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.distributed.rendezvous import check_address
+from stratagem.distributed.supervision import join_supervision
+from stratagem.runtime.peer_diagnosis import explained
+from stratagem.stack.describe import unread_arguments
+
+if TYPE_CHECKING:
+    from stratagem.runtime.context import Context
+
+#: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
+EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
+
+
+def launch(run: Context, main: Callable[[Context], Any]) -> Any:
+    """Start the processes of this node, call ``main(run)`` in each, and return rank 0's result.
+
+    Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
+    """
+    if EXPLAIN_VARIABLE in os.environ:
+        _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE])
+    if run.connected:
+        return carry_out(run, main)
+    body = _ProcessBody(run, main)
+    environment, launcher = run.stack.environment.plugin, run.stack.launcher.plugin
+    alone = run.num_processes * run.settings.num_nodes == 1 and launcher.parent_trains
+    if environment.processes_exist() or alone:
+        return body()
+    run.world = run.ask("setup_environment")
+    check_address(run.world, run.join_timeout.total_seconds())
+    if not launcher.parent_trains:
+        body.is_worker, body.random_state = True, random_state()
+    return run.hooks.hook.launch(main=body, run=run)
+
+
+def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
+    """Return what ``main(run)`` returns; if another rank makes it fail, say which one and how."""
+    try:
+        return main(run)
+    except BaseException as error:
+        cause = explained(error, run)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__
+
+
+def _explain_and_stop(run: Context, form: str) -> None:
+    for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
+        print(f"stratagem: {sentence}", file=sys.stderr)
+    if run.is_global_zero:
+        print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())
+    raise SystemExit(0)
+
+
+@define
+class _ProcessBody:
+    """What runs in each process; pickled where the launcher needs that."""
+
+    run: Context
+    main: Callable[[Context], Any]
+    #: The launcher does not train in its own process, and gets what this one returns.
+    is_worker: bool = False
+    #: The launching process's, so that a seed set there holds here.
+    random_state: dict[str, Any] | None = None
+
+    def __call__(self) -> Any:
+        run = self.run
+        run.is_worker = self.is_worker
+        join_supervision()
+        run.connect()
+        if self.random_state is not None:
+            restore_random_state(self.random_state, run.devices)
+        try:
+            return carry_out(run, self.main)
+        finally:
+            if run.is_worker:
+                run.close()

@@ -1,0 +1,173 @@
+"""Read and write the state of a run: weights, optimizers, plugins."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from stratagem.api.context import RunContext
+from stratagem.api.paths import place
+from stratagem.checkpoint.files import STATE_VERSION, check_version
+from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
+from stratagem.errors import CheckpointError
+from stratagem.runtime.handles import ModelHandle
+from stratagem.stack import identity
+from stratagem.stack.formats import check_is_no_folder, format_named, name_of_format, read_with
+from stratagem.stack.identity import matched, warn_of_differences
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from stratagem.stack.plugins import Stack
+
+
+class StatefulRun(RunContext, Protocol):
+    """What reading and writing use of a run."""
+
+    stack: Stack
+
+
+def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
+    """Write a checkpoint that any strategy can read: weights, optimizers, what plugins remember, and `values`.
+
+    All ranks call it.
+    """
+    module = model.module if isinstance(model, ModelHandle) else model
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    state = {
+        "state_dict": run.ask("model_state", module=module),
+        "optimizers": [run.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
+        "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(run.stack)},
+        "ranks": run.collectives.all_gather_object({"plugins": rank_states(run)}),
+        "values": values,
+        "format": format_tag(run.stack),
+    }
+    run.ask("save_checkpoint", state=state, path=place(path))
+
+
+def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), strict: bool = True) -> dict[str, Any]:
+    """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
+    module = model.module if isinstance(model, ModelHandle) else model
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    state = read_checkpoint(run, place(path))
+    load_model(run, state["state_dict"], module, strict, path)
+    load_optimizers(run, state.get("optimizers", []), optimizers, module, state["state_dict"], path)
+    identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
+    if run.is_global_zero:
+        warn_of_differences(run.stack, state)
+    load_rank_states(run, state.get("ranks", []))
+    values: dict[str, Any] = state.get("values", {})
+    return values
+
+
+def rank_states(run: StatefulRun) -> dict[str, Any]:
+    """Return what plugins keep of this rank's own."""
+    return {key: plugin.rank_state(run) for key, plugin in identity.stateful_by_rank(run.stack)}
+
+
+def load_rank_states(run: StatefulRun, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Give plugins what they kept on each of `ranks`, which are those that saved. Collective."""
+    plugins = dict(identity.stateful_by_rank(run.stack))
+    saved = [rank.get("plugins", {}) for rank in ranks]
+    on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
+    for key, saved_as in matched(plugins, on_all).items():
+        plugins[key].load_rank_states([each[saved_as] for each in saved], run)
+
+
+def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
+    """Return the logical state at `path`, whichever installed format it is in. Collective.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or a newer stratagem wrote it; on all ranks.
+    """
+    run.wait_for_saves()
+    other, error = None, None
+    if run.is_global_zero:  # one rank looks, for all to do the same
+        try:
+            if not run.checkpoint_format.recognises(path):
+                other = name_of_format(path)
+                if other is None:
+                    check_is_no_folder(path)
+        except CheckpointError as caught:
+            error = caught
+    run.collectives.fail_together(error)
+    other = run.collectives.broadcast_object(other)
+    if other is None:
+        state: dict[str, Any] = run.ask("load_checkpoint", path=path, into=None)
+    else:
+        state = read_with(format_named(other), path, run)
+    check_version(state, path)
+    return state
+
+
+def load_model(
+    run: StatefulRun, state: Mapping[str, Any], module: nn.Module, strict: bool, path: Any = "the checkpoint"
+) -> None:
+    """Put the weights `state`, of the checkpoint `path`, into `module`. Collective.
+
+    Raises:
+        CheckpointError: they are another model's, or would have to be converted.
+    """
+    check_weights_fit(state, module, path)
+    with applying(f"{path}: state_dict"):
+        run.ask("load_model_state", state=state, module=module, strict=strict)
+
+
+def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,
+    weights: Mapping[str, Any] | None = None, path: Any = "the checkpoint",
+) -> None:  # fmt: skip
+    """Put logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
+    check_optimizers(states, optimizers, weights, path)
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+        where = f"{path}: optimizers[{number}]"
+        filled = _with_new_options(run, state, optimizer, where) if _is_logical(state) else state
+        with applying(where):
+            run.ask("load_optimizer_state", state=filled, optimizer=optimizer, module=module)
+
+
+def check_optimizers(
+    states: list[dict[str, Any]],
+    optimizers: list[Optimizer],
+    weights: Mapping[str, Any] | None,
+    path: Any,
+) -> None:
+    """Refuse `states` that are not for `optimizers`; see `load_optimizers`."""
+    if optimizers and len(states) != len(optimizers):
+        raise CheckpointError(
+            f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
+            do="resume with the optimizers that wrote it, or load the weights alone",
+        )  # fmt: skip
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+        if _is_logical(state):
+            check_optimizer(state, weights or {}, optimizer, f"{path}: optimizers[{number}]")
+
+
+def _with_new_options(run: StatefulRun, state: dict[str, Any], optimizer: Optimizer, where: str) -> dict[str, Any]:
+    filled, added = with_new_options(state, optimizer, where)
+    for each in added if run.is_global_zero else ():
+        warnings.warn(each, stacklevel=2)
+    return filled
+
+
+def _is_logical(state: Any) -> bool:
+    """Whether the `state` of an optimizer is a logical one, rather than an engine's own form of it."""
+    return isinstance(state, dict) and bool(state.keys() & {"state", "param_groups"})
+
+
+def format_tag(stack: Stack) -> dict[str, Any]:
+    """Return what a checkpoint says about itself: the version of its layout, and who wrote it."""
+    from stratagem._version import __version__
+
+    entries = [choice.entry for choice in stack.choices() if choice.entry is not None]
+    return {
+        "name": "stratagem",
+        "version": STATE_VERSION,
+        "stratagem": __version__,
+        "torch": str(torch.__version__),
+        "plugins": {f"{e.kind}.{e.name}": f"{e.distribution} {e.version}" for e in entries},
+    }

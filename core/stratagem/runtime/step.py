@@ -1,0 +1,226 @@
+"""One step: forward, backward, clipping, the optimizer; through the hooks that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from stratagem.api.context import RunContext
+from stratagem.api.optimizers import needs_closure
+from stratagem.errors import ConfigError, PluginError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.checkpoint.background_save import Saver
+    from stratagem.runtime.hook_caller import HookCaller
+    from stratagem.stack.plugins import Stack
+
+
+class SteppedRun(RunContext, Protocol):
+    """What a step uses of a run."""
+
+    stack: Stack
+    saver: Saver
+    progress: Any
+    bucket_reducers: list[Any]
+    reducer_is_due: bool
+
+
+class Step:
+    """The steps of one run."""
+
+    def __init__(self, run: SteppedRun, hooks: HookCaller) -> None:
+        self._run, self._hooks = run, hooks
+        #: Batches for which `training_step` returned None, in this fit.
+        self.skipped_batches = 0
+        #: How to differentiate, where the module that is trained defines it.
+        self.custom_backward: Callable[[Tensor], None] | None = None
+        #: Called around each backward, with the loss before it is scaled; set by the training loop.
+        self.before_backward: Callable[[Tensor], None] | None = None
+        self.after_backward: Callable[[], None] | None = None
+
+    def train_step(self, batch: Any, batch_idx: int, divisor: int, sync: bool, with_index: bool = True) -> Any:
+        """Forward and backward of one batch, its loss divided by `divisor`; return what `training_step` returned.
+
+        `sync` is False when this batch's gradients are only accumulated.
+        """
+        self._run.sync_gradients = sync
+        if self._hooks.step_context is None:
+            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+        with contextlib.ExitStack() as stack:
+            self._hooks.enter_all(stack, "step_context", stage="train", sync=sync and not self._run.manual)
+            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+
+    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int, with_index: bool) -> Any:
+        if self._hooks.forward_backward is not None:
+            return self._hooks.forward_backward(module=self._run.model, batch=batch, batch_idx=batch_idx, run=self._run)
+        if with_index:
+            output = self._run.model("training_step", batch, batch_idx)
+        else:
+            output = self._run.model("training_step", batch)
+        if self._run.manual:
+            return output
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
+            self._check_may_skip(output, batch_idx)
+            return None
+        self.backward(loss / divisor if divisor > 1 else loss)
+        return output
+
+    def _check_may_skip(self, output: Any, batch_idx: int) -> None:
+        """Refuse an `output` of ``training_step`` that is not a loss; None may skip a batch where one process trains.
+
+        Raises:
+            ConfigError: it is neither a loss nor None, or the other ranks wait for its gradients.
+        """
+        check_loss(output, self._run.rank)
+        if self._run.world_size > 1:
+            raise ConfigError(
+                f"training_step returned None on rank {self._run.rank} of {self._run.world_size}", expected="a loss",
+                do="return a loss multiplied by zero to skip a batch: the other ranks wait for its gradients",
+            )  # fmt: skip
+        if self.skipped_batches == 0:
+            epoch = "" if self._run.progress is None else f" of epoch {self._run.progress.epoch}"
+            warnings.warn(
+                f"training_step returned None for batch {batch_idx}{epoch}: the batch is skipped. "
+                "If that is not meant, end training_step with `return loss`",
+                stacklevel=2,
+            )
+        self.skipped_batches += 1
+
+    @contextlib.contextmanager
+    def evaluate_context(self, stage: str) -> Iterator[None]:
+        """Enter the step contexts for one forward without gradients."""
+        with contextlib.ExitStack() as stack:
+            if self._hooks.step_context is not None:
+                self._hooks.enter_all(stack, "step_context", stage=stage, sync=True)
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        if self.before_backward is not None:
+            self.before_backward(loss)
+        if self._hooks.scale_loss is not None:
+            loss = self._hooks.answered("scale_loss", self._hooks.scale_loss(loss=loss, run=self._run))
+        try:
+            if self._hooks.backward is None:
+                self.differentiate(loss)
+            else:
+                self._hooks.answered("backward", self._hooks.backward(loss=loss, module=self._run.model, run=self._run))
+        except Exception:
+            self._raise_failure_of_hooks()
+            raise
+        if self._run.reducer_is_due and self._run.sync_gradients:
+            raise PluginError(
+                f"{self._run.stack.strategies[-1]} averaged past {self._run.stack.comm_hooks[0]}, which has no effect",
+                expected="a strategy that provides 'gradient-buckets' to call run.bucket_reducer()",
+                do="drop the comm hook, and tell the strategy's author",
+            )
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
+        if self.custom_backward is None:
+            loss.backward()
+        else:
+            self.custom_backward(loss)
+
+    def _raise_failure_of_hooks(self) -> None:
+        """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that it did."""
+        for wire in self._run.bucket_reducers:
+            if wire.failure is not None:
+                raise wire.failure
+
+    def clip_gradients(
+        self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None
+    ) -> Any:
+        """Clip by norm or by value (one of the two); return the norm before clipping, or 0.0 by value.
+
+        Raises:
+            ConfigError: not one limit, or complex gradients by value.
+        """
+        if (max_norm is None) == (max_value is None):
+            raise ConfigError(f"clip_gradients got max_norm={max_norm} and max_value={max_value}", expected="one limit")
+        try:
+            answer = self._hooks.clip_gradients(
+                optimizer=optimizer, max_norm=max_norm, max_value=max_value, run=self._run
+            )
+        except NotImplementedError as error:
+            if max_value is None or not _has_complex(optimizer):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps complex parameters, and gradients are clipped by value",
+                expected="real parameters: complex numbers have no order",
+                do='clip by norm (gradient_clip_algorithm="norm")',
+            ) from error
+        return self._hooks.answered("clip_gradients", answer)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Have the gradients of `optimizer` free of the loss scale, for a module that computes with them."""
+        if self._run.policy.loss_scaling and not self._run.stack.precision_absorbed:
+            self.clip_gradients(optimizer, max_value=math.inf)  # which unscales first, and changes nothing else
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
+        """Step; return False if the precision skipped it because gradients overflowed."""
+        if self._run.saver.busy:
+            self._run.saver.check()
+        try:
+            if self._hooks.optimizer_step is None and closure is None:
+                optimizer.step()
+                return True
+            call = self._hooks.optimizer_step or self._hooks.hook.optimizer_step
+            return bool(
+                self._hooks.answered("optimizer_step", call(optimizer=optimizer, closure=closure, run=self._run))
+            )
+        except TypeError as error:
+            if closure is not None or not needs_closure(optimizer):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was called without a closure",
+                expected="a closure: it evaluates the model itself, once or many times for each step",
+                do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
+            ) from error
+
+
+def check_loss(output: Any, rank: int) -> None:
+    """Return if `output` of ``training_step`` on `rank` is a loss, or None (also under ``"loss"``) for a batch to skip.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    keys, where = (list(output), " under 'loss'") if isinstance(output, dict) else ([], "")
+    if isinstance(output, dict) and "loss" not in output:
+        found = f"a dict with {', '.join(map(repr, keys))}" if keys else "an empty dict"
+        near = next((key for key in keys if str(key).lower() == "loss"), None)
+        hint = f"did you mean {near!r}" if near is not None else nearest("loss", list(map(str, keys)))
+        raise ConfigError(f"training_step returned {found}", expected="one with 'loss'", do=hint or 'add "loss"')
+    loss = output["loss"] if isinstance(output, dict) else output
+    if loss is None:
+        return
+    do = "return the loss as a tensor, or None to skip a batch"
+    if not isinstance(loss, torch.Tensor):
+        article = "an" if type(loss).__name__[:1] in "aeiou" else "a"
+        raise ConfigError(f"training_step returned {article} {type(loss).__name__}{where}", expected="a loss", do=do)
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}", expected="one number", do="take its mean"
+        )
+    if loss.is_complex():
+        raise ConfigError("training_step returned a complex loss", expected="a real number", do="take its abs()")
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss of rank {rank} reaches no trainable parameter", expected="a loss that was computed from them",
+            do="compute it without detach() and no_grad; to skip a batch return the usual loss multiplied by zero",
+        )  # fmt: skip
+
+
+def _has_complex(optimizer: Optimizer) -> bool:
+    return any(parameter.is_complex() for group in optimizer.param_groups for parameter in group["params"])
