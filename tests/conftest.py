@@ -25,9 +25,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items):
-    """Leave cases of tests that are marked `one_in` to `make test-all`."""
+    """Leave cases of tests that are marked `one_in` to `make test-all`; keep those of DeepSpeed on one worker.
+
+    Importing DeepSpeed takes six seconds, and makes each later fork of the worker slower.
+    """
     seen = Counter()
     for item in items:
+        uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
+        if uses_deepspeed and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("deepspeed"))
         if marker := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % marker.args[0]:

@@ -181,14 +181,12 @@ READERS = {reader: list(dict.fromkeys(w for w, r in MOVES if r == reader)) for _
 
 @pytest.mark.slow
 @pytest.mark.one_in(3)
-@pytest.mark.xdist_group("moves")
 @pytest.mark.parametrize("layout", list(READERS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_it_moves_bit_for_bit(layout, written):
     read_all(layout, READERS[layout], written)
 
 
 @pytest.mark.sweep
-@pytest.mark.xdist_group("moves")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_every_layout_reads_every_other(layout, written):
     read_all(layout, LAYOUTS, written)
