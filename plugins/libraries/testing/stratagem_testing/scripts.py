@@ -16,6 +16,7 @@ imported, gets an interpreter of its own, as under `subprocess`. So does what a 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import select
@@ -88,9 +89,10 @@ class Popen(subprocess.Popen[Any]):
 
     def kill_all(self) -> None:
         """Kill the process, and those of its group if it leads one; wait for it."""
-        if self.poll() is None and os.getpgid(self.pid) == self.pid:
-            os.killpg(self.pid, signal.SIGKILL)
-        self.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            if self.poll() is None and os.getpgid(self.pid) == self.pid:
+                os.killpg(self.pid, signal.SIGKILL)
+            self.kill()
         self.wait()
 
     def _execute_child(self, *arguments: Any) -> None:
