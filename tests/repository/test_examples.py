@@ -100,7 +100,7 @@ def test_the_file_is_the_script():
 
 @pytest.mark.slow
 def test_the_file_trains_on_two_processes_and_tests_what_was_kept():
-    stratagem("fit", *TWO)
+    stratagem("fit", *TWO, "--launcher", "fork")
     said = run(sys.executable, "-m", "stratagem", "test", FILE, "--ckpt_path", "last", "--trainer.accelerator", "cpu")
 
     assert float(re.findall(r"test_accuracy\s+([\d.]+)", said)[0]) >= 0.97
