@@ -70,6 +70,7 @@ def render(kind: str, name: str) -> dict[str, str]:
         "Conformance": f"{_camel(kind)}Conformance",
         "distribution": _distribution(name),
         "module": module,
+        "imported": '"attrs>=24.1", "torch"' if "import torch" in plugin.template else '"attrs>=24.1"',
         "summary": plugin.template.partition("\n")[0].strip('"'),
     }
     templates = {

@@ -1,0 +1,187 @@
+"""Every distribution declares what its modules import, and nothing else; the extras of the core name all of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from attrs import frozen
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+
+#: Declared without an import of our own: distribution, and what it needs these for.
+USED_BY_OTHERS = {
+    "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
+    "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
+        "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
+        "stratagem-environments-local", "stratagem-launchers-local", "stratagem-precision", "stratagem-single-device",
+    },
+}  # fmt: skip
+#: Imported within a function that says what to install: distribution, extra, and what the extra adds.
+OPTIONAL = {
+    ("stratagem", "cli", "pyyaml"),
+    ("stratagem", "remote", "universal-pathlib"),
+    ("stratagem-callbacks", "tqdm", "tqdm"),
+    ("stratagem-callbacks", "plots", "matplotlib"),
+    ("stratagem-devtools", "kit", "stratagem-testing"),
+}
+#: Extras that users and tests install, which no module asks for.
+SETS = {"standard", "all", "test"}
+
+
+@frozen
+class Package:
+    """A distribution of this repository, as its pyproject.toml and its sources describe it."""
+
+    folder: Path
+    name: str
+    module: str
+    requires: dict[str, Requirement]
+    extras: dict[str, dict[str, Requirement]]
+
+    @property
+    def sources(self) -> list[Path]:
+        package = self.folder / ("core" if self.folder == ROOT else "") / self.module
+        return sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+
+
+def read(path: Path) -> Package:
+    settings = tomllib.loads(path.read_text())
+    project = settings["project"]
+    return Package(
+        path.parent,
+        project["name"],
+        settings["tool"]["flit"]["module"]["name"] if "flit" in settings["tool"] else "stratagem",
+        requirements(project["dependencies"]),
+        {extra: requirements(lines) for extra, lines in project.get("optional-dependencies", {}).items()},
+    )
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(each.name): each for each in map(Requirement, lines)}
+
+
+PACKAGES = {
+    package.name: package
+    for pattern in ("pyproject.toml", "plugins/*/*/pyproject.toml", "contrib/*/pyproject.toml")
+    for package in map(read, sorted(ROOT.glob(pattern)))
+}
+#: The module of each of our distributions, installed or not.
+OURS = {package.module: package.name for package in PACKAGES.values()}
+
+
+# --- Imports -----------------------------------------------------------------------------------------------------
+
+
+def imported(package: Package) -> tuple[set[str], set[str]]:
+    """Return the distributions that `package` imports while it is imported, and those within functions alone."""
+    found, in_functions = set(), set()
+    for path in package.sources:
+        collect(ast.parse(path.read_text()), found, in_functions)
+    at_once, later = (
+        {provider(module, package) for module in modules - sys.stdlib_module_names - {package.module}}
+        for modules in (found, in_functions)
+    )
+    return at_once, later - at_once
+
+
+def collect(node: ast.AST, found: set[str], in_functions: set[str]) -> None:
+    """Add the first words of modules that are imported below `node`; imports for type checkers need no package."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in child.names}
+        elif isinstance(child, ast.ImportFrom) and not child.level:
+            found.add(str(child.module).partition(".")[0])
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            collect(child, in_functions, in_functions)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                collect(ast.Module([other], []), found, in_functions)
+        else:
+            collect(child, found, in_functions)
+
+
+def provider(module: str, package: Package) -> str:
+    """Return the distribution that has `module`, the declared one of several; the module's name if none is installed."""
+    names = [OURS[module]] if module in OURS else sorted(map(canonicalize_name, installed().get(module, [module])))
+    return next((name for name in names if name in package.requires), names[0])
+
+
+installed = cache(packages_distributions)
+
+
+def test_every_distribution_declares_what_its_modules_import():
+    wrong = {}
+    for name, package in PACKAGES.items():
+        at_once, later = imported(package)
+        optional = {needed for owner, _, needed in OPTIONAL if owner == name}
+        needed = at_once | (later - optional) | USED_BY_OTHERS.get(name, set())
+        if package.requires.keys() ^ needed or optional - later:
+            wrong[name] = {
+                "imports, but does not declare": needed - package.requires.keys(),
+                "declares, but does not import": package.requires.keys() - needed,
+                "does not import within functions alone": optional - later,
+            }
+
+    assert wrong == {}
+
+
+def test_extras_add_what_modules_import_within_functions():
+    declared = {
+        (package.name, extra, needed)
+        for package in PACKAGES.values()
+        for extra, lines in package.extras.items()
+        if extra not in SETS
+        for needed in lines
+    }
+
+    assert declared == OPTIONAL
+
+
+def test_imports_for_type_checkers_and_within_functions_are_told_apart():
+    found, in_functions = set(), set()
+    source = (
+        "import a.b, c\nfrom d.e import f\nfrom . import g\n"
+        "if TYPE_CHECKING:\n    import h\nelse:\n    import i\n"
+        "class K:\n    import j\n    def m(self):\n        if k:\n            from l import m\n"
+    )
+    collect(ast.parse(source), found, in_functions)
+
+    assert found == {"a", "c", "d", "i", "j"}
+    assert in_functions == {"l"}
+
+
+# --- Versions ----------------------------------------------------------------------------------------------------
+
+
+def test_every_distribution_fits_this_version_of_the_others():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    major, minor = map(int, version.split(".")[:2])
+    expected = f"<{major}.{minor + 1},>={major}.{minor}"
+    wrong = {
+        (package.name, str(requirement))
+        for package in PACKAGES.values()
+        for requirement in [*package.requires.values(), *package.extras.get("test", {}).values()]
+        if requirement.name in PACKAGES and str(requirement.specifier) != expected
+    }
+
+    assert wrong == set()
+
+
+def test_torch_is_declared_with_the_range_that_is_tested():
+    """`make test` pins the highest. The template names torch alone: the core that it needs states the range."""
+    declared = {
+        name: str(package.requires["torch"].specifier)
+        for name, package in PACKAGES.items()
+        if "torch" in package.requires and package.folder.name != "template"
+    }
+    highest = re.search(r"^TORCH *\?= torch==2\.(\d+)\.\*$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+
+    assert declared == dict.fromkeys(declared, f"<2.{int(highest) + 1},>=2.11")
