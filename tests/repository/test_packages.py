@@ -34,6 +34,8 @@ OPTIONAL = {
 }
 #: Extras that users and tests install, which no module asks for.
 SETS = {"standard", "all", "test"}
+#: Engines that take long to install, or compile their operations: in `stratagem[all]` alone.
+HEAVY = {"stratagem-deepspeed"}
 
 
 @frozen
@@ -158,6 +160,28 @@ def test_imports_for_type_checkers_and_within_functions_are_told_apart():
     assert in_functions == {"l"}
 
 
+# --- Extras that install many ------------------------------------------------------------------------------------
+
+
+def test_standard_has_every_plugin_but_heavy_engines_and_all_has_every_one():
+    lines = (ROOT / "plugins" / "all.txt").read_text().splitlines()
+    folders = {ROOT / line.removeprefix("-e ") for line in lines if line.startswith("-e plugins/")}
+    plugins = {package.name for package in PACKAGES.values() if package.folder in folders}
+    extras = PACKAGES["stratagem"].extras
+
+    assert extras["standard"].keys() == plugins - HEAVY | {"stratagem"}
+    assert extras["all"].keys() == HEAVY | {"stratagem"}
+    assert extras["all"]["stratagem"].extras == {"standard"}
+
+
+def test_standard_has_every_option_of_its_packages():
+    """Of the core's extras and the plugins' own; the kit stands in the list itself."""
+    declared = {(name, extra) for name, extra, needed in OPTIONAL if needed not in PACKAGES}
+    standard = PACKAGES["stratagem"].extras["standard"]
+
+    assert declared == {(name, extra) for name, requirement in standard.items() for extra in requirement.extras}
+
+
 # --- Versions ----------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +192,9 @@ def test_every_distribution_fits_this_version_of_the_others():
     wrong = {
         (package.name, str(requirement))
         for package in PACKAGES.values()
-        for requirement in [*package.requires.values(), *package.extras.get("test", {}).values()]
-        if requirement.name in PACKAGES and str(requirement.specifier) != expected
+        for requirements in (package.requires, *package.extras.values())
+        for requirement in requirements.values()
+        if requirement.name in PACKAGES.keys() - {package.name} and str(requirement.specifier) != expected
     }
 
     assert wrong == set()
