@@ -15,7 +15,7 @@ class TestBF16Feedback(CommHookConformance):
 
 def test_the_error_of_a_hundred_steps_is_that_of_one():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.bucket_reducer()  # over one process: what is sent comes back
+    reduce = run.context.bucket_reducer()  # over one process: what is sent comes back
     gradient, total = torch.full((8,), 1.001), torch.zeros(8)
 
     for _ in range(100):

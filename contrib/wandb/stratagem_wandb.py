@@ -13,7 +13,7 @@ import attrs
 from attrs import define, field
 
 from stratagem.api import Logger, hookimpl
-from stratagem.api.paths import is_remote, place
+from stratagem.api.paths import as_path, is_remote
 from stratagem.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class WandbLogger(Logger):
     @hookimpl
     def teardown(self, run):
         self.close()
-        if run.far_from_home and self._id is not None:
+        if run.is_worker and self._id is not None:
             # Files are written by a process of wandb's own, after `finish` returned. It is waited for at exit, but not
             # in processes of the multiprocessing module, which is how this one may have been started.
             _wandb().teardown()
@@ -225,7 +225,7 @@ class WandbLogger(Logger):
         if not path:
             warnings.warn("wandb.log_model is True and no checkpoint was kept: none is uploaded", stacklevel=2)
             return
-        run, checkpoint = self._open(), place(path)
+        run, checkpoint = self._open(), as_path(path)
         score = callback.best_model_score
         metadata = {"path": str(path)} | ({} if score is None else {callback.monitor: float(score)})
         artifact = _wandb().Artifact(f"model-{run.id}", type="model", metadata=metadata)
@@ -246,7 +246,7 @@ class WandbLogger(Logger):
     @property
     def _folder(self) -> Path:
         assert self._root is not None
-        return place(self._root if self.save_dir is None else self.save_dir)
+        return as_path(self._root if self.save_dir is None else self.save_dir)
 
     def _make_folder(self) -> None:
         """Make the folder ourselves: wandb would go to a temporary one where it cannot write."""

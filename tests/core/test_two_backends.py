@@ -24,7 +24,7 @@ from stratagem.distributed.backends import backends_in, with_gloo
 from stratagem.distributed.interfaces import interface_of
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 from stratagem_testing import run_in_processes
 
 CUDA = torch.device("cuda", 0)
@@ -65,7 +65,7 @@ class _OnADevice(torch.Tensor):
 def _control_words(rank, world_size):
     _fake()
     talk = TorchCollectives.connect(_place(rank, world_size), CUDA, backend="fake", timeout=timedelta(seconds=30))
-    book = MetricBook(True, talk)
+    book = StageMetrics(True, talk)
     book.log("loss", rank, sync_dist=True, on_step=True, on_epoch=True)
     book.reduce_step(0)
     far = _OnADevice(torch.tensor([1.0, 2.0]))

@@ -234,10 +234,10 @@ def _conversation(rank, world_size):
         "mean": pairs.all_reduce(mine).tolist(),
         "average": pairs.average_async(mine.clone()).wait().tolist(),
         "gathered": pairs.all_gather_async(mine).wait().tolist(),
-        "exchanged": talk.exchange_async(torch.arange(4.0) + 10 * rank).wait().tolist(),
+        "exchanged": talk.all_to_all_async(torch.arange(4.0) + 10 * rank).wait().tolist(),
         "from": pairs.broadcast(mine.clone(), 1).tolist(),
         "objects": pairs.broadcast_object({"rank": rank}, 1),
-        "passed": talk.pass_on(mine, (rank + 1) % 4, (rank - 1) % 4).tolist(),
+        "passed": talk.send_recv(mine, (rank + 1) % 4, (rank - 1) % 4).tolist(),
         "within": pairs.split([[0], [1]]).world_size,
     }
     run.close()

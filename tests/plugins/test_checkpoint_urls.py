@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
 from stratagem.cli import main
@@ -72,7 +72,7 @@ def in_another_process(function, *arguments):
 
 
 def names_in(url):
-    return sorted(path.name for path in place(url).iterdir())
+    return sorted(path.name for path in as_path(url).iterdir())
 
 
 def _save_half(rank, world_size, strategy, checkpoint, url, batches):
@@ -118,12 +118,12 @@ def test_the_command_reads_urls(bucket, capfd):
 
 
 def _damage(url, name_end):
-    for path in place(url).iterdir():
+    for path in as_path(url).iterdir():
         if path.name.endswith(name_end):
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(bytes(content))
-            return FORMATS["sharded"]().is_whole(place(url)), outcome(lambda: read_any(url))
+            return FORMATS["sharded"]().is_whole(as_path(url)), outcome(lambda: read_any(url))
     raise AssertionError(f"no {name_end} in {names_in(url)}")
 
 
@@ -142,7 +142,7 @@ def _fails_in_mid_upload(rank, world_size, checkpoint, url, victim, call):
     from aiobotocore.client import AioBaseClient
 
     with sg.Run(accelerator="cpu", checkpoint=checkpoint, devices=world_size) as run:
-        run.ask("save_checkpoint", state=_large(1), path=place(url))
+        run.ask("save_checkpoint", state=_large(1), path=as_path(url))
         plain, calls = AioBaseClient._make_api_call, 0
 
         async def failing(self, operation, *arguments):
@@ -154,11 +154,11 @@ def _fails_in_mid_upload(rank, world_size, checkpoint, url, victim, call):
             return await plain(self, operation, *arguments)
 
         AioBaseClient._make_api_call = failing
-        said = outcome(lambda: run.ask("save_checkpoint", state=_large(2), path=place(url)))
+        said = outcome(lambda: run.ask("save_checkpoint", state=_large(2), path=as_path(url)))
         AioBaseClient._make_api_call = plain
         run.collectives.barrier()
-        value = float(read_any(place(url))["state_dict"]["w"][0])
-        folder = place(url) if checkpoint == "sharded" else place(url).parent
+        value = float(read_any(as_path(url))["state_dict"]["w"][0])
+        folder = as_path(url) if checkpoint == "sharded" else as_path(url).parent
         folder.fs.invalidate_cache()
         uploads = folder.fs.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads", [])
         return said, value, sorted(path.name for path in folder.iterdir()), len(uploads)
@@ -210,13 +210,13 @@ def test_memory_is_a_place_for_one_process(tmp_path):
         again = sg.Trainer(max_epochs=1, **QUIET)
         again.fit(Scheduled(seed=3), joined_batches(4, 24), ckpt_path=f"memory://here/{name}.ckpt")
         assert relative_difference(weights_of(again), weights_of(trainer)) == 0
-        FORMATS[name]().remove(place(f"memory://here/{name}.ckpt"))
-    assert not [path for path in place("memory://here").iterdir() if path.is_file()]
+        FORMATS[name]().remove(as_path(f"memory://here/{name}.ckpt"))
+    assert not [path for path in as_path("memory://here").iterdir() if path.is_file()]
 
 
 def _save_to_memory(rank, world_size):
     with sg.Run(accelerator="cpu", checkpoint="sharded", devices=world_size) as run:
-        return outcome(lambda: run.ask("save_checkpoint", state=_large(1), path=place("memory://x")))
+        return outcome(lambda: run.ask("save_checkpoint", state=_large(1), path=as_path("memory://x")))
 
 
 def test_memory_is_refused_for_several():
@@ -229,9 +229,9 @@ def test_memory_is_refused_for_several():
 def test_a_folder_of_objects_may_be_copied_to_a_disk(tmp_path):
     """What `aws s3 cp --recursive` brings home is read like any other."""
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
-        run.ask("save_checkpoint", state=_large(3), path=place("memory://there/x.ckpt"))
+        run.ask("save_checkpoint", state=_large(3), path=as_path("memory://there/x.ckpt"))
         (tmp_path / "x.ckpt").mkdir()
-        for path in place("memory://there/x.ckpt").iterdir():
+        for path in as_path("memory://there/x.ckpt").iterdir():
             (tmp_path / "x.ckpt" / path.name).write_bytes(path.read_bytes())
         assert torch.equal(
             read_checkpoint(run.context, tmp_path / "x.ckpt")["state_dict"]["w"], _large(3)["state_dict"]["w"]
@@ -245,7 +245,7 @@ def test_the_callback_keeps_its_checkpoints_at_a_url(tmp_path):
     trainer = sg.Trainer(max_epochs=3, callbacks=[callback], **arguments)
     trainer.fit(Scheduled(), joined_batches(2, 24))
     assert names_in("memory://kept") == ["epoch=2-step=6.ckpt", "last.ckpt"]
-    assert newest_whole(place("memory://kept"), ShardedCheckpoint()) == place("memory://kept/last.ckpt")
+    assert newest_whole(as_path("memory://kept"), ShardedCheckpoint()) == as_path("memory://kept/last.ckpt")
 
     again = sg.Trainer(max_epochs=4, callbacks=[ModelCheckpoint(dirpath="memory://kept", save_last=True)], **arguments)
     again.fit(Scheduled(), joined_batches(2, 24), ckpt_path="last")
@@ -264,15 +264,15 @@ def test_some_places_are_on_this_machine(name):
 
 def test_an_unknown_protocol_is_told():
     with pytest.raises(ConfigError, match="'nowhere://x' is a URL that cannot be opened"):
-        place("nowhere://x")
+        as_path("nowhere://x")
 
 
 def test_a_stranger_at_the_url_is_left_alone():
-    place("memory://stranger/x").mkdir(parents=True, exist_ok=True)
-    place("memory://stranger/x/thesis.txt").write_bytes(b"mine")
+    as_path("memory://stranger/x").mkdir(parents=True, exist_ok=True)
+    as_path("memory://stranger/x/thesis.txt").write_bytes(b"mine")
     run = sg.Run(accelerator="cpu", checkpoint="sharded")
     with run, pytest.raises(CheckpointError, match="exists and is no checkpoint of this format"):
-        run.ask("save_checkpoint", state={"state_dict": {}}, path=place("memory://stranger/x"))
+        run.ask("save_checkpoint", state={"state_dict": {}}, path=as_path("memory://stranger/x"))
     with pytest.raises(CheckpointError, match="nothing was deleted"):
-        ShardedCheckpoint().remove(place("memory://stranger/x"))
+        ShardedCheckpoint().remove(as_path("memory://stranger/x"))
     assert names_in("memory://stranger/x") == ["thesis.txt"]

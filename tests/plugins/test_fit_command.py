@@ -19,7 +19,7 @@ import yaml
 import stratagem as sg
 from stratagem.cli import main
 from stratagem.config.settings import TrainerSettings, gather, option_names
-from stratagem.config.sources import Layer
+from stratagem.config.sources import Source
 from stratagem.stack.formats import read_any
 from stratagem_testing.scripts import run as run_script
 
@@ -838,7 +838,8 @@ def test_the_printed_configuration_can_be_fed_back(capsys, monkeypatch):
     Path("run.yaml").write_text(first)
     second = printed(capsys)
     before, after = (
-        gather(TrainerSettings, {}, [Layer("file", values=yaml.safe_load(text)["trainer"])]) for text in (first, second)
+        gather(TrainerSettings, {}, [Source("file", values=yaml.safe_load(text)["trainer"])])
+        for text in (first, second)
     )
 
     assert first == second
@@ -910,7 +911,7 @@ def test_the_schema_takes_what_the_program_takes(capsys, validator):
 )
 def test_the_schema_takes_choices_of_plugins(validator, trainer):
     validator.validate(RUN | {"trainer": trainer})
-    gather(TrainerSettings, {}, [Layer("file", values={k: v for k, v in (trainer or {}).items() if "." not in k})])
+    gather(TrainerSettings, {}, [Source("file", values={k: v for k, v in (trainer or {}).items() if "." not in k})])
 
 
 @pytest.mark.parametrize(

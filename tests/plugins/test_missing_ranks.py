@@ -48,8 +48,8 @@ CALLS = {
     "average_async": lambda c: c.average_async(ONES.clone()).wait(),
     "all_gather": lambda c: c.all_gather(ONES),
     "all_gather_async": lambda c: c.all_gather_async(ONES).wait(),
-    "exchange_async": lambda c: c.exchange_async(ONES).wait(),
-    "pass_on": lambda c: c.pass_on(ONES, 1, 1),
+    "all_to_all_async": lambda c: c.all_to_all_async(ONES).wait(),
+    "send_recv": lambda c: c.send_recv(ONES, 1, 1),
     "split": lambda c: c.split([[0], [1]]),
     "broadcast": lambda c: c.broadcast(ONES.clone()),
     "replicate": lambda c: c.replicate([ONES.clone(), ONES.clone()]),
@@ -58,7 +58,7 @@ CALLS = {
     "barrier": lambda c: c.barrier(),
     "any": lambda c: c.any(False),
     "fail_together": lambda c: c.fail_together(None),
-    "meet": lambda c: c.meet("meet()", 60),
+    "barrier_with_timeout": lambda c: c.barrier_with_timeout("barrier()", 60),
     "duplicate": lambda c: c.duplicate("x"),
     "apart": lambda c: c.apart(),
 }
@@ -120,8 +120,10 @@ def test_who_leaves_out_a_collective_is_named(names):
 
     for name, (sentence, took_s) in said.items():
         assert took_s < 1 + GRACE_S, name
-        if name == "meet":
-            assert sentence.startswith("ConfigError: meet() was called on rank 0 and on 1 of 2 ranks, not on rank 1;")
+        if name == "barrier_with_timeout":
+            assert sentence.startswith(
+                "ConfigError: barrier() was called on rank 0 and on 1 of 2 ranks, not on rank 1;"
+            )
             continue
         assert sentence.startswith("PeerError: rank 0 has heard nothing from rank 1 ("), (name, sentence)
         assert "rank 1 is in test_missing_ranks.py:" in sentence, (name, sentence)

@@ -173,6 +173,9 @@ class RunContext(Protocol):
     #: False while gradients are only accumulated.
     sync_gradients: bool
 
+    #: True in a worker whose results are sent back to the launching process.
+    is_worker: bool
+
     @property
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for a loop of the user's."""

@@ -147,8 +147,8 @@ def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> 
     """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
 
     What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
-    of the stack an all-reduce mean over the ranks of `collectives`; a future, as of ``collectives.exchange_async``, as
-    what it holds. It may yield several times, equally often on all ranks. A plain function, without ``yield``, returns
+    of the stack an all-reduce mean over the ranks of `collectives`; a future, such as that of
+    ``collectives.all_to_all_async``, as what it holds. It may yield several times, equally often on all ranks. A plain function, without ``yield``, returns
     its result at once. The run composes the stack once (`Run.bucket_reducer`) and calls the implementations directly,
     not through pluggy.
     """

@@ -237,7 +237,7 @@ class CheckpointFormat(Plugin):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether it gives saves to ``run.saver`` in the background: the groups for that are made at connect."""
+        """Whether it calls ``run.save_in_background``: the groups for that are made at connect."""
         return bool(getattr(self, "async_save", False))
 
     def recognises(self, path: Path) -> bool:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_ori
 
 import attrs
 
-from stratagem.api.paths import is_remote, place
+from stratagem.api.paths import as_path, is_remote
 from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _from_text() -> cattrs.Converter:
 def _place(value: Any) -> Path:
     if not isinstance(value, str) and is_remote(value) and hasattr(value, "fs"):
         return cast("Path", value)
-    return place(_instance(value, (str, Path)))
+    return as_path(_instance(value, (str, Path)))
 
 
 def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from stratagem.errors import CheckpointError, ConfigError
 
 
-def place(path: Any) -> Path:
+def as_path(path: Any) -> Path:
     """Return `path` as a path: local ones as a `Path`, URLs as a `UPath`; a leading ``~`` is the home folder.
 
     Raises:

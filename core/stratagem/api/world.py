@@ -150,11 +150,11 @@ class Collectives:
         """Return a future of every rank's 1-D `tensor` (equal sizes), in rank order, joined: (ranks * n,)."""
         return self.average_async(tensor.clone())
 
-    def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def all_to_all_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Cut the 1-D `tensor` into a piece for each rank; the future holds the pieces that this rank was sent."""
         return self.average_async(tensor.clone())
 
-    def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    def send_recv(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
         """Send `tensor` to rank `to`, and return what rank `source` sent (of the same shape)."""
         return tensor.clone()
 
@@ -201,7 +201,7 @@ class Collectives:
             if report is not None:
                 raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
 
-    def meet(self, what: str, limit_s: float) -> None:
+    def barrier_with_timeout(self, what: str, limit_s: float) -> None:
         """Return once every rank has called this for the same `what`.
 
         For calls that a user may make on one rank alone: unlike a collective it ends, with an error that says so.

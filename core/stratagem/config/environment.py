@@ -7,13 +7,13 @@ import os
 import warnings
 from collections.abc import Mapping
 
-from stratagem.config.sources import DOTTED, PREFIX, Layer
+from stratagem.config.sources import DOTTED, PREFIX, Source
 from stratagem.errors import ConfigError
 
 
-def from_environment(variables: Mapping[str, str] = os.environ) -> Layer:
+def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
     """Read ``STRATAGEM_TRAINER_<ARGUMENT>`` and ``STRATAGEM_<KIND>_<OPTION>``."""
-    layer = Layer("environment", text=True)
+    layer = Source("environment", text=True)
     for variable, text in sorted(variables.items()):
         name = variable.removeprefix(PREFIX)
         if name == variable:

@@ -19,7 +19,7 @@ from stratagem.api.validators import (
     duration_or_text,
     more_than,
 )
-from stratagem.config.sources import Layer, parse_choice
+from stratagem.config.sources import Source, parse_choice
 from stratagem.errors import ConfigError, nearest
 
 S = TypeVar("S", bound="RunSettings")
@@ -194,7 +194,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) -> S:
+def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:
     """Return settings of class `cls` from `layers`, weakest first, and then `code`; None for a path means its default.
 
     Raises:
@@ -204,7 +204,7 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     options: dict[str, dict[str, PluginOption]] = {}
-    for layer in (*layers, Layer("code", given)):
+    for layer in (*layers, Source("code", given)):
         for name, value in layer.values.items():
             converted = _convert(cls, name, value, layer)
             if name in CHOICES:
@@ -225,7 +225,7 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Layer] = ()) 
     return settings
 
 
-def _convert(cls: type[Any], name: str, value: Any, layer: Layer) -> Any:
+def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
     """Return `value` as argument `name` wants it."""
     known = option_names(cls)
     if name not in known:
@@ -246,7 +246,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Layer) -> Any:
 
 
 def _split_options(
-    kind: str, choice: Any, earlier: Any, layer: Layer, options: dict[str, dict[str, PluginOption]]
+    kind: str, choice: Any, earlier: Any, layer: Source, options: dict[str, dict[str, PluginOption]]
 ) -> Any:
     """Take the options out of a mapping, so that a stronger layer can set one of them; return the name."""
     is_mapping = isinstance(choice, Mapping) and isinstance(choice.get("name"), str)

@@ -22,7 +22,7 @@ from typing import Any
 from attrs import define, field
 
 from stratagem.api.kinds import KINDS
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest, shown
 
 PREFIX = "STRATAGEM_"
@@ -32,7 +32,7 @@ DOTTED = tuple(kind for kind in KINDS if kind != "callback")
 
 
 @define(eq=False)
-class Layer:
+class Source:
     """What one source says."""
 
     #: "file run.yaml", "environment", "command line"
@@ -57,13 +57,13 @@ class Layer:
             )
 
 
-def from_file(path: str | Path) -> Layer:
+def from_file(path: str | Path) -> Source:
     """Read a YAML or TOML file whose top level names Trainer arguments.
 
     Raises:
         ConfigError: no such file, not YAML or TOML, a key that is there twice, or not a mapping at the top.
     """
-    path = place(path)
+    path = as_path(path)
     if not path.is_file():
         raise ConfigError(f"configuration file {str(path)!r} does not exist", do="check the path")
     content = _parse(path)
@@ -78,7 +78,7 @@ def from_file(path: str | Path) -> Layer:
             raise ConfigError(
                 f"{path} has the key {shown(key)} at its top level", expected="names of Trainer arguments"
             )
-    layer = Layer(f"file {path.name}")
+    layer = Source(f"file {path.name}")
     for name, value in content.items():
         layer.set(name, value)
     return layer
@@ -168,18 +168,18 @@ def _check_nodes(root: Any, path: Path) -> None:
             lines[name] = key_line
 
 
-def from_arguments(arguments: Sequence[str]) -> tuple[Layer, Path | None, bool]:
+def from_arguments(arguments: Sequence[str]) -> tuple[Source, Path | None, bool]:
     """Read ``--name value``, ``--name=value`` and ``--kind.option value``.
 
     Returns:
         The layer, the path after ``--config`` if any, and whether ``--help`` was asked for.
     """
-    layer, config, wants_help = Layer("command line", text=True), None, False
+    layer, config, wants_help = Source("command line", text=True), None, False
     for name, value in _pairs(arguments):
         if name in ("help", "h"):
             wants_help = True
         elif name == "config":
-            config = place(value)
+            config = as_path(value)
         else:
             layer.set(name, value)
     return layer, config, wants_help

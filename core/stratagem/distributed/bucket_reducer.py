@@ -35,7 +35,7 @@ _SEE = "see reduce_bucket in docs/hooks.md"
 
 
 @frozen
-class Level:
+class HookStage:
     """One comm hook of the stack."""
 
     name: str
@@ -45,21 +45,21 @@ class Level:
     arguments: Sequence[str]
 
 
-class Wire:
+class BucketReducer:
     """Averages buckets over the ranks of `collectives`, through `levels`, the first of them outermost."""
 
-    def __init__(self, levels: Sequence[Level], collectives: Collectives, run: RunContext) -> None:
+    def __init__(self, levels: Sequence[HookStage], collectives: Collectives, run: RunContext) -> None:
         self.levels, self.collectives, self.run = levels, collectives, run
         self.traffic = collectives.traffic
         #: What went wrong in a hook, for the strategy's caller: an engine may tell less.
         self.failure: BaseException | None = None
-        self._waiting: deque[_Journey] = deque()
+        self._waiting: deque[_InFlightBucket] = deque()
         self._takes_turns = False
-        self._travelling: set[_Journey] = set()
+        self._travelling: set[_InFlightBucket] = set()
 
     def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Send `bucket` on its way; the future holds its average, in a tensor like ``bucket.buffer``."""
-        journey = _Journey(self, bucket)
+        journey = _InFlightBucket(self, bucket)
         journey.go_on()
         if journey.pending is None:
             journey.arrive()
@@ -115,24 +115,24 @@ class Wire:
 class _Arrival(torch.futures.Future):  # type: ignore[type-arg]
     """The future of an average. Who waits for it before the last bucket was sent has sent all there is."""
 
-    wire: Wire
+    wire: BucketReducer
 
     def wait(self) -> Any:
         self.wire.take_turns()
         return super().wait()
 
 
-class _Journey:
+class _InFlightBucket:
     """One bucket on its way down the stack and up again."""
 
-    def __init__(self, wire: Wire, bucket: Bucket) -> None:
+    def __init__(self, wire: BucketReducer, bucket: Bucket) -> None:
         self.wire = wire
         device = bucket.buffer.device
         self.arrival = _Arrival(devices=[] if device.type == "cpu" else [device])
         self.arrival.wire = wire
         #: What the hook whose turn it is waits for; None once the bucket has arrived.
         self.pending: torch.futures.Future[Any] | None = None
-        self._asked: list[tuple[Level, Bucket, Any]] = []
+        self._asked: list[tuple[HookStage, Bucket, Any]] = []
         self._next: Any = bucket.buffer
         self._error: Exception | None = None
         self._first = bucket
@@ -197,7 +197,7 @@ class _Journey:
             return None, False
         return self._checked(level, bucket, hook), True  # it sends nothing
 
-    def _checked(self, level: Level, bucket: Bucket, result: Any) -> Tensor:
+    def _checked(self, level: HookStage, bucket: Bucket, result: Any) -> Tensor:
         like = bucket.buffer
         if isinstance(result, Tensor) and (result.shape, result.dtype) == (like.shape, like.dtype):
             return result

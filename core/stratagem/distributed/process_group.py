@@ -226,7 +226,7 @@ class TorchCollectives(Collectives):
         work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
         return work.get_future().then(lambda future: self._settled(future, whole))
 
-    def exchange_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def all_to_all_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch
         import torch.distributed as dist
 
@@ -245,12 +245,12 @@ class TorchCollectives(Collectives):
             torch.cuda.synchronize(tensor.device)
         return tensor
 
-    def pass_on(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    def send_recv(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
         import torch
         import torch.distributed as dist
 
         place = self._sent_from(tensor)
-        self._same_call("pass_on", *_facts(tensor, place))
+        self._same_call("send_recv", *_facts(tensor, place))
         local = tensor.to(place).contiguous()
         self._count("send", local)
         received = torch.empty_like(local)
@@ -330,7 +330,7 @@ class TorchCollectives(Collectives):
         else:
             dist.barrier(group=self.group)
 
-    def meet(self, what: str, limit_s: float) -> None:
+    def barrier_with_timeout(self, what: str, limit_s: float) -> None:
         import torch.distributed as dist
 
         self._meetings += 1

@@ -216,7 +216,7 @@ def _root_is_known(folder: Path) -> bool:
     return any(not (each.is_echo or each.type == SystemExit.__name__) for each in reports)
 
 
-class Companions:
+class LocalWorkers:
     """The other processes of this node, beside a parent that is one of the ranks itself."""
 
     def __init__(self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any) -> None:
@@ -308,7 +308,7 @@ class Companions:
             _leave_now()
 
 
-_companions: Companions | None = None
+_companions: LocalWorkers | None = None
 
 
 def _interrupt_main_thread() -> None:

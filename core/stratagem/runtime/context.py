@@ -20,7 +20,7 @@ from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
-from stratagem.distributed.bucket_reducer import Level, Wire
+from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
 from stratagem.distributed.rendezvous import check_address
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
@@ -101,7 +101,7 @@ class Context:
         #: The strategy has yet to ask for the comm hooks.
         self.reducer_is_due = False
         #: What `bucket_reducer` returned for the model that is prepared.
-        self.bucket_reducers: list[Wire] = []
+        self.bucket_reducers: list[BucketReducer] = []
         #: Modules that were prepared for a loop of the user's.
         self.handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
         #: Strategies answer `model_state` and `optimizer_state` with whole tensors, not with each rank's shards.
@@ -395,7 +395,7 @@ class Context:
         """Return `batch` on the device, in the precision's dtype."""
         return self.hooks.transfer_batch(batch=batch, run=self)
 
-    def bucket_reducer(self, over: Collectives | None = None) -> Wire | None:
+    def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
         """Return the stack of comm hooks as one function that averages a bucket; None if there is none.
 
         Args:
@@ -406,8 +406,8 @@ class Context:
         found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
         if not found:
             return None
-        levels = [Level(name, implementation.function, implementation.argnames) for name, implementation in found]
-        wire = Wire(levels, self.peers if over is None else over, self)
+        levels = [HookStage(name, implementation.function, implementation.argnames) for name, implementation in found]
+        wire = BucketReducer(levels, self.peers if over is None else over, self)
         self.bucket_reducers.append(wire)
         return wire
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from stratagem.api.context import RunContext
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.errors import CheckpointError
@@ -47,14 +47,14 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
         "values": values,
         "format": format_tag(run.stack),
     }
-    run.ask("save_checkpoint", state=state, path=place(path))
+    run.ask("save_checkpoint", state=state, path=as_path(path))
 
 
 def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), strict: bool = True) -> dict[str, Any]:
     """Read what `save` (or a Trainer) wrote into `model` and `optimizer`; return the extra values."""
     module = model.module if isinstance(model, ModelHandle) else model
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    state = read_checkpoint(run, place(path))
+    state = read_checkpoint(run, as_path(path))
     load_model(run, state["state_dict"], module, strict, path)
     load_optimizers(run, state.get("optimizers", []), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))

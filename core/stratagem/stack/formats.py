@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.paths import place, refusals
+from stratagem.api.paths import as_path, refusals
 from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.files import STAGED, check_version
 from stratagem.errors import CheckpointError, PluginError
@@ -49,7 +49,7 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
     """
-    path = place(path)
+    path = as_path(path)
     with refusals(path, "read"):
         if not path.exists():
             raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
@@ -122,7 +122,7 @@ def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict
 def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
     """Have a format that is not the run's own write `state` to `path`."""
     _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
-    run.saver.wait()
+    run.wait_for_saves()
 
 
 def _call(plugin: Any, hook: str, **given: Any) -> Any:

@@ -52,7 +52,7 @@ class Window:
     buffers: dict[str, Tensor]
 
 
-class Feed:
+class ResumableBatches:
     """The batches of a fit's epochs, on this rank."""
 
     def __init__(self, loader: Any, num_batches: float, run: Context, module: nn.Module) -> None:

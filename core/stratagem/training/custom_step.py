@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.runtime.context import Context
-    from stratagem.training.batches import Feed
+    from stratagem.training.batches import ResumableBatches
     from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
 
@@ -41,7 +41,7 @@ class Loop(Protocol):
 
     state: FitState
     run: Context
-    feed: Feed
+    feed: ResumableBatches
     accumulate: int
     with_index: bool
     closes_over: bool

@@ -14,7 +14,7 @@ from torch import nn
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import set_epoch
 from stratagem.training.metric_log import log_evaluation_step, publish_epoch
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
 from stratagem.training.overrides import takes
 
@@ -32,7 +32,7 @@ _STAGES = {
 def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
     """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
     run, (method, event) = state.run, _STAGES[stage]
-    before, book = (run.stage, state.book), MetricBook(default_on_step=False, collectives=run.collectives)
+    before, book = (run.stage, state.book), StageMetrics(default_on_step=False, collectives=run.collectives)
     run.stage, state.book = stage, book
     results: list[Any] = []
     try:
@@ -102,7 +102,7 @@ def _keep_pace(
 ) -> None:
     """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
     run, book = state.run, state.book
-    state.book = MetricBook(default_on_step=False, collectives=run.collectives)
+    state.book = StageMetrics(default_on_step=False, collectives=run.collectives)
     try:
         while run.collectives.unchecked.any(False):
             if batch is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, fields
 
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 from stratagem.training.progress import Position
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
-    from stratagem.training.batches import Feed
+    from stratagem.training.batches import ResumableBatches
 
 
 #: Declares a field that begins with its default in every process, and is not sent to another one.
@@ -60,14 +60,14 @@ class FitState:
     carried: dict[str, Any] | None = None
 
     #: The metrics of the training epoch, and those of the stage that is under way.
-    training_book: MetricBook = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
-    book: MetricBook = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    training_book: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    book: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What callbacks logged in `on_train_epoch_end`, while that is called; for the loggers.
     late_metrics: dict[str, Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     last_logged_step: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=-1)
     events: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: The batches of the training loop.
-    feed: Feed | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    feed: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What `training_step` returned last.
     last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: Number of the loader whose batches are used now.
@@ -102,7 +102,7 @@ class FitState:
 
     def begin(self, events: Any) -> None:
         """Begin a call in this process; `events` is an `Events` of this state."""
-        self.training_book = self.book = MetricBook(True, self.run.collectives)
+        self.training_book = self.book = StageMetrics(True, self.run.collectives)
         self.book.closed = "outside training, validation and testing"
         self.late_metrics, self.last_logged_step, self.events = None, -1, events
 

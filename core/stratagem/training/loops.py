@@ -13,10 +13,10 @@ import torch
 
 from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError
-from stratagem.training.batches import Feed
+from stratagem.training.batches import ResumableBatches
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
 from stratagem.training.metric_log import end_epoch, log_step
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
 from stratagem.training.overrides import takes
 
@@ -30,7 +30,7 @@ MEETING_S = 60.0
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
-    def __init__(self, state: FitState, feed: Feed, validate: Callable[[], None]) -> None:
+    def __init__(self, state: FitState, feed: ResumableBatches, validate: Callable[[], None]) -> None:
         self.state, self.validate, self.run, self.feed = state, validate, state.run, feed
         self.settings, self.position = state.settings, state.position
         module = state.module
@@ -206,7 +206,7 @@ class TrainLoop:
         """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
         state, run = self.state, self.run
         if state.should_stop and run.world_size > 1 and not self.told_to_stop:
-            run.collectives.meet("trainer.should_stop = True", MEETING_S)
+            run.collectives.barrier_with_timeout("trainer.should_stop = True", MEETING_S)
             self.told_to_stop = True
         return state.should_stop
 
@@ -217,7 +217,7 @@ class TrainLoop:
     def _again(self, batch: Any, batch_idx: int) -> None:
         """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
         state, run = self.state, self.run
-        book, state.book = state.book, MetricBook(default_on_step=True, collectives=run.collectives)
+        book, state.book = state.book, StageMetrics(default_on_step=True, collectives=run.collectives)
         try:
             state.book.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
@@ -292,7 +292,7 @@ class TrainLoop:
         """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""
         if self.run.world_size > 1:
             try:
-                self.run.collectives.meet("on_train_batch_start", MEETING_S)
+                self.run.collectives.barrier_with_timeout("on_train_batch_start", MEETING_S)
             except ConfigError:
                 raise ConfigError(
                     f"on_train_batch_start returned -1 at batch {batch_idx} on rank {self.run.rank}, not on all ranks",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, nearest
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
@@ -24,7 +24,7 @@ def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) 
     try:
         book.log(name, value, **options)
     except TypeError as error:
-        known = [p for p in inspect.signature(MetricBook.log).parameters if p not in ("self", "name", "value")]
+        known = [p for p in inspect.signature(StageMetrics.log).parameters if p not in ("self", "name", "value")]
         unknown = next((option for option in options if option not in known), "")
         raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
                           do=nearest(unknown, known)) from error  # fmt: skip
@@ -32,7 +32,7 @@ def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) 
         _publish_late(state, name, book)
 
 
-def _book_for_one(state: FitState, name: str) -> MetricBook:
+def _book_for_one(state: FitState, name: str) -> StageMetrics:
     """Return a book for what a callback logs once the epoch's metrics are reduced; elsewhere it is too late."""
     if state.late_metrics is None:
         raise ConfigError(
@@ -44,12 +44,12 @@ def _book_for_one(state: FitState, name: str) -> MetricBook:
         raise ConfigError(
             f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
         )
-    book = MetricBook(default_on_step=False, collectives=state.run.collectives)
+    book = StageMetrics(default_on_step=False, collectives=state.run.collectives)
     book.without_steps = "on_train_epoch_end"
     return book
 
 
-def _publish_late(state: FitState, name: str, book: MetricBook) -> None:
+def _publish_late(state: FitState, name: str, book: StageMetrics) -> None:
     (metric,) = book.metrics.values()
     if not metric.on_epoch:
         raise ConfigError(
@@ -93,7 +93,7 @@ def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
         _to_loggers(state, {name: v for name, v in steps.items() if book.shown(name, "logger")}, batches[key])
 
 
-def publish_epoch(state: FitState, book: MetricBook) -> dict[str, Any]:
+def publish_epoch(state: FitState, book: StageMetrics) -> dict[str, Any]:
     """Reduce `book` over the epoch (collective), publish the values, and return them."""
     values = book.epoch_values()
     state.callback_metrics.update(book.step_values())

@@ -105,7 +105,7 @@ class Metric:
             self.source.reset()
 
 
-class MetricBook:
+class StageMetrics:
     """The metrics of one stage ("train", "validate", "test"), and where each of them is to be shown."""
 
     def __init__(self, default_on_step: bool, collectives: Collectives) -> None:

@@ -19,7 +19,7 @@ from stratagem.runtime import state_io
 from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
 from stratagem.training import lightning_names, trainer_state
-from stratagem.training.batches import Feed, agreed_size, length
+from stratagem.training.batches import ResumableBatches, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
 from stratagem.training.evaluation import evaluate
@@ -44,7 +44,7 @@ _LOADERS = {
 
 
 @define(eq=False)
-class Job:
+class StageRequest:
     """What the user asked for; travels to the processes that do it."""
 
     stage: str
@@ -56,10 +56,10 @@ class Job:
     carried: dict[str, Any] | None = None
 
 
-class Session:
+class StageRunner:
     """A job at work in this process."""
 
-    def __init__(self, state: FitState, job: Job) -> None:
+    def __init__(self, state: FitState, job: StageRequest) -> None:
         self.state, self.run, self.settings, self.job = state, state.run, state.settings, job
         self.module: Module = state.module
         self.val_loaders: list[Any] = []
@@ -135,7 +135,7 @@ class Session:
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
         self._size_epochs(loader)
-        earlier, feed = state.feed, Feed(loader, state.num_training_batches, run, self.module)
+        earlier, feed = state.feed, ResumableBatches(loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
             feed.resume(earlier.state_dict(state.position), earlier.random_state())
         state.feed, state.use_loader = feed, self.use_loader

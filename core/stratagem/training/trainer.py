@@ -15,12 +15,12 @@ import torch
 from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.lr_schedulers import LRSchedulerConfig
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.api.world import World
 from stratagem.config.environment import from_environment
 from stratagem.config.settings import TrainerSettings, gather, moved
-from stratagem.config.sources import Layer, from_arguments, from_file, program
+from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.runtime.context import Context
@@ -35,7 +35,7 @@ from stratagem.training.module import Module, original, overrides
 from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.overrides import takes
 from stratagem.training.progress import Position
-from stratagem.training.stage_runner import Job, Session
+from stratagem.training.stage_runner import StageRequest, StageRunner
 from stratagem.training.trial import TrialStep, trial_steps
 
 #: How long a rank that calls `save_checkpoint` waits for the others before it says that it is alone.
@@ -53,7 +53,7 @@ def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None
     """Let ``__init__`` tell an argument that was given from one that has its default value."""
 
     @functools.wraps(init)
-    def wrapper(self: Any, *, layers: Sequence[Layer] = (), **arguments: Any) -> None:
+    def wrapper(self: Any, *, layers: Sequence[Source] = (), **arguments: Any) -> None:
         known = inspect.signature(init).parameters
         for name in arguments:
             if name not in known:
@@ -134,7 +134,7 @@ class Trainer:
         barebones: bool = False,
     ) -> None:
         self.given: dict[str, Any]
-        self.layers: Sequence[Layer]
+        self.layers: Sequence[Source]
         self.settings: TrainerSettings = gather(TrainerSettings, self.given, _with_environment(self.layers))
         self.run = Context(self.settings)
         if self.settings.fast_dev_run:
@@ -178,7 +178,7 @@ class Trainer:
         arguments = sys.argv[1:] if argv is None else argv
         try:
             line, config, wants_help = from_arguments(arguments)
-            files = [Layer("the script's defaults", dict(defaults))] if defaults else []
+            files = [Source("the script's defaults", dict(defaults))] if defaults else []
             files += [from_file(config)] if config is not None else []
             if not wants_help:
                 return cls(layers=[*files, line])
@@ -259,10 +259,10 @@ class Trainer:
         """
         if self.state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
-        self.run.collectives.meet("save_checkpoint", MEETING_S)
+        self.run.collectives.barrier_with_timeout("save_checkpoint", MEETING_S)
         state = trainer_state.dump(self.state, weights_only)
         self.state.events.emit("on_save_checkpoint", checkpoint=state)
-        self.run.ask("save_checkpoint", state=state, path=place(path))
+        self.run.ask("save_checkpoint", state=state, path=as_path(path))
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Build a module under the strategy's and the precision's contexts: ``with trainer.init_module(): ...``.
@@ -495,7 +495,7 @@ class Trainer:
             loaders, datamodule = None, loaders
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
-        job = Job(stage, loaders, val_loaders, datamodule, ckpt_path)
+        job = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path)
         state = self.state
         if model is not state.module:
             state.carried = None
@@ -517,22 +517,22 @@ class Trainer:
             self._call_at_work = None
             if outer is not None and outer._call_at_work is not None:
                 model.__dict__["_trainer"] = outer  # whose call this one was made in
-        return home.unpack(state) if isinstance(home, trainer_state.Homecoming) else home
+        return home.unpack(state) if isinstance(home, trainer_state.WorkerResult) else home
 
-    def _main(self, job: Job, run: Context) -> Any:
+    def _main(self, job: StageRequest, run: Context) -> Any:
         """Do `job` in this process, one of those that the launcher started."""
         self.state.module.__dict__["_trainer"], self._call_at_work = self, job.stage
         if isinstance(job.datamodule, DataModule):
             job.datamodule.trainer = self
         self._enter()
         try:
-            result = Session(self.state, job).work()
+            result = StageRunner(self.state, job).work()
         except BaseException as error:
             self.state.events.emit("on_exception", exception=error)
             if callable(tell := getattr(job.datamodule, "on_exception", None)):
                 tell(error)
             raise
-        return trainer_state.Homecoming.pack(self.state, result, job.stage == "fit") if run.is_worker else result
+        return trainer_state.WorkerResult.pack(self.state, result, job.stage == "fit") if run.is_worker else result
 
     def _use_callbacks_of(self, model: Module) -> None:
         """Let the callbacks that `model` brings take part, until another model is given."""
@@ -572,7 +572,7 @@ class Trainer:
         self.__dict__.update(state, _call_at_work=None, _handles=[])
 
 
-def _with_environment(layers: Sequence[Layer]) -> list[Layer]:
+def _with_environment(layers: Sequence[Source]) -> list[Source]:
     """Put the environment where it belongs: over files, under a command line."""
     files = [layer for layer in layers if not layer.text]
     return [*files, from_environment(), *(layer for layer in layers if layer.text)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from stratagem.api.named_state import load_weights
-from stratagem.api.paths import is_remote, place
+from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.state_checks import (
@@ -277,7 +277,7 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
     """Turn "last" and "best" into a path, the same on all ranks; None means a fresh start. Collective."""
     fit.run.saver.wait()  # what is being saved may be what is looked for
     if path is None or path not in ("last", "best"):
-        return None if path is None else place(path)
+        return None if path is None else as_path(path)
     found, error = None, None
     if fit.run.is_global_zero:
         try:
@@ -291,14 +291,14 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
 
 def _best(fit: FitState) -> Path:
     if best := next((each.best_model_path for each in _callbacks(fit) if hasattr(each, "best_model_path")), ""):
-        return place(best)
+        return as_path(best)
     for folder in _folders(fit):  # an earlier process's callback wrote down which one it was
         newest = newest_whole(folder, fit.run.checkpoint_format)
         if newest is None:
             continue
         states = read_with(format_of(newest, fit.run.checkpoint_format), newest, Alone()).get("callbacks", {})
         for state in states.values():
-            named = place((state.get("best_model_path") if isinstance(state, dict) else "") or ".")
+            named = as_path((state.get("best_model_path") if isinstance(state, dict) else "") or ".")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]
             if found:
                 return found[0]
@@ -314,7 +314,7 @@ def _callbacks(fit: FitState) -> list[Any]:
 def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
     folders = [callback.folder(fit.trainer) for callback in _callbacks(fit) if hasattr(callback, "folder")]
-    return [place(folder) for folder in [*folders, fit.settings.default_root_dir]]
+    return [as_path(folder) for folder in [*folders, fit.settings.default_root_dir]]
 
 
 def _last(fit: FitState) -> Path | None:
@@ -337,7 +337,7 @@ def _last(fit: FitState) -> Path | None:
 
 
 @define(eq=False)
-class Homecoming:
+class WorkerResult:
     """What a process that trained on its parent's behalf brings back: the result, and the state of the run."""
 
     result: Any
@@ -346,7 +346,7 @@ class Homecoming:
     logged_metrics: dict[str, Any]
 
     @classmethod
-    def pack(cls, fit: FitState, result: Any, fitted: bool) -> Homecoming:
+    def pack(cls, fit: FitState, result: Any, fitted: bool) -> WorkerResult:
         """Collective."""
         with fit.run.making_whole():  # the parent has no shards
             state = dump(fit, weights_only=not fitted)

@@ -11,7 +11,7 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem.stack import identity
-from stratagem.training.metrics import MetricBook
+from stratagem.training.metrics import StageMetrics
 from stratagem.training.overrides import takes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
                if not key.startswith("callback.")]  # fmt: skip
     random, book = feed.random_state(), state.book
     modes = [(part, part.training) for part in module.modules()]
-    state.book = MetricBook(default_on_step=True, collectives=run.collectives)
+    state.book = StageMetrics(default_on_step=True, collectives=run.collectives)
     try:
         yield lambda batch, number: _step(state, batch, number)
     finally:

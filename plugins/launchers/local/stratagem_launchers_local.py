@@ -29,7 +29,7 @@ from stratagem.distributed.relaunch import relaunch_command
 from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import report, reports_folder
 from stratagem.distributed.supervision import (
-    Companions,
+    LocalWorkers,
     die_with,
     ending_on_sigterm,
     forget_signals,
@@ -76,7 +76,7 @@ class SubprocessLauncher(Launcher):
             shutil.rmtree(folder, ignore_errors=True)
             raise
         os.environ.update(process_variables(first))
-        return Companions(children, folder, store).run(main)
+        return LocalWorkers(children, folder, store).run(main)
 
 
 def _dying_with(parent: int) -> Callable[[], None] | None:

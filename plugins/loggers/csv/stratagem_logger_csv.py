@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from stratagem.api import Logger, hookimpl
-from stratagem.api.paths import is_remote, place, replace_text
+from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 
@@ -113,7 +113,7 @@ class CSVLogger(Logger):
 
     def _destination(self, root: Path) -> Path:
         """Return the folder of this run, or of all versions if the version is not chosen."""
-        parent = place(root if self.save_dir is None else self.save_dir) / self.name
+        parent = as_path(root if self.save_dir is None else self.save_dir) / self.name
         if self.version is None:
             return parent
         return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)

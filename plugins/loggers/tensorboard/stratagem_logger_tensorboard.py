@@ -13,7 +13,7 @@ import attrs
 from attrs import define, field
 
 from stratagem.api import Logger, hookimpl
-from stratagem.api.paths import is_remote, place
+from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, PluginError
@@ -198,7 +198,7 @@ class TensorBoardLogger(Logger):
     def _destination(self) -> Path:
         """The folder of this run, or of all versions if the version is not chosen."""
         assert self._root is not None
-        parent = place(self._root if self.save_dir is None else self.save_dir) / self.name
+        parent = as_path(self._root if self.save_dir is None else self.save_dir) / self.name
         if self.version is None:
             return parent
         return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.monitored import monitored
-from stratagem.api.paths import is_remote, place
+from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
 from stratagem.distributed.supervision import interrupted_by_watcher
@@ -92,7 +92,7 @@ class ModelCheckpoint(Callback):
 
     def folder(self, trainer: Any) -> Path:
         """Return the folder of the checkpoints."""
-        return place(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
+        return as_path(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
 
     @hookimpl
     def on_fit_start(self, trainer):
@@ -227,7 +227,7 @@ class ModelCheckpoint(Callback):
                 self._asked_for = (last or path, trainer.global_step)
                 trainer.run.after_save(functools.partial(setattr, self, "_on_disk", self._asked_for))
             for old in doomed:  # not before there is something better on the disk
-                trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, place(old)))
+                trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
 
     def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str], str] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""
@@ -287,7 +287,7 @@ class ModelCheckpoint(Callback):
         """Return where ``last`` is: the one of this run, or a name that is free."""
         folder, form = self.folder(trainer), trainer.checkpoint_format
         path, version = folder / f"last{form.suffix}", 0
-        mine = place(self.last_model_path) if self.last_model_path else None
+        mine = as_path(self.last_model_path) if self.last_model_path else None
         if mine is not None and mine.name.endswith(form.suffix) and (form.recognises(mine) or not mine.exists()):
             return str(mine)
         while self.enable_version_counter and path.exists():
@@ -329,7 +329,7 @@ class ModelCheckpoint(Callback):
         same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
         keeps_fewer = self.save_top_k != -1 and not 0 <= state["save_top_k"] <= self.save_top_k
         kept = {} if keeps_fewer or not same else state["best_k_models"]
-        self.best_k_models = {path: score for path, score in kept.items() if place(path).exists()}
+        self.best_k_models = {path: score for path, score in kept.items() if as_path(path).exists()}
         self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
         self._folder = state["folder"]

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.api.peer_errors import is_echo
 from stratagem.api.validators import more_than, not_empty
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
@@ -37,7 +37,7 @@ class OnExceptionCheckpoint(OwnCheckpoint):
 
     def folder(self, trainer: Any) -> Path:
         """Return where it saves."""
-        return place(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
+        return as_path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
     def on_train_start(self):
@@ -55,7 +55,7 @@ class OnExceptionCheckpoint(OwnCheckpoint):
         if not was_training or in_order or is_echo(exception):
             return
         try:
-            trainer.run.collectives.meet("on_exception_checkpoint", self.patience_s)
+            trainer.run.collectives.barrier_with_timeout("on_exception_checkpoint", self.patience_s)
             path = self.save(trainer, self.filename)
         except Exception as error:  # noqa: BLE001 - what ended training is what the user must see
             wanted = self.folder(trainer) / self.filename

@@ -21,7 +21,7 @@ from typing import Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.api.validators import more_than, not_empty
 from stratagem.errors import ConfigError, PeerError, nearest
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
@@ -75,7 +75,7 @@ class Preemption(OwnCheckpoint):
     def folder(self, trainer: Any) -> Path:
         """Return where it saves."""
         if self.dirpath is not None:
-            return place(self.dirpath)
+            return as_path(self.dirpath)
         others = [c for c in trainer.callbacks if c is not self and hasattr(c, "folder")]
         return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from attrs.converters import optional
 
 from stratagem.api import Callback, hookimpl
-from stratagem.api.paths import is_remote, place, replace_text
+from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import more_than
 from stratagem.errors import ConfigError
 from stratagem_report.facts import ending, failure, gather, learning_rates, memory_held
@@ -42,7 +42,7 @@ class Report(Callback):
     """Leaves one self-contained HTML page about the run: outcome, curves, configuration, plugins, hyper-parameters."""
 
     #: The file; ``report.html`` in ``default_root_dir`` if not given. An earlier one is replaced.
-    path: Path | None = field(default=None, converter=optional(place), validator=_local)
+    path: Path | None = field(default=None, converter=optional(as_path), validator=_local)
     #: Seconds between two readings of learning rate, throughput and memory while a run is young: fewer show more detail
     #: and cost a little each.
     sample_every_s: float = field(default=0.2, validator=more_than(0))

@@ -89,7 +89,7 @@ def _average(
     rows = F.pad(numbers, (0, ranks * cut.length - numbers.numel())).view(ranks, cut.length)
     codes = code.encode(rows, sizes)
     rest = (rows - code.decode(codes, rows.dtype)).view(-1)[: numbers.numel()]
-    codes = (yield collectives.exchange_async(codes.view(-1))).view(ranks, -1)
+    codes = (yield collectives.all_to_all_async(codes.view(-1))).view(ranks, -1)
 
     mine = code.decode(codes, rows.dtype).mean(0)[: cut.size(rank)]
     mine += owed.of_chunk(place, layout, cut.start(rank), mine)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
@@ -19,7 +19,7 @@ from stratagem.stack.formats import format_named, name_of_format, read_any, read
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    path = place(arguments.path)
+    path = as_path(arguments.path)
     state = read_any(path, arguments.trust)
     tensors = dict(_tensors(state["state_dict"]))
     report = {
@@ -64,7 +64,7 @@ def _render(report: dict[str, Any]) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    rows = [{"path": path, "problem": _problem(place(path))} for path in arguments.paths]
+    rows = [{"path": path, "problem": _problem(as_path(path))} for path in arguments.paths]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -140,7 +140,7 @@ def _of_tensors(one: Any, other: Any, tolerance: float) -> str:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    source, target = place(arguments.path), place(arguments.to)
+    source, target = as_path(arguments.path), as_path(arguments.to)
     checkpoint_format = format_named(arguments.format or _format_for(target))
     if target.exists():
         raise CheckpointError(f"{target} exists", expected="a path where nothing is", do="nothing was changed")

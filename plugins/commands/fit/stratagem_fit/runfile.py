@@ -10,9 +10,9 @@ from typing import Any
 from attrs import define, field, frozen
 
 from stratagem.api.options import convert
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.config.settings import TrainerSettings, moved, option_names
-from stratagem.config.sources import Layer, from_file
+from stratagem.config.sources import Source, from_file
 from stratagem.errors import ConfigError, nearest
 
 #: The keys at the top of a run file.
@@ -52,7 +52,7 @@ class RunFile:
     model: Spec
     data: Spec | None
     #: What the file and the command line say about the trainer, weakest first.
-    trainer: list[Layer]
+    trainer: list[Source]
     ckpt_path: str | None
     #: Switches that were given.
     switches: frozenset[str]
@@ -64,12 +64,12 @@ def read(path: str | Path, words: Sequence[str]) -> RunFile:
     Raises:
         ConfigError: no such file, an unknown section or key, or a value of the wrong type.
     """
-    path = place(path)
+    path = as_path(path)
     origin = f"file {path.name}"
     sections = _sections(path, origin)
     specs = {name: _section_spec(sections.get(name), origin, name) for name in ("model", "data")}
     plain = {name: Said(sections.get(name), origin) for name in ("seed", "ckpt_path")}
-    file, line, switches = _trainer(sections.get("trainer"), origin), Layer(_LINE, text=True), set()
+    file, line, switches = _trainer(sections.get("trainer"), origin), Source(_LINE, text=True), set()
     for name, value in sorted(_pairs(words), key=lambda pair: _depth(pair[0])):
         section, _, rest = name.partition(".")
         if name in SWITCHES and value is None:
@@ -131,8 +131,8 @@ def _meant(name: str) -> str:
     return close.replace("'", "'trainer.", 1) if close else "see docs/run-files.md"
 
 
-def _trainer(content: Any, origin: str) -> Layer:
-    layer = Layer(origin)
+def _trainer(content: Any, origin: str) -> Source:
+    layer = Source(origin)
     for name, value in _mapping(content if content is not None else {}, "trainer", origin).items():
         layer.set(name, value)
     return layer

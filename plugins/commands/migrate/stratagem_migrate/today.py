@@ -137,9 +137,9 @@ def _as_findings(table: Mapping[str, Any], mark: str = "") -> dict[str, tuple[st
 @cache
 def log_options() -> frozenset[str]:
     """Return the options of `Module.log`."""
-    from stratagem.training.metrics import MetricBook
+    from stratagem.training.metrics import StageMetrics
 
-    return frozenset(inspect.signature(MetricBook.log).parameters) - {"self", "name", "value"}
+    return frozenset(inspect.signature(StageMetrics.log).parameters) - {"self", "name", "value"}
 
 
 @cache

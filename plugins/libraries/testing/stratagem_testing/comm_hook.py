@@ -164,7 +164,7 @@ class _Paper(Collectives):
     def all_gather_async(self, tensor: Tensor) -> Any:
         return self.average_async(torch.cat([tensor, tensor]))
 
-    def exchange_async(self, tensor: Tensor) -> Any:
+    def all_to_all_async(self, tensor: Tensor) -> Any:
         mine = tensor[: tensor.numel() // 2]
         return self.average_async(torch.cat([mine, mine]))
 

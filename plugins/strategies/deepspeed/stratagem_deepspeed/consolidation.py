@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stratagem.api.json_tree import encode
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import folder, start
@@ -58,8 +58,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     from stratagem.checkpoints import FullCheckpoint
 
-    state = consolidate(place(checkpoint_dir), tag, exclude_frozen_parameters)
-    FullCheckpoint().save_checkpoint(state=state, path=place(output_file), run=Alone())
+    state = consolidate(as_path(checkpoint_dir), tag, exclude_frozen_parameters)
+    FullCheckpoint().save_checkpoint(state=state, path=as_path(output_file), run=Alone())
     return state
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem.api.paths import place
+from stratagem.api.paths import as_path
 from stratagem.errors import ConfigError, nearest
 
 AUTO = "auto"
@@ -255,7 +255,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, settin
 
 def _path(source: Path | str, setting: str) -> Path:
     try:
-        return place(source)
+        return as_path(source)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error.found}", expected=error.expected, do=error.do) from None
 

@@ -26,7 +26,7 @@ def mean_in_int8(message: Tensor, across: Collectives) -> Tensor:
     size = -(-message.numel() // ranks)
     padded = torch.cat([message, message.new_zeros(ranks * size - message.numel())])
     sent = torch.cat([_packed(piece) for piece in padded.view(ranks, size)])
-    received = across.exchange_async(sent).wait().view(ranks, -1)
+    received = across.all_to_all_async(sent).wait().view(ranks, -1)
     mean = torch.stack([_unpacked(piece) for piece in received]).mean(0)
     everyone = across.all_gather_async(_packed(mean)).wait().view(ranks, -1)
     return torch.cat([_unpacked(piece) for piece in everyone])[: message.numel()].to(message.dtype)

@@ -40,15 +40,15 @@ class DecentralizedStrategy(OuterStrategy):
         other = partner(across.rank, across.world_size, self._steps)
         if other == across.rank:
             return message
-        return message.add_(across.pass_on(message, to=other, source=other)).div_(2)
+        return message.add_(across.send_recv(message, to=other, source=other)).div_(2)
 
 
 def _with_both_neighbours(message, across):
     left, right = (across.rank - 1) % across.world_size, (across.rank + 1) % across.world_size
-    from_left = across.pass_on(message, to=right, source=left)
+    from_left = across.send_recv(message, to=right, source=left)
     if left == right:
         return message.add_(from_left).div_(2)
-    from_right = across.pass_on(message, to=left, source=right)
+    from_right = across.send_recv(message, to=left, source=right)
     return message.add_(from_left).add_(from_right).div_(3)
 
 
