@@ -408,7 +408,8 @@ WAITING = """
     class Waiting(Net):
         def training_step(self, batch, batch_idx):
             if self.global_step == 3:
-                print("waiting", flush=True)
+                sys.stdout.write("waiting\\n")  # in one piece: print writes two where the streams are unbuffered
+                sys.stdout.flush()
                 signal.pause()
             return super().training_step(batch, batch_idx)
 
