@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 from attrs import define
 
-from stratagem.api import (
-    CLIP_BY_NORM,
-    CLIP_BY_VALUE,
-    FULL_STATE,
-    MULTI_PROCESS,
-    NO_SYNC,
-    Capabilities,
-    Strategy,
-    hookimpl,
-)
+from stratagem.api import Capabilities, Strategy, hookimpl
+from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MULTI_PROCESS, NO_SYNC
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
 
 

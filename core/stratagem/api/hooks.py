@@ -148,9 +148,9 @@ def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> 
 
     What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
     of the stack an all-reduce mean over the ranks of `collectives`; a future, such as that of
-    ``collectives.all_to_all_async``, as what it holds. It may yield several times, equally often on all ranks. A plain function, without ``yield``, returns
-    its result at once. The run composes the stack once (`Run.bucket_reducer`) and calls the implementations directly,
-    not through pluggy.
+    ``collectives.all_to_all_async``, as what it holds. It may yield several times, equally often on all ranks. A plain
+    function, without ``yield``, returns its result at once. The run composes the stack once
+    (`RunContext.bucket_reducer`) and calls the implementations directly, not through pluggy.
     """
 
 
