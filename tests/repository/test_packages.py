@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -180,6 +183,27 @@ def test_standard_has_every_option_of_its_packages():
     standard = PACKAGES["stratagem"].extras["standard"]
 
     assert declared == {(name, extra) for name, requirement in standard.items() for extra in requirement.extras}
+
+
+# --- What is built -----------------------------------------------------------------------------------------------
+
+
+def test_a_wheel_made_from_the_cores_sdist_has_every_file(tmp_path):
+    run_hook("build_sdist", ROOT, tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    run_hook("build_wheel", archive.with_suffix("").with_suffix(""), tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT / "core", capture_output=True, text=True, check=True).stdout
+
+    assert set(listing.split()) - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
+def run_hook(name: str, source: Path, into: Path) -> None:
+    """Call a hook of the core's build backend, as pip does: in the folder of the sources."""
+    code = f"from hatchling import build; build.{name}({str(into)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, stdout=subprocess.DEVNULL)
 
 
 # --- Versions ----------------------------------------------------------------------------------------------------
