@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Declared without an import of our own: distribution, and what it needs these for.
 USED_BY_OTHERS = {
+    "stratagem": {"numpy"},  # torch.distributed sends objects through it, and torch does not require it
     "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
         "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
