@@ -14,7 +14,7 @@ DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo ops test test-quick test-all gpu-bundle test-gpu bench-gpu lint types clean
+.PHONY: demo ops test test-quick test-all gpu-bundle test-gpu bench-gpu lint types changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -58,6 +58,10 @@ lint: $(STAMP)-dev
 
 types: $(STAMP)-dev
 	$(BIN)/mypy
+
+# Moves docs/changes into CHANGELOG.md, as those of VERSION.
+changelog:
+	$(PYTHON) scripts/changelog.py "$(VERSION)"
 
 clean:
 	rm -rf $(VENV) .venv-gpu gpu-bundle .pytest_cache .mypy_cache .ruff_cache
