@@ -122,6 +122,15 @@ def test_we_read_a_dcp_folder_of_plain_pytorch(key, tmp_path):
     assert main(["checkpoint", "verify", str(tmp_path / "x")]) == 0
 
 
+def test_a_dcp_folder_without_metadata_of_its_storage_is_read(tmp_path):
+    model = Scheduled(seed=9)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "x", no_dist=True)
+    index = dcp.FileSystemReader(tmp_path / "x").read_metadata()
+    index.storage_meta = None
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(index))
+    assert_same(read_any(tmp_path / "x"), {"state_dict": dict(model.state_dict())})
+
+
 # --- Bad input ---------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from attrs import define
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from stratagem.api import CheckpointFormat, hookimpl
@@ -312,7 +312,7 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         index = _read_index(Path(self.path))
         if index.storage_meta is None:
-            index.storage_meta = self.storage_meta()
+            index.storage_meta = StorageMeta()
         return index
 
 
