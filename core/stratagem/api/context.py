@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
     from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
@@ -32,12 +33,49 @@ class BucketReducer(Protocol):
     def finish(self) -> None:
         """Return once all buckets of this backward, up to the one that is the last, are averaged."""
 
+    def serve(self, replica: DistributedDataParallel) -> None:
+        """Average the buckets of `replica`.
+
+        Raises:
+            ConfigError: a layer has sparse gradients, which buckets cannot hold.
+        """
+
 
 class Materializer(Protocol):
     """Gives parameters that were built without memory their initial values, the same on every rank."""
 
+    #: Where the values are allocated.
+    device: torch.device
+
     def fill(self, part: nn.Module) -> None:
         """Allocate and initialize the parameters of `part` that have no values yet."""
+
+
+class Position(Protocol):
+    """How far training has come."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far, those that a loss scale skipped included."""
+
+    @property
+    def batches_done(self) -> int:
+        """Finished batches of the current epoch."""
+
+    @property
+    def epoch_done(self) -> bool:
+        """Whether the current epoch ran all its batches."""
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether callbacks have seen the current epoch's end."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that a loss scale skipped."""
 
 
 class RunContext(Protocol):
@@ -253,6 +291,8 @@ class TrainerView(Protocol):
     bar_metrics: dict[str, Any]
     #: Training ends at the next step that may end it.
     should_stop: bool
+    #: Training is under way, rather than a validation or test that the user called.
+    fitting: bool
     #: Validation is being tried before training.
     sanity_checking: bool
     #: Samples in a batch of one process, if the loader tells.
@@ -277,6 +317,10 @@ class TrainerView(Protocol):
         """The epoch being trained, from 0."""
 
     @property
+    def position(self) -> Position:
+        """How far training has come."""
+
+    @property
     def world(self) -> World: ...
 
     @property
@@ -298,7 +342,14 @@ class TrainerView(Protocol):
     def fast_dev_run(self) -> bool: ...
 
     @property
+    def checkpoint_format(self) -> CheckpointFormat: ...
+
+    @property
     def callbacks(self) -> list[Any]: ...
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
 
     @property
     def loggers(self) -> list[Any]: ...
@@ -323,6 +374,13 @@ class TrainerView(Protocol):
 
     @property
     def accumulate_grad_batches(self) -> int: ...
+
+    def schedule_accumulation(self, schedule: dict[int, int]) -> None:
+        """Accumulate gradients over that many batches, by the epoch from which on; from the next epoch that begins.
+
+        Raises:
+            ConfigError: no number for epoch 0, or the strategy cannot accumulate.
+        """
 
     @property
     def effective_batch_size(self) -> int | None: ...

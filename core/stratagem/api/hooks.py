@@ -70,8 +70,8 @@ def connect(world: World, run: RunContext) -> Collectives:
 
 
 @hookspec
-def init_context(empty: bool, run: RunContext) -> AbstractContextManager[None]:
-    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`).
+def init_context(empty: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`); None enters none.
 
     `empty` asks for parameters without values, which a checkpoint will fill.
     """
@@ -113,8 +113,8 @@ def transfer_batch(batch: Any, run: RunContext) -> Any:
 
 
 @hookspec
-def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[None]:
-    """All enter: contexts around one forward (and, when training, backward).
+def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+    """All enter: contexts around one forward (and, when training, backward); None enters none.
 
     `sync` is False when the gradients of this micro-batch are only accumulated, or when the module optimizes by hand.
     """

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class HasCollectives(Protocol):
     """A run, as far as a decision needs it."""
 
-    collectives: Collectives
+    @property
+    def collectives(self) -> Collectives: ...
 
 
 class HasMetrics(Protocol):
