@@ -33,7 +33,8 @@ def with_batch_size(loader: Any, batch_size: int) -> Any:
             f"the training loader is a {type(loader).__name__} whose batches have no size to set",
             expected="a DataLoader with a batch_size",
         )
-    batches = type(loader.batch_sampler)(loader.sampler, batch_size, loader.drop_last)
+    kind: Any = type(loader.batch_sampler)  # one that takes what torch's own takes
+    batches = kind(loader.sampler, batch_size, loader.drop_last)
     return replace_in_loader(loader, batch_sampler=batches, batch_size=batch_size)
 
 
@@ -50,7 +51,8 @@ def move_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf if leaf.device == device else leaf.to(device, non_blocking=leaf.device.type == "cpu")
     if isinstance(leaf, PackedSequence):
-        return leaf.to(device, non_blocking=leaf.data.device.type == "cpu")
+        sequence: Any = leaf  # torch's signature of `to` has no device
+        return sequence.to(device, non_blocking=leaf.data.device.type == "cpu")
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 

@@ -26,24 +26,23 @@ def number(name: str, value: Any) -> Tensor | int | float:
         ConfigError: `value` is not one real number.
     """
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            value = value.detach()
-        if value.numel() != 1:
-            raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(value.shape)}", expected="one number")
-        if value.dim():
-            value = value.reshape(())
-        if value.dtype is torch.float32 or value.dtype is torch.float64 or value.dtype is torch.int64:
-            return value
-        if value.dtype in _WHOLE:
-            return value.long()
-        if value.dtype is torch.uint64:
-            return _within_64_bits(int(value.view(torch.int64)) % 2**64)
-        if not value.is_floating_point():
+        tensor = value.detach() if value.requires_grad else value
+        if tensor.numel() != 1:
+            raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(tensor.shape)}", expected="one number")
+        if tensor.dim():
+            tensor = tensor.reshape(())
+        if tensor.dtype is torch.float32 or tensor.dtype is torch.float64 or tensor.dtype is torch.int64:
+            return tensor
+        if tensor.dtype in _WHOLE:
+            return tensor.long()
+        if tensor.dtype is torch.uint64:
+            return _within_64_bits(int(tensor.view(torch.int64)) % 2**64)
+        if not tensor.is_floating_point():
             raise ConfigError(
-                f"log({name!r}) got a tensor of {str(value.dtype).removeprefix('torch.')}", expected="a real number",
+                f"log({name!r}) got a tensor of {str(tensor.dtype).removeprefix('torch.')}", expected="a real number",
                 do="log its real part, its imaginary part or its absolute value",
             )  # fmt: skip
-        return value.float()
+        return tensor.float()
     if isinstance(value, int):
         return _within_64_bits(int(value))
     if isinstance(value, float):

@@ -210,7 +210,7 @@ def refusals(path: Any, doing: str = "written") -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def publish_object(path: Any, write: Callable[[BinaryIO], None], before: Callable[[], None] | None = None) -> None:
+def publish_object(path: Any, write: Callable[[BinaryIO], object], before: Callable[[], None] | None = None) -> None:
     """Let `write` fill an object that appears at `path` at once; nothing appears, or changes, if it raises.
 
     `before` is called when all is written and nothing can be seen yet.

@@ -107,7 +107,7 @@ def sync_folder(path: Path) -> None:
             os.close(descriptor)
 
 
-def explained(error: Exception, path: Path) -> CheckpointError:
+def explained(error: BaseException, path: Path) -> CheckpointError:
     """Return what went wrong while `path` was written as the error to raise."""
     if isinstance(error, CheckpointError):
         return error

@@ -32,13 +32,13 @@ _CHUNK = 1 << 20
 class Hasher(Protocol):
     """What `hashlib` and its relatives return."""
 
-    name: str
-
+    @property
+    def name(self) -> str: ...
     def update(self, data: bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
-def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
+def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callable[[], Hasher]) -> None:
     """Let `write` fill a file that appears at `path` whole or not at all; see [Note: the sidecar].
 
     Raises:
@@ -75,7 +75,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], None], hasher: Callable
                 staged.unlink(missing_ok=True)
 
 
-def _publish_remotely(path: Any, write: Callable[[BinaryIO], None], hasher: Callable[[], Hasher]) -> None:
+def _publish_remotely(path: Any, write: Callable[[BinaryIO], object], hasher: Callable[[], Hasher]) -> None:
     """As `publish_file`: the object appears when all of it has arrived."""
     with refusals(path):
         hashing = _HashingFile(None, hasher())
@@ -161,7 +161,7 @@ class _HashingFile:
             self.refusal = error
             raise
 
-    def fill(self, write: Callable[[BinaryIO], None]) -> None:
+    def fill(self, write: Callable[[BinaryIO], object]) -> None:
         """Let `write` write here; what the file raises comes out as it was (torch.save hides it behind its own)."""
         try:
             write(self)  # type: ignore[arg-type]

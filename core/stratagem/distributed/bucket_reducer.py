@@ -174,7 +174,7 @@ class _InFlightBucket:
             if isinstance(sent, Tensor):
                 value, answered = self._descend(Bucket(buffer=sent, index=bucket.index, is_last=bucket.is_last))
             elif isinstance(sent, torch._C.Future):
-                self.pending = sent
+                self.pending = sent  # type: ignore[assignment]  # the base class of torch.futures.Future
             else:
                 raise PluginError(
                     f"comm_hook {level.name!r} yielded a {type(sent).__name__}", expected="a tensor to average", do=_SEE

@@ -160,7 +160,7 @@ class TorchCollectives(Collectives):
         )  # fmt: skip
 
     @functools.cached_property
-    def unchecked(self) -> Collectives:  # type: ignore[override]
+    def unchecked(self) -> Collectives:
         if self._comparing is None:
             return self
         same = copy.copy(self)
@@ -201,7 +201,11 @@ class TorchCollectives(Collectives):
         self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
         work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: self._settled(future, tensor))  # gloo's holds complex ones as real
+        # gloo's holds complex ones as real.
+        average: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: self._settled(future, tensor)
+        )
+        return average
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         import torch
@@ -224,7 +228,10 @@ class TorchCollectives(Collectives):
         # torch 2.13 renamed it, and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: self._settled(future, whole))
+        gathered: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: self._settled(future, whole)
+        )
+        return gathered
 
     def all_to_all_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         import torch
@@ -233,7 +240,10 @@ class TorchCollectives(Collectives):
         self._count("exchange", tensor)
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor.contiguous(), async_op=True, group=self.group)
-        return work.get_future().then(lambda future: self._settled(future, pieces))
+        received: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: self._settled(future, pieces)
+        )
+        return received
 
     def _settled(self, future: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, which a message was received in, once any stream may read it."""

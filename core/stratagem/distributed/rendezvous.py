@@ -63,7 +63,11 @@ class RendezvousStore:
             return self._store
         import torch.distributed as dist
 
-        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self._socket.detach()}
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "master_listen_fd": self._socket.detach(),
+        }
         try:
             self._store = dist.TCPStore(self.address, self.port, **options)
         except dist.DistError as error:

@@ -31,7 +31,7 @@ def synchronize(module: nn.Module, collectives: Collectives) -> int:
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
         if not isinstance(layer, _Synced):
-            layer.__class__ = _synced(type(layer))
+            layer.__class__ = _synced(type(layer))  # type: ignore[assignment]  # a subclass of its own class
         _PEERS[layer] = collectives
     return len(layers)
 
@@ -159,7 +159,7 @@ class _Fused(torch.autograd.Function):
             weight = weight if weight is None else weight.to(mean.dtype)
             grad_x = torch.empty_like(x)
             if x.numel():
-                grad_x = torch.batch_norm_backward_elemt(grad, x, mean, inverse, weight, *sums, counts)
+                grad_x = torch.batch_norm_backward_elemt(grad, x, mean, inverse, weight, sums[0], sums[1], counts)
         return grad_x, grad_weight if of_weight else None, grad_bias if of_bias else None, None, None
 
 

@@ -36,7 +36,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided"}
 #: Initializers that compute without asking whether there is memory: those of torch before 2.13.
 _UNASKING = {name for name in ("orthogonal_", "sparse_") if "is_meta" not in getattr(nn.init, name).__code__.co_names}
-_IS_META = torch.Tensor.is_meta.__get__
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # torch declares a plain attribute
 _NO_WRITE = {"requires_grad_", "share_memory_", "rename_", "detach_"}
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 
@@ -44,7 +44,8 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 @contextmanager
 def meta_init() -> Iterator[None]:
     """Within: parameters of modules that are built have shapes and dtypes, and no memory."""
-    original, deepcopy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
+    original = nn.Module.register_parameter
+    deepcopy: Any = nn.Parameter.__deepcopy__
     watch = _Watch()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -56,7 +57,7 @@ def meta_init() -> Iterator[None]:
         return watch.copied(parameter, deepcopy(parameter, memo))
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
+    nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign, assignment]
     try:
         with watch, warnings.catch_warnings():
             # It is written down, so it is no "no-op".
