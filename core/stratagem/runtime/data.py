@@ -195,7 +195,8 @@ def in_order(loader: Any) -> Any:
         return loader
     shuffles = type(loader.sampler) is RandomSampler
     # A sampler of another kind chooses, too: what it chose first is kept.
-    sampler: Any = SequentialSampler(loader.dataset) if shuffles else list(loader.sampler)
+    samples: Any = loader.dataset  # a sampler that shuffles it knows its length
+    sampler: Any = SequentialSampler(samples) if shuffles else list(loader.sampler)
     return replace_in_loader(
         loader, sampler=sampler, batch_sampler=BatchSampler(sampler, loader.batch_size, loader.drop_last)
     )

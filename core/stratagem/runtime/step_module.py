@@ -16,6 +16,9 @@ _STEPS = ("training_step", "validation_step", "test_step")
 class StepModule(nn.Module):
     """What a strategy wraps: its forward runs a step of the user's module, so hooks on ``forward`` see whole steps."""
 
+    _ends: dict[str, str]
+    _compiled: dict[str, Any]
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

@@ -88,8 +88,8 @@ class CopyStream:
 
 def _copied_tensors(leaf: Any, device_type: str = "cpu") -> list[torch.Tensor]:
     """Return the plain tensors that `leaf` consists of; none if it is not made of such on `device_type` alone."""
-    parts = [leaf.data, leaf.sorted_indices, leaf.unsorted_indices] if isinstance(leaf, PackedSequence) else [leaf]
-    parts = [part for part in parts if part is not None]
+    given = [leaf.data, leaf.sorted_indices, leaf.unsorted_indices] if isinstance(leaf, PackedSequence) else [leaf]
+    parts = [part for part in given if part is not None]
     plain = all(
         type(part) is torch.Tensor and part.layout is torch.strided and part.device.type == device_type
         for part in parts

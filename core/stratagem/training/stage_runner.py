@@ -100,7 +100,7 @@ class StageRunner:
     def _build(self) -> None:
         """Prepare data once per node, then build what does not exist yet."""
         run = self.run
-        parts = [part for part in (self.job.datamodule, self.module) if part is not None]
+        parts: list[Any] = [part for part in (self.job.datamodule, self.module) if part is not None]
         preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
         if preparing:
             error = None
