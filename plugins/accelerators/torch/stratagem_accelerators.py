@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from attrs import define
 
 from stratagem.api import DEVICE_CPU, DEVICE_CUDA, DEVICE_MPS, Accelerator, Capabilities
 from stratagem.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 #: What CUDA_DEVICE_ORDER may be; CUDA takes anything else for the first, without a message.
 _ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
@@ -20,10 +24,10 @@ class CPUAccelerator(Accelerator):
     indexed = False
     capabilities = Capabilities(provides={DEVICE_CPU})
 
-    def count(self):
+    def count(self) -> int:
         return 1
 
-    def device(self, index):
+    def device(self, index: int) -> torch.device:
         import torch
 
         return torch.device("cpu")
@@ -37,17 +41,17 @@ class CUDAAccelerator(Accelerator):
     backend = "nccl"
     capabilities = Capabilities(provides={DEVICE_CUDA})
 
-    def count(self):
+    def count(self) -> int:
         import torch
 
         return torch.cuda.device_count()
 
-    def device(self, index):
+    def device(self, index: int) -> torch.device:
         import torch
 
         return torch.device("cuda", index)
 
-    def number_of(self, identifier):
+    def number_of(self, identifier: str) -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         listed = [name.strip() for name in (visible or "").split(",")]
         found = [number for number, name in enumerate(listed) if name and name.startswith(identifier)]
@@ -60,7 +64,7 @@ class CUDAAccelerator(Accelerator):
             do=f'start the program with CUDA_VISIBLE_DEVICES={identifier} and leave devices at "auto"',
         )
 
-    def activate(self, device):
+    def activate(self, device: torch.device) -> None:
         import torch
 
         order = os.environ.get("CUDA_DEVICE_ORDER")
@@ -79,12 +83,12 @@ class MPSAccelerator(Accelerator):
     precedence = 30
     capabilities = Capabilities(provides={DEVICE_MPS})
 
-    def count(self):
+    def count(self) -> int:
         import torch
 
         return int(torch.backends.mps.is_available())
 
-    def device(self, index):
+    def device(self, index: int) -> torch.device:
         import torch
 
         return torch.device("mps", index)
