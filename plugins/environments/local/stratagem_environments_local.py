@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, overload
 
 from attrs import define
 
 from stratagem.api import Environment, World, hookimpl
 from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -21,14 +25,14 @@ class LocalEnvironment(Environment):
 
     precedence = 0
 
-    def detect(self):
+    def detect(self) -> str:
         return "nothing else was found"
 
-    def processes_exist(self):
+    def processes_exist(self) -> bool:
         return "LOCAL_RANK" in os.environ
 
     @hookimpl
-    def setup_environment(self, run):
+    def setup_environment(self, run: RunContext) -> World:
         if run.settings.environment in (None, "auto"):  # chosen by name, it stands
             check_alone(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
@@ -68,7 +72,8 @@ def check_alone(variables: Mapping[str, str], num_nodes: int, world_size: int | 
         return
     if num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables):
         return
-    complete = told and (world_size > 1 or {"RANK", "WORLD_SIZE"} <= set(variables))
+    asked = 0 if world_size is None else world_size
+    complete = told and (asked > 1 or {"RANK", "WORLD_SIZE"} <= set(variables))
     known = False
     for starter, sizes, rank, evidence in _STARTERS:
         size = next((name for name in sizes if name in variables), None)
@@ -83,7 +88,7 @@ def check_alone(variables: Mapping[str, str], num_nodes: int, world_size: int | 
         if alone or (not sizes and known):
             known = True
             continue
-        if complete and not (count is not None and count.isdecimal() and int(count) > world_size):
+        if complete and not (count is not None and count.isdecimal() and int(count) > asked):
             continue
         what = " and ".join(f"{name} is {variables[name]!r}" for name in seen)
         lacks = f"devices x num_nodes is {world_size}" if told else "LOCAL_RANK is not set"
@@ -168,14 +173,14 @@ class TorchElasticEnvironment(Environment):
 
     precedence = 100
 
-    def detect(self):
+    def detect(self) -> str | None:
         return "TORCHELASTIC_RUN_ID is set" if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    def local_processes(self):
+    def local_processes(self) -> int | None:
         return _number(os.environ, "LOCAL_WORLD_SIZE", None)
 
     @hookimpl
-    def setup_environment(self, run):
+    def setup_environment(self, run: RunContext) -> World:
         asked = run.num_processes * run.settings.num_nodes if run.devices_given else None
         world = elastic_world(os.environ, asked)
         # 1 is what num_nodes is when nobody says anything.
@@ -258,6 +263,10 @@ def _port(variables: Mapping[str, str], default: int | None) -> int | None:
     return port
 
 
+@overload
+def _number(variables: Mapping[str, str], name: str, default: int) -> int: ...
+@overload
+def _number(variables: Mapping[str, str], name: str, default: int | None) -> int | None: ...
 def _number(variables: Mapping[str, str], name: str, default: int | None) -> int | None:
     text = variables.get(name)
     if text is None:
