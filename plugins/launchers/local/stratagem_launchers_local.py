@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define
 
@@ -39,6 +39,9 @@ from stratagem.distributed.supervision import (
 )
 from stratagem.errors import ConfigError
 
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
 #: Set while a spawned process imports the user's script: a launch then means that the script has no main guard.
 _IMPORTING = "STRATAGEM_IMPORTING_MAIN"
 
@@ -53,7 +56,8 @@ class SubprocessLauncher(Launcher):
     parent_trains = True
 
     @hookimpl
-    def launch(self, main, run):
+    def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
+        assert run.world is not None, "a launcher starts the processes of a world"
         alone = run.world.local_world_size == 1
         command = [] if alone else relaunch_command()
         world, store = reserve_store(run.world)
@@ -91,13 +95,14 @@ class _FunctionLauncher(Launcher):
     start_method: ClassVar[str]
 
     @hookimpl
-    def launch(self, main, run):
+    def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
+        assert run.world is not None, "a launcher starts the processes of a world"
         self._prepare(run)
         self._check(run)  # after the imports, which may ask the driver, too
         main = self._pack(main)
         world, store = reserve_store(run.world)
         folder = reports_folder()
-        context = multiprocessing.get_context(self.start_method)
+        context: Any = multiprocessing.get_context(self.start_method)  # typeshed's base class has no Process
         children: list[Child] = []
         try:
             with ending_on_sigterm():
@@ -118,10 +123,10 @@ class _FunctionLauncher(Launcher):
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _check(self, run: Any) -> None:
+    def _check(self, run: RunContext) -> None:
         """Refuse where this way of starting cannot work."""
 
-    def _prepare(self, run: Any) -> None:
+    def _prepare(self, run: RunContext) -> None:
         """Do what processes may share."""
 
     def _pack(self, main: Any) -> Any:
@@ -134,7 +139,7 @@ class SpawnLauncher(_FunctionLauncher):
 
     start_method = "spawn"
 
-    def _check(self, run: Any) -> None:
+    def _check(self, run: RunContext) -> None:
         folder = os.environ.get(_IMPORTING)
         if folder is not None:
             error = ConfigError(
@@ -186,7 +191,7 @@ class ForkLauncher(_FunctionLauncher):
 
     start_method = "fork"
 
-    def _check(self, run: Any) -> None:
+    def _check(self, run: RunContext) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
         uses_cuda = DEVICE_CUDA in run.accelerator.capabilities.provides
@@ -199,7 +204,7 @@ class ForkLauncher(_FunctionLauncher):
                 "before torch is imported, or use another launcher",
             )
 
-    def _prepare(self, run: Any) -> None:
+    def _prepare(self, run: RunContext) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer step imports it, which takes seconds
 
         run.preload()
