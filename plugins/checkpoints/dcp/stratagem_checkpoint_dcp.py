@@ -16,7 +16,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +30,9 @@ from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 _INDEX, _REST = ".metadata", "stratagem.json"
 _TAG, _VERSION = "stratagem dcp checkpoint", 1
@@ -57,13 +60,13 @@ class DCPCheckpoint(CheckpointFormat):
     takes_shards: ClassVar[bool] = True
 
     @hookimpl
-    def save_checkpoint(self, state, path, run):
+    def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
         staged, error = StagedFolder(path), None
         tensors: dict[str, torch.Tensor] = {}
         names: list[str] = []
         tree = None
 
-        def place(tensor, name):
+        def place(tensor: torch.Tensor, name: str) -> int:
             names.append(name)
             tensors[name] = tensor
             return len(names) - 1
@@ -100,8 +103,9 @@ class DCPCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path, into, run):
-        state, error = None, None
+    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        error = None
         try:
             state = _load(path)
         except CheckpointError as caught:
@@ -152,7 +156,7 @@ def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) 
     return not small or rank == next(first for first, lacks in enumerate(absent) if name not in lacks)
 
 
-def _save(tensors: dict[str, torch.Tensor], folder: Path, run: Any) -> None:
+def _save(tensors: dict[str, torch.Tensor], folder: Path, run: RunContext) -> None:
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a single process without process group
@@ -184,7 +188,7 @@ def _write_rest(folder: Path, rest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _of_all_ranks(error: Exception, path: Path) -> CheckpointError:
+def _of_all_ranks(error: BaseException, path: Path) -> CheckpointError:
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if failures else error
     return explained(first if isinstance(first, OSError) else error, path)

@@ -6,7 +6,7 @@ import io
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import xxhash
@@ -17,6 +17,9 @@ from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives, RunContext
 
 #: What torch's weights-only loader gives back without an allow-list.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -33,7 +36,7 @@ class FullCheckpoint(CheckpointFormat):
     suffix: ClassVar[str] = ".ckpt"
 
     @hookimpl
-    def save_checkpoint(self, state, path, run):
+    def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
         plain, error = None, None
         run.wait_for_saves()  # one copy at a time
         if run.is_global_zero:
@@ -44,7 +47,7 @@ class FullCheckpoint(CheckpointFormat):
             self._copies.wait()
         run.collectives.fail_together(error)
 
-        def write(collectives):
+        def write(collectives: Collectives) -> None:
             error = None
             if plain is not None:
                 try:
@@ -57,8 +60,9 @@ class FullCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path, into, run):
-        state, error = None, None
+    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        error = None
         try:
             state = _read(path)
         except CheckpointError as caught:
@@ -67,7 +71,7 @@ class FullCheckpoint(CheckpointFormat):
         return state
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._copies = CPUCopies()
 
     def recognises(self, path: Path) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import xxhash
@@ -24,6 +24,9 @@ from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, verify_file
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives, RunContext
 
 _REST, _TENSOR = "stratagem", "stratagem."
 #: What reading a file raises that is damaged, or was not written here.
@@ -45,7 +48,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
     suffix: ClassVar[str] = ".safetensors"
 
     @hookimpl
-    def save_checkpoint(self, state, path, run):
+    def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
         content, error = None, None
         run.wait_for_saves()  # one copy at a time
         if run.is_global_zero:
@@ -57,7 +60,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
                 error = caught
         run.collectives.fail_together(error)
 
-        def write(collectives):
+        def write(collectives: Collectives) -> None:
             error = None
             if content is not None:
                 try:
@@ -70,8 +73,9 @@ class SafetensorsCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path, into, run):
-        state, error = None, None
+    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        error = None
         try:
             state = _read(path)
         except CheckpointError as caught:
@@ -80,7 +84,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
         return state
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._copies = CPUCopies()
 
     def recognises(self, path: Path) -> bool:

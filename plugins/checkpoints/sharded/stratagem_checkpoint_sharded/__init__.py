@@ -15,8 +15,9 @@ goes on as before; the processes of a node share that file and the work of filli
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
@@ -28,6 +29,9 @@ from stratagem_checkpoint_sharded import folder, objects
 from stratagem_checkpoint_sharded.layout import Plan
 from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, files_at, files_of, has_tag, read_manifest, verify
 from stratagem_checkpoint_sharded.reading import assembled, mapped
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -43,8 +47,9 @@ class ShardedCheckpoint(CheckpointFormat):
     takes_shards: ClassVar[bool] = True
 
     @hookimpl
-    def save_checkpoint(self, state, path, run):
-        plan, error = None, None
+    def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
+        plan: Plan | None = None
+        error = None
         try:
             plan = Plan(state, run.rank, run.world_size)
             if is_private(path) and run.world_size > 1:
@@ -55,16 +60,17 @@ class ShardedCheckpoint(CheckpointFormat):
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
+        assert plan is not None, "ranks without one have failed together"
         plan.divide(run.collectives.all_gather_object(plan.absent))
         if self.async_save:
             run.wait_for_saves()  # the save before this one may still read the memory
             self._memory = plan.copy(self._memory)
         write = objects.write if is_remote(path) else folder.write
-        run.save_in_background(lambda collectives: write(plan, path, collectives), background=self.async_save)
+        run.save_in_background(functools.partial(write, plan, path), background=self.async_save)
         return True
 
     @hookimpl
-    def load_checkpoint(self, path, into, run):
+    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
         manifest, error = None, None
         if run.is_global_zero:
             try:
@@ -75,7 +81,7 @@ class ShardedCheckpoint(CheckpointFormat):
         manifest = run.collectives.broadcast_object(manifest)
         if is_remote(path) or files_of(manifest) - {TENSORS}:
             return assembled(path, manifest, run)
-        state = None
+        state: dict[str, Any] = {}
         try:
             # Together the ranks read every byte once.
             verify(path, manifest, run.rank, run.collectives.world_size)
@@ -86,7 +92,7 @@ class ShardedCheckpoint(CheckpointFormat):
         return state
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._memory = []
 
     def recognises(self, path: Path) -> bool:

@@ -122,6 +122,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def _writes(tensor: DTensor) -> bool:
     """Whether this rank is the one of its replicas that writes."""
     here = tensor.device_mesh.get_coordinate()
+    assert here is not None, "this rank has a shard"
     return all(
         not placement.is_replicate() or position == 0
         for placement, position in zip(tensor.placements, here, strict=True)
@@ -181,6 +182,6 @@ def pieces(plan: Plan) -> Iterator[tuple[int, memoryview]]:
 
 def _content(part: torch.Tensor) -> memoryview:
     on_cpu = part.cpu()
-    array = (ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr())
+    array: Any = (ctypes.c_char * on_cpu.numel()).from_address(on_cpu.data_ptr())
     array.keeps = on_cpu  # the memory must outlive the view of it
     return memoryview(array).cast("B")

@@ -52,7 +52,8 @@ def has_tag(path: Path) -> bool:
     if is_remote(path):
         with refusals(path, "read"):
             try:
-                return TAG.encode() in (path / MANIFEST).fs.cat_file((path / MANIFEST).path, start=0, end=200)
+                manifest: Any = path / MANIFEST  # a UPath
+                return TAG.encode() in manifest.fs.cat_file(manifest.path, start=0, end=200)
             except FileNotFoundError:
                 return False
     try:

@@ -66,8 +66,9 @@ def _earlier(path: Path) -> set[str]:
             return files_of(read_manifest(path))
         return set()
     with refusals(path):
-        path.fs.invalidate_cache()
-        if path.fs.exists(path.path) and (path.is_file() or any(path.iterdir())):
+        remote: Any = path  # a UPath
+        remote.fs.invalidate_cache()
+        if remote.fs.exists(remote.path) and (path.is_file() or any(path.iterdir())):
             raise CheckpointError(
                 f"{path} exists and is no checkpoint of this format", do="choose another path; nothing was changed"
             )
@@ -106,7 +107,7 @@ def _finish(plan: Plan, path: Path, everybody: list[tuple[str, list[dict[str, An
                 raise CheckpointError(f"{path / name} has {found} bytes", expected=f"the {size} that were written")
     manifest = encoded(plan, [piece for _, written in everybody for piece in written])
     with refusals(path):
-        publish_object(path / MANIFEST, lambda file: file.write(manifest))  # type: ignore[arg-type,return-value]
+        publish_object(path / MANIFEST, lambda file: file.write(manifest))
 
 
 def _forget(path: Path, files: set[str]) -> None:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from stratagem.api.paths import refusals
 from stratagem.errors import CheckpointError
 from stratagem_checkpoint_sharded.layout import SMALL
 from stratagem_checkpoint_sharded.manifest import THREADS, fetch
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -42,12 +45,13 @@ def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def assembled(path: Path, manifest: dict[str, Any], run: Any) -> dict[str, Any]:
+def assembled(path: Path, manifest: dict[str, Any], run: RunContext) -> dict[str, Any]:
     """Return the state from pieces in several files: brought to their places in a temporary file, then mapped.
 
     The processes of a node share that file, and each fetches a part of it. Collective.
     """
     world, collectives = run.world, run.collectives
+    assert world is not None, "collectives connect its ranks"
     name, state, error = None, None, None
     try:
         if world.local_rank == 0:
@@ -59,7 +63,7 @@ def assembled(path: Path, manifest: dict[str, Any], run: Any) -> dict[str, Any]:
         )
     try:
         collectives.fail_together(error)
-        names = dict(filter(lambda pair: pair[1], collectives.all_gather_object((world.node_rank, name))))
+        names = {node: each for node, each in collectives.all_gather_object((world.node_rank, name)) if each}
         file = Path(names[world.node_rank])
         try:
             _fill(file, path, manifest, world.local_rank, world.local_world_size)
