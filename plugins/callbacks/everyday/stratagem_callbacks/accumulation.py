@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import define
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -22,7 +27,7 @@ class GradientAccumulationScheduler(Callback):
         read_accumulation({0: 1} | self.scheduling, "gradient_accumulation_scheduler.scheduling")
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if trainer.settings.accumulate_grad_batches != 1:
             raise ConfigError(
                 f"accumulate_grad_batches is {trainer.settings.accumulate_grad_batches!r} and "

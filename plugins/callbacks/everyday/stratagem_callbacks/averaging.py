@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
@@ -15,6 +15,11 @@ from stratagem.api import STEPPED_COPIES, TEAMS, Callback, Capabilities, hookimp
 from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.validators import at_least, batch_limit, between, more_than
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import RunContext, TrainerView
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +68,7 @@ class EMA(Callback):
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
-    def on_fit_start(self, trainer, module):
+    def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         self._last_step = trainer.global_step
         if self._pending is not None:
             parameters = dict(module.named_parameters())
@@ -74,7 +79,7 @@ class EMA(Callback):
             self._pending = None
 
     @hookimpl
-    def on_train_batch_end(self, trainer, module):
+    def on_train_batch_end(self, trainer: TrainerView, module: nn.Module) -> None:
         step = trainer.global_step
         if step == self._last_step or step < self.start_step or step % self.every_n_steps:
             return
@@ -93,36 +98,36 @@ class EMA(Callback):
                 torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     @hookimpl(tryfirst=True)
-    def on_validation_start(self, trainer):
+    def on_validation_start(self, trainer: TrainerView) -> None:
         if trainer.fitting:
             self._swap_in(trainer)
 
     @hookimpl(tryfirst=True)  # what is saved after validation is what training goes on with
-    def on_validation_end(self, trainer):
+    def on_validation_end(self, trainer: TrainerView) -> None:
         self._swap_out(trainer)
 
     @hookimpl
-    def on_train_end(self, trainer):
+    def on_train_end(self, trainer: TrainerView) -> None:
         if self.keep and self.average:
             self._put(trainer, self.average)
 
     @hookimpl(tryfirst=True)
-    def on_exception(self, trainer):
+    def on_exception(self, trainer: TrainerView) -> None:
         if trainer.run.shards_parameters:
             self._saved = {}  # putting them back would ask the other ranks
         self._swap_out(trainer)
 
-    def _swap_in(self, trainer: Any) -> None:
+    def _swap_in(self, trainer: TrainerView) -> None:
         if self.evaluate and self.average:
             self._saved = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
             self._put(trainer, self.average)
 
-    def _swap_out(self, trainer: Any) -> None:
+    def _swap_out(self, trainer: TrainerView) -> None:
         if self._saved:
             self._put(trainer, self._saved)
             self._saved = {}
 
-    def _put(self, trainer: Any, values: dict[str, Any]) -> None:
+    def _put(self, trainer: TrainerView, values: dict[str, Any]) -> None:
         if trainer.run.shards_parameters:  # the strategy knows what else holds a copy of them
             state = {name: _whole(value).cpu() for name, value in values.items()}
             trainer.run.ask("load_model_state", state=state, module=trainer.module, strict=False)
@@ -166,7 +171,7 @@ class StochasticWeightAveraging(Callback):
     _started: bool = field(init=False, default=False)
 
     @hookimpl
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: TrainerView) -> None:
         if trainer.run.shards_parameters:
             raise ConfigError(
                 "stochastic_weight_averaging averages whole weights, and "
@@ -201,18 +206,18 @@ class StochasticWeightAveraging(Callback):
             )
         self.average = {name: value.to(trainer.run.device) for name, value in self.average.items()}
 
-    def _first_epoch(self, trainer: Any) -> int:
+    def _first_epoch(self, trainer: TrainerView) -> int:
         start = self.swa_epoch_start
         return start if isinstance(start, int) else int(trainer.max_epochs * start)
 
     @hookimpl
-    def on_train_epoch_start(self, trainer):
+    def on_train_epoch_start(self, trainer: TrainerView) -> None:
         if self._started or trainer.fast_dev_run or trainer.current_epoch < self._first_epoch(trainer):
             return
         self._started = True
         self._take_over(trainer, trainer.optimizers)
 
-    def _take_over(self, run: Any, optimizers: Any) -> None:
+    def _take_over(self, run: RunContext | TrainerView, optimizers: Any) -> None:
         (optimizer,) = optimizers
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -220,19 +225,21 @@ class StochasticWeightAveraging(Callback):
         run.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
 
     @hookimpl(wrapper=True)
-    def wrap_optimizers(self, run):
+    def wrap_optimizers(
+        self, run: RunContext
+    ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
         optimizers = yield
         if self._started:  # a resumed run: the schedule that the checkpoint knows
             self._take_over(run, optimizers)
         return optimizers
 
     @hookimpl
-    def on_load_checkpoint(self, checkpoint):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("callbacks", {}).values()
         self._started = any(state.get("swa_started", False) for state in states if isinstance(state, dict))
 
     @hookimpl
-    def on_train_epoch_end(self, trainer, module):
+    def on_train_epoch_end(self, trainer: TrainerView, module: nn.Module) -> None:
         if not self._started or trainer.current_epoch < self._first_epoch(trainer) or not trainer.position.epoch_ended:
             return
         self.count += 1
@@ -244,7 +251,7 @@ class StochasticWeightAveraging(Callback):
                     self.average[name].lerp_(parameter.detach(), 1 / self.count)
 
     @hookimpl
-    def on_train_end(self, trainer, module):
+    def on_train_end(self, trainer: TrainerView, module: nn.Module) -> None:
         if not self.count:
             return
         with torch.no_grad():
@@ -270,7 +277,7 @@ def _compute_statistics_again(module: nn.Module, batches: Iterable[Any]) -> None
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # type: ignore[assignment]  # torch's word for a mean over all batches
+        norm.momentum = None
     try:
         with torch.no_grad():
             for batch in batches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -11,6 +11,11 @@ from torch import nn
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import RunContext, TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -37,7 +42,7 @@ class BackboneFinetuning(Callback):
     _modes: list[tuple[nn.Module, bool]] = field(init=False, factory=list)
 
     @hookimpl
-    def prepare_module(self, module, run):
+    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage != "train" or not run.owns_loop:
             return
         if run.world_size > 1:
@@ -63,8 +68,11 @@ class BackboneFinetuning(Callback):
         return backbone
 
     @hookimpl(wrapper=True)
-    def wrap_optimizers(self, run):
+    def wrap_optimizers(
+        self, run: RunContext
+    ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
         optimizers = yield
+        assert run.module is not None, "the optimizers are of its parameters"
         if self._unfrozen:  # a resumed run: the group that the checkpoint knows
             self._add_group(run, run.module, optimizers)
             for parameter in self._backbone(run.module).parameters():
@@ -72,17 +80,17 @@ class BackboneFinetuning(Callback):
         return optimizers
 
     @hookimpl
-    def on_load_checkpoint(self, checkpoint):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("callbacks", {})
         self._unfrozen = any(state.get("backbone_unfrozen", False) for state in states.values())
 
     @hookimpl
-    def on_train_start(self, module):
+    def on_train_start(self, module: nn.Module) -> None:
         if not self._unfrozen and not self.train_bn:
             self._backbone(module).eval()  # an epoch that is resumed within does not start again
 
     @hookimpl
-    def on_train_epoch_start(self, trainer, module):
+    def on_train_epoch_start(self, trainer: TrainerView, module: nn.Module) -> None:
         backbone = self._backbone(module)
         if not self._unfrozen:
             if not self.train_bn:
@@ -94,7 +102,7 @@ class BackboneFinetuning(Callback):
         *others, group = optimizer.param_groups
         group["lr"] = min(group["lr"] * self.multiplier, others[0]["lr"])
 
-    def _unfreeze(self, trainer: Any, module: nn.Module) -> None:
+    def _unfreeze(self, trainer: TrainerView, module: nn.Module) -> None:
         self._unfrozen = True
         for parameter in self._backbone(module).parameters():
             parameter.requires_grad = True
@@ -102,7 +110,7 @@ class BackboneFinetuning(Callback):
             part.training = training
         self._add_group(trainer.run, module, trainer.optimizers)
 
-    def _add_group(self, run: Any, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _add_group(self, run: RunContext, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         if len(optimizers) != 1:
             raise ConfigError(f"backbone_finetuning found {len(optimizers)} optimizers", expected="one")
         (optimizer,) = optimizers

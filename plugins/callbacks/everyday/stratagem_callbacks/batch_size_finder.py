@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
@@ -13,6 +13,9 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.batches import with_batch_size
 from stratagem.api.validators import at_least, not_empty
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -40,7 +43,7 @@ class BatchSizeFinder(Callback):
     optimal_batch_size: int | None = field(init=False, default=None)
 
     @hookimpl
-    def on_fit_start(self, trainer, module):
+    def on_fit_start(self, trainer: TrainerView, module: torch.nn.Module) -> None:
         if trainer.fast_dev_run:
             return
         if trainer.global_step:
@@ -60,8 +63,9 @@ class BatchSizeFinder(Callback):
         trainer.replace_train_loader(with_batch_size(loader, size))
         if hasattr(module, self.attr_name):
             setattr(module, self.attr_name, size)
-        if self.attr_name in module.hparams:
-            module.hparams[self.attr_name] = size
+        hparams: Any = module.hparams
+        if self.attr_name in hparams:
+            hparams[self.attr_name] = size
 
     def state_dict(self) -> dict[str, int | None]:
         """Return what was found."""
@@ -71,7 +75,7 @@ class BatchSizeFinder(Callback):
         """Go on with what was found."""
         self.optimal_batch_size = state["optimal_batch_size"]
 
-    def _search(self, trainer: Any, loader: Any, step: Any) -> int:
+    def _search(self, trainer: TrainerView, loader: Any, step: Any) -> int:
         largest = min(self.max_val or len(loader.dataset), len(loader.dataset))
         good, bad, size = 0, None, min(self.init_val, largest)
         for _ in range(self.max_trials):
@@ -93,7 +97,7 @@ class BatchSizeFinder(Callback):
             )
         return good
 
-    def _fits(self, trainer: Any, loader: Any, step: Any) -> bool:
+    def _fits(self, trainer: TrainerView, loader: Any, step: Any) -> bool:
         try:
             for number, batch in enumerate(itertools.islice(loader, self.steps_per_trial)):
                 step(batch, number)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.traffic import Count
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext, TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -34,7 +37,7 @@ class CommStats(Callback):
     _step_before: int = field(init=False, default=0)
 
     @hookimpl
-    def on_train_start(self, trainer, run):
+    def on_train_start(self, trainer: TrainerView, run: RunContext) -> None:
         if run.world_size == 1:
             raise ConfigError(
                 "comm_stats is chosen and one process trains alone", expected="several processes", do="drop it"
@@ -43,7 +46,7 @@ class CommStats(Callback):
         self._buckets_before, self._step_before = _copied(run.collectives.traffic.buckets), trainer.global_step
 
     @hookimpl
-    def on_train_batch_end(self, trainer, run):
+    def on_train_batch_end(self, trainer: TrainerView, run: RunContext) -> None:
         step = trainer.global_step
         if step == self._step_before or step % trainer.settings.log_every_n_steps:
             return
@@ -60,10 +63,10 @@ class CommStats(Callback):
         self._buckets_before = _copied(run.collectives.traffic.buckets)
 
     @hookimpl
-    def on_train_end(self, run):
+    def on_train_end(self, run: RunContext) -> None:
         self.totals = _since(run.collectives.traffic.counts, self._start)
 
-    def _measured(self, run: Any, num_steps: int) -> dict[str, float]:
+    def _measured(self, run: RunContext, num_steps: int) -> dict[str, float]:
         """Return the averages of the last `num_steps` steps."""
         counts = _since(run.collectives.traffic.counts, self._before)
         begun = _since(run.collectives.traffic.counts, self._start)

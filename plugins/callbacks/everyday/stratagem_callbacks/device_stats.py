@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -21,14 +24,14 @@ class DeviceStats(Callback):
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
-    def setup(self, trainer, stage):
+    def setup(self, trainer: TrainerView, stage: str) -> None:
         if stage == "fit" and not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if trainer.is_global_zero:
             import psutil
 
@@ -36,7 +39,7 @@ class DeviceStats(Callback):
             self._process.cpu_percent()  # the first answer means nothing
 
     @hookimpl
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         step = trainer.global_step
         if self._process is None or step == self._last_step or step % trainer.settings.log_every_n_steps:
             return
@@ -63,9 +66,9 @@ class DeviceStats(Callback):
         return stats
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         self._process = None
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         self._process = None

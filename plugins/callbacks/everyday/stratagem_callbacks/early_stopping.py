@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.monitored import monitored
 from stratagem.api.validators import at_least, not_empty
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -50,21 +53,21 @@ class EarlyStopping(Callback):
     stopping_reason: str = field(init=False, default="")
 
     @hookimpl
-    def on_validation_end(self, trainer):
+    def on_validation_end(self, trainer: TrainerView) -> None:
         if trainer.fitting and not self._after_training(trainer):
             self._check(trainer)
 
     @hookimpl
-    def on_train_epoch_end(self, trainer):
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self._after_training(trainer) and trainer.position.epoch_ended:
             self._check(trainer)  # an epoch that was cut short is judged once it is whole
 
-    def _after_training(self, trainer: Any) -> bool:
+    def _after_training(self, trainer: TrainerView) -> bool:
         if self.check_on_train_epoch_end is None:
             return not trainer.num_val_batches
         return self.check_on_train_epoch_end
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:
             return
         value = monitored(trainer, "early_stopping", self.monitor, self.strict)

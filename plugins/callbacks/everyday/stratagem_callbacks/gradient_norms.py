@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext, TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -25,7 +28,7 @@ class GradientNorms(Callback):
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or it"
@@ -38,7 +41,9 @@ class GradientNorms(Callback):
             )
 
     @hookimpl
-    def on_before_optimizer_step(self, trainer, module, optimizer, run):
+    def on_before_optimizer_step(
+        self, trainer: TrainerView, module: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunContext
+    ) -> None:
         step = trainer.global_step + 1  # the step that is about to be made
         if step % trainer.settings.log_every_n_steps:
             return

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -15,6 +15,9 @@ from attrs.converters import optional
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 #: Weight of the past in the average that ends the trial early.
 _SMOOTHING = 0.95
@@ -63,7 +66,7 @@ class LearningRateFinder(Callback):
             )
 
     @hookimpl
-    def on_fit_start(self, trainer, module):
+    def on_fit_start(self, trainer: TrainerView, module: torch.nn.Module) -> None:
         if trainer.global_step or trainer.fast_dev_run:
             return
         with trainer.trial_steps("learning_rate_finder") as step:
@@ -86,7 +89,7 @@ class LearningRateFinder(Callback):
         if self.update:
             self._apply(trainer, module, self.suggestion)
 
-    def _try(self, trainer: Any, step: Any) -> tuple[list[float], list[float]]:
+    def _try(self, trainer: TrainerView, step: Any) -> tuple[list[float], list[float]]:
         (optimizer,) = trainer.optimizers
         ratios = _ratios(optimizer)
         rates: list[float] = []
@@ -109,7 +112,7 @@ class LearningRateFinder(Callback):
                 break
         return rates, losses
 
-    def _apply(self, trainer: Any, module: Any, rate: float) -> None:
+    def _apply(self, trainer: TrainerView, module: Any, rate: float) -> None:
         (optimizer,) = trainer.optimizers
         for group, ratio in zip(optimizer.param_groups, _ratios(optimizer), strict=True):
             group["lr"] = rate * ratio

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -29,14 +32,14 @@ class LearningRateMonitor(Callback):
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
                 "learning_rate_monitor has no logger to log to", expected="a logger", do="drop logger=False, or it"
             )
 
     @hookimpl
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         step = trainer.global_step
         due = step % trainer.settings.log_every_n_steps == 0 and step != self._last_step
         if due and self._interval(trainer) == "step":
@@ -44,22 +47,22 @@ class LearningRateMonitor(Callback):
             self._log(trainer)
 
     @hookimpl
-    def on_train_epoch_end(self, trainer):
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self._interval(trainer) == "epoch":
             self._log(trainer)
 
-    def _interval(self, trainer: Any) -> str:
+    def _interval(self, trainer: TrainerView) -> str:
         if self.logging_interval is not None:
             return self.logging_interval
         return "step" if any(c.interval == "step" for c in trainer.lr_scheduler_configs) else "epoch"
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: TrainerView) -> None:
         self.lrs = dict(self._values(trainer))
         trainer.callback_metrics.update(self.lrs)
         if trainer.is_global_zero:
             trainer.run.log_metrics(dict(self.lrs), trainer.global_step)
 
-    def _values(self, trainer: Any) -> Any:
+    def _values(self, trainer: TrainerView) -> Any:
         seen: dict[str, int] = {}
         for optimizer in trainer.run.optimizers:
             base = self._name(trainer, optimizer)
@@ -75,7 +78,7 @@ class LearningRateMonitor(Callback):
                 if self.log_weight_decay:
                     yield f"{name}-weight_decay", float(group.get("weight_decay", 0.0))
 
-    def _name(self, trainer: Any, optimizer: Any) -> str:
+    def _name(self, trainer: TrainerView, optimizer: Any) -> str:
         for config in trainer.lr_scheduler_configs:
             if config.name and getattr(config.scheduler, "optimizer", None) is optimizer:
                 return str(config.name)

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
@@ -21,6 +21,9 @@ from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
 from stratagem.distributed.supervision import interrupted_by_watcher
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_callbacks.occupied import occupy, vacate
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -90,12 +93,12 @@ class ModelCheckpoint(Callback):
                 do='add monitor="val_loss"',
             )
 
-    def folder(self, trainer: Any) -> Path:
+    def folder(self, trainer: TrainerView) -> Path:
         """Return the folder of the checkpoints."""
         return as_path(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
 
     @hookimpl
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._leave_to_others(self.folder(trainer))
         if trainer.fast_dev_run or (self.save_top_k == 0 and not self.save_last):
             return
@@ -121,15 +124,15 @@ class ModelCheckpoint(Callback):
         self._folder = here
 
     @hookimpl
-    def on_fit_end(self):
+    def on_fit_end(self) -> None:
         self._vacate()
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         self._training, self._first_step = True, trainer.global_step
 
     @hookimpl(trylast=True)
-    def on_exception(self, trainer, exception):
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         self._vacate()
         was_training, self._training = self._training, False
         interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_watcher()
@@ -139,7 +142,7 @@ class ModelCheckpoint(Callback):
         if trainer.checkpoint_callback is self and not told:
             trainer.print(f"interrupted at step {trainer.global_step}: {self._how_to_go_on(trainer)}", flush=True)
 
-    def _how_to_go_on(self, trainer: Any) -> str:
+    def _how_to_go_on(self, trainer: TrainerView) -> str:
         """Return what an interrupted fit has saved, and how to go on from there."""
         if trainer.run.is_saving and self._asked_for is not None:
             path, step = self._asked_for
@@ -163,7 +166,7 @@ class ModelCheckpoint(Callback):
     # --- When ----------------------------------------------------------------------------------------------------
 
     @hookimpl(trylast=True)
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         if self.every_n_train_steps is None:
             return
         step = trainer.global_step
@@ -171,18 +174,18 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     @hookimpl(trylast=True)
-    def on_validation_end(self, trainer):
+    def on_validation_end(self, trainer: TrainerView) -> None:
         if trainer.fitting and not self._after_training(trainer):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
-    def on_train_epoch_end(self, trainer):
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
         cut_short = not trainer.position.epoch_ended  # `monitor` may be logged only by what was left out
         if self._after_training(trainer) and not (cut_short and self.monitor not in (None, *trainer.callback_metrics)):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
-    def on_train_end(self, trainer):
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Where training ends within an epoch there is nothing newer to keep than what it ended with."""
         newest = self.monitor is None and self.every_n_train_steps is None and (self.save_top_k != 0 or self.save_last)
         within = trainer.position.batches_done and not trainer.position.epoch_ended
@@ -195,19 +198,19 @@ class ModelCheckpoint(Callback):
                 trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
         self._training = False
 
-    def _after_training(self, trainer: Any) -> bool:
+    def _after_training(self, trainer: TrainerView) -> bool:
         if self.save_on_train_epoch_end is None:
             return not trainer.num_val_batches
         return self.save_on_train_epoch_end
 
-    def _save_if_due(self, trainer: Any) -> None:
+    def _save_if_due(self, trainer: TrainerView) -> None:
         due = (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0
         if self.every_n_train_steps is None and due and trainer.global_step != self._last_step:
             self._save(trainer)
 
     # --- What ----------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:
             return
         self._last_step = trainer.global_step
@@ -229,7 +232,9 @@ class ModelCheckpoint(Callback):
             for old in doomed:  # not before there is something better on the disk
                 trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
 
-    def _plan(self, trainer: Any, score: float | None) -> tuple[str, float | None, list[str], str] | ConfigError:
+    def _plan(
+        self, trainer: TrainerView, score: float | None
+    ) -> tuple[str, float | None, list[str], str] | ConfigError:
         """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""
         last = self._path_of_last(trainer) if self.save_last else ""
         if self.save_top_k == 0 or not self._is_wanted(score):
@@ -270,7 +275,7 @@ class ModelCheckpoint(Callback):
 
     # --- Names ---------------------------------------------------------------------------------------------------
 
-    def _path(self, trainer: Any, doomed: list[str]) -> str:
+    def _path(self, trainer: TrainerView, doomed: list[str]) -> str:
         """Return where to save: not where something is that is to be kept."""
         values = as_numbers(trainer.callback_metrics)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -283,7 +288,7 @@ class ModelCheckpoint(Callback):
             path = folder / f"{name}-v{version}{suffix}"
         return str(path)
 
-    def _path_of_last(self, trainer: Any) -> str:
+    def _path_of_last(self, trainer: TrainerView) -> str:
         """Return where ``last`` is: the one of this run, or a name that is free."""
         folder, form = self.folder(trainer), trainer.checkpoint_format
         path, version = folder / f"last{form.suffix}", 0

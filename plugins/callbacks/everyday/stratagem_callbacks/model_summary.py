@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 from torch import nn
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least_or_unlimited
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -19,7 +22,7 @@ class ModelSummary(Callback):
     max_depth: int = field(default=1, validator=at_least_or_unlimited(0))
 
     @hookimpl
-    def on_fit_start(self, trainer, module):
+    def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         if trainer.is_global_zero:
             print_summary(module, self.max_depth, trainer.world_size if trainer.run.shards_parameters else 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attrs import define, field
 
@@ -13,6 +13,9 @@ from stratagem.api.paths import as_path
 from stratagem.api.peer_errors import is_echo
 from stratagem.api.validators import more_than, not_empty
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -35,20 +38,20 @@ class OnExceptionCheckpoint(OwnCheckpoint):
     saved_on_exception: bool = field(init=False, default=False)
     _training: bool = field(init=False, default=False)
 
-    def folder(self, trainer: Any) -> Path:
+    def folder(self, trainer: TrainerView) -> Path:
         """Return where it saves."""
         return as_path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
-    def on_train_start(self):
+    def on_train_start(self) -> None:
         self._training, self.saved_on_exception = True, False
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         self._training = False
 
     @hookimpl
-    def on_exception(self, trainer, exception):
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         in_order = isinstance(exception, SystemExit) and exception.code in (None, 0)
         was_training, self._training = self._training, False
         # An error of the connection tells that a peer is gone: nobody will come.

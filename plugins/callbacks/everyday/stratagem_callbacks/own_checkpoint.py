@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import is_remote, refusals
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 #: Where a checkpoint holds what the run wrote.
 _ENTRY = "own_files"
@@ -27,11 +30,11 @@ class OwnCheckpoint(Callback):
     _written: list[str] = field(init=False, factory=list)
     _resumes: bool = field(init=False, default=False)
 
-    def folder(self, trainer: Any) -> Path:
+    def folder(self, trainer: TrainerView) -> Path:
         """Return the folder to save in."""
         raise NotImplementedError
 
-    def save(self, trainer: Any, filename: str) -> Path:
+    def save(self, trainer: TrainerView, filename: str) -> Path:
         """Save to a path that this run may write to, and wait for it; return the path. Collective.
 
         Raises:
@@ -57,7 +60,7 @@ class OwnCheckpoint(Callback):
         saved: Path = path
         return saved
 
-    def _free_path(self, trainer: Any, filename: str) -> Path:
+    def _free_path(self, trainer: TrainerView, filename: str) -> Path:
         form = trainer.checkpoint_format
         first = self.folder(trainer) / filename
         if not first.suffix:
@@ -72,15 +75,15 @@ class OwnCheckpoint(Callback):
     # Not as a plugin's state: a run that resumes without the callback loses nothing, and is not to be warned.
 
     @hookimpl
-    def on_save_checkpoint(self, checkpoint):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_ENTRY] = sorted({*checkpoint.get(_ENTRY, ()), *self._written})
 
     @hookimpl
-    def setup(self, stage):
+    def setup(self, stage: str) -> None:
         self._resumes = stage == "fit"  # an evaluation with another run's checkpoint does not resume that run
 
     @hookimpl
-    def on_load_checkpoint(self, checkpoint):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(_ENTRY)
         if self._resumes and isinstance(saved, list | tuple):
             self._written = [*self._written, *(path for path in saved if isinstance(path, str))]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import create_beside
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -29,7 +32,7 @@ class PredictionWriter(Callback):
     _kept: dict[int, list[Any]] = field(init=False, factory=dict)
 
     @hookimpl
-    def on_predict_start(self):
+    def on_predict_start(self) -> None:
         self._kept = {}
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
@@ -40,7 +43,7 @@ class PredictionWriter(Callback):
             ) from error
 
     @hookimpl
-    def on_predict_batch_end(self, trainer, outputs, batch_idx, dataloader_idx):
+    def on_predict_batch_end(self, trainer: TrainerView, outputs: Any, batch_idx: int, dataloader_idx: int) -> None:
         import torch
 
         from stratagem.api.batches import move_batch
@@ -53,7 +56,7 @@ class PredictionWriter(Callback):
             self._kept.setdefault(dataloader_idx, []).append(outputs)
 
     @hookimpl
-    def on_predict_end(self, trainer):
+    def on_predict_end(self, trainer: TrainerView) -> None:
         if self.write_interval == "epoch":
             _write(
                 self.dirpath / f"rank{trainer.global_rank}.pt", [self._kept[loader] for loader in sorted(self._kept)]

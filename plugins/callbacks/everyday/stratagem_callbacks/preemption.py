@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -25,6 +25,9 @@ from stratagem.api.paths import as_path
 from stratagem.api.validators import more_than, not_empty
 from stratagem.errors import ConfigError, PeerError, nearest
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 #: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.
 _LINGER_S = 5.0
@@ -72,7 +75,7 @@ class Preemption(OwnCheckpoint):
         if not 0 < self.exit_code < 256:
             raise ConfigError(f"preemption.exit_code is {self.exit_code}", expected="a number from 1 to 255")
 
-    def folder(self, trainer: Any) -> Path:
+    def folder(self, trainer: TrainerView) -> Path:
         """Return where it saves."""
         if self.dirpath is not None:
             return as_path(self.dirpath)
@@ -80,7 +83,7 @@ class Preemption(OwnCheckpoint):
         return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: TrainerView) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "preemption obeys signals, and fit was called outside the main thread", expected="the main thread"
@@ -97,33 +100,33 @@ class Preemption(OwnCheckpoint):
         _let_workers_go_on(trainer.train_loader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         watch = self._watch
         watch.begun += 1  # the next batch, unless what follows forbids it
         if watch.requested and watch.last_batch() < watch.begun and trainer.at_step_boundary:
             trainer.leave_after_batch(functools.partial(self._leave, trainer))
 
     @hookimpl
-    def on_fit_end(self):
+    def on_fit_end(self) -> None:
         number = 0 if self._watch is None else self._watch.end()
         self._stop_watching()
         if number:  # it came when training had ended: it does what it did before
             signal.raise_signal(number)
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         if self._watch is not None:
             self._watch.post_no_limit()
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         self._stop_watching()
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._stop_watching()
 
-    def _leave(self, trainer: Any) -> None:
+    def _leave(self, trainer: TrainerView) -> None:
         path = self.save(trainer, self.filename)
         trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from attrs import define, field
 
@@ -15,8 +15,19 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from contextlib import AbstractContextManager
 
-def _folder(trainer: Any, dirpath: Path | None) -> Path:
+    from torch import Tensor, nn
+
+    from stratagem.api import TrainerView
+
+
+T = TypeVar("T")
+
+
+def _folder(trainer: TrainerView, dirpath: Path | None) -> Path:
     folder = Path(dirpath if dirpath is not None else trainer.default_root_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +68,7 @@ class SimpleProfiler(Callback):
             self.seconds[action] += time.perf_counter() - began
             self.calls[action] += 1
 
-    def _timed(self, action: str) -> Iterator[Any]:
+    def _timed(self, action: str) -> Generator[None, T, T]:
         self._begin(action)
         try:
             return (yield)
@@ -65,35 +76,35 @@ class SimpleProfiler(Callback):
             self._end(action)
 
     @hookimpl(wrapper=True)
-    def transfer_batch(self):
+    def transfer_batch(self) -> Generator[None, Any, Any]:
         return (yield from self._timed("batch to device"))
 
     @hookimpl(wrapper=True)
-    def backward(self):
+    def backward(self) -> Generator[None, bool, bool]:
         return (yield from self._timed("backward"))
 
     @hookimpl(wrapper=True)
-    def clip_gradients(self):
+    def clip_gradients(self) -> Generator[None, Tensor | float, Tensor | float]:
         return (yield from self._timed("clipping"))
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self):
+    def optimizer_step(self) -> Generator[None, bool, bool]:
         return (yield from self._timed("optimizer step"))
 
     @hookimpl(wrapper=True)
-    def save_checkpoint(self):
+    def save_checkpoint(self) -> Generator[None, bool, bool]:
         return (yield from self._timed("saving"))
 
     @hookimpl(wrapper=True)
-    def load_checkpoint(self):
+    def load_checkpoint(self) -> Generator[None, dict[str, Any], dict[str, Any]]:
         return (yield from self._timed("loading"))
 
     @hookimpl(wrapper=True)
-    def wrap_model(self):
+    def wrap_model(self) -> Generator[None, nn.Module, nn.Module]:
         return (yield from self._timed("wrapping the model"))
 
     @hookimpl
-    def step_context(self, stage):
+    def step_context(self, stage: str) -> AbstractContextManager[Any]:
         return self._measuring("forward and backward" if stage == "train" else "forward")
 
     @contextlib.contextmanager
@@ -105,107 +116,107 @@ class SimpleProfiler(Callback):
             self._end(action)
 
     @hookimpl(tryfirst=True)
-    def on_train_start(self):
+    def on_train_start(self) -> None:
         self._begin("training")
         self._begin("next batch")
 
     @hookimpl(tryfirst=True)
-    def on_train_batch_start(self):
+    def on_train_batch_start(self) -> None:
         self._end("next batch")
         self._begin("training batch")
 
     @hookimpl(trylast=True)
-    def on_train_batch_end(self):
+    def on_train_batch_end(self) -> None:
         self._end("training batch")
         self._begin("next batch")
 
     @hookimpl(tryfirst=True)
-    def on_sanity_check_start(self):
+    def on_sanity_check_start(self) -> None:
         self._begin("sanity check")
 
     @hookimpl(trylast=True)
-    def on_sanity_check_end(self):
+    def on_sanity_check_end(self) -> None:
         self._end("sanity check")
 
     @hookimpl(tryfirst=True)
-    def on_validation_start(self, trainer):
+    def on_validation_start(self, trainer: TrainerView) -> None:
         self._open.pop("next batch", None)
         if not trainer.sanity_checking:
             self._begin("validation")
 
     @hookimpl(trylast=True)
-    def on_validation_epoch_start(self):
+    def on_validation_epoch_start(self) -> None:
         self._begin("next validation batch")
 
     @hookimpl(tryfirst=True)
-    def on_validation_batch_start(self):
+    def on_validation_batch_start(self) -> None:
         self._end("next validation batch")
         self._begin("validation batch")
 
     @hookimpl(trylast=True)
-    def on_validation_batch_end(self):
+    def on_validation_batch_end(self) -> None:
         self._end("validation batch")
         self._begin("next validation batch")
 
     @hookimpl(trylast=True)
-    def on_validation_end(self):
+    def on_validation_end(self) -> None:
         self._open.pop("next validation batch", None)
         self._end("validation")
         self._begin("next batch")
 
     @hookimpl(tryfirst=True)
-    def on_test_start(self):
+    def on_test_start(self) -> None:
         self._start("test")
 
     @hookimpl(trylast=True)
-    def on_test_epoch_start(self):
+    def on_test_epoch_start(self) -> None:
         self._begin("next test batch")
 
     @hookimpl(tryfirst=True)
-    def on_test_batch_start(self):
+    def on_test_batch_start(self) -> None:
         self._end("next test batch")
         self._begin("test batch")
 
     @hookimpl(trylast=True)
-    def on_test_batch_end(self):
+    def on_test_batch_end(self) -> None:
         self._end("test batch")
         self._begin("next test batch")
 
     @hookimpl(trylast=True)
-    def on_test_end(self, trainer):
+    def on_test_end(self, trainer: TrainerView) -> None:
         self._open.pop("next test batch", None)
         self._end("test")
         self._report(trainer, "test")
 
     @hookimpl(tryfirst=True)
-    def on_predict_start(self):
+    def on_predict_start(self) -> None:
         self._start("predict")
 
     @hookimpl(trylast=True)
-    def on_predict_epoch_start(self):
+    def on_predict_epoch_start(self) -> None:
         self._begin("next predict batch")
 
     @hookimpl(tryfirst=True)
-    def on_predict_batch_start(self):
+    def on_predict_batch_start(self) -> None:
         self._end("next predict batch")
         self._begin("predict batch")
 
     @hookimpl(trylast=True)
-    def on_predict_batch_end(self):
+    def on_predict_batch_end(self) -> None:
         self._end("predict batch")
         self._begin("next predict batch")
 
     @hookimpl(tryfirst=True)
-    def on_predict_epoch_end(self):
+    def on_predict_epoch_end(self) -> None:
         self._open.pop("next predict batch", None)  # what follows is no reading
 
     @hookimpl(trylast=True)
-    def on_predict_end(self, trainer):
+    def on_predict_end(self, trainer: TrainerView) -> None:
         self._end("predict")
         self._report(trainer, "predict")
 
     @hookimpl(trylast=True)
-    def on_train_end(self, trainer):
+    def on_train_end(self, trainer: TrainerView) -> None:
         self._open.pop("next batch", None)
         self._end("training")
         self._report(trainer, "training")
@@ -214,7 +225,7 @@ class SimpleProfiler(Callback):
         self._before = {action: (seconds, self.calls[action]) for action, seconds in self.seconds.items()}
         self._begin(stage)
 
-    def _report(self, trainer: Any, stage: str) -> None:
+    def _report(self, trainer: TrainerView, stage: str) -> None:
         text = self.summary(stage)
         self._before = {}
         trainer.print(text)
@@ -253,14 +264,14 @@ class AdvancedProfiler(Callback):
     _profile: Any = field(init=False, default=None)
 
     @hookimpl(tryfirst=True)
-    def on_train_start(self):
+    def on_train_start(self) -> None:
         import cProfile
 
         self._profile = cProfile.Profile()
         self._profile.enable()
 
     @hookimpl(trylast=True)
-    def on_train_end(self, trainer):
+    def on_train_end(self, trainer: TrainerView) -> None:
         import io
         import pstats
 
@@ -274,7 +285,7 @@ class AdvancedProfiler(Callback):
         trainer.print(stream.getvalue())
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         if self._profile is not None:
             self._profile.disable()
             self._profile = None
@@ -312,7 +323,7 @@ class PyTorchProfiler(Callback):
     _region: Any = field(init=False, default=None)
 
     @hookimpl(tryfirst=True)
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         import torch
 
         self.trace = _folder(trainer, self.dirpath) / f"trace-rank{trainer.global_rank}.json"
@@ -350,37 +361,37 @@ class PyTorchProfiler(Callback):
             self._region.__enter__()
 
     @hookimpl(trylast=True)
-    def on_train_batch_start(self):
+    def on_train_batch_start(self) -> None:
         self._enter("forward")
 
     @hookimpl
-    def on_before_backward(self):
+    def on_before_backward(self) -> None:
         self._enter("backward")
 
     @hookimpl
-    def on_after_backward(self):
+    def on_after_backward(self) -> None:
         self._enter(None)
 
     @hookimpl(trylast=True)
-    def on_before_optimizer_step(self):
+    def on_before_optimizer_step(self) -> None:
         self._enter("optimizer step")
 
     @hookimpl
-    def on_before_zero_grad(self):
+    def on_before_zero_grad(self) -> None:
         self._enter("zero gradients")
 
     @hookimpl(trylast=True)
-    def on_train_batch_end(self):
+    def on_train_batch_end(self) -> None:
         self._enter(None)
         if self._profile is not None:
             self._profile.step()
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         self._stop()
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         self._stop()
 
     def _stop(self) -> None:

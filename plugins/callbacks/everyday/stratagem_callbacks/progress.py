@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -13,6 +13,9 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -33,7 +36,7 @@ class ProgressBar(Callback):
     _coming: Readback | None = field(init=False, default=None)
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if trainer.is_global_zero:
             self._open(trainer)
             self._start_epoch(trainer)  # one that is resumed within does not start again
@@ -42,13 +45,13 @@ class ProgressBar(Callback):
             self._view.say(text + (f", effective batch size {size}" if size else ""))
 
     @hookimpl
-    def on_train_epoch_start(self, trainer):
+    def on_train_epoch_start(self, trainer: TrainerView) -> None:
         if self._view is not None:
             self._start_epoch(trainer)
             self._show(trainer)
 
     @hookimpl
-    def on_train_batch_end(self, trainer, batch_idx):
+    def on_train_batch_end(self, trainer: TrainerView, batch_idx: int) -> None:
         # On a GPU the numbers of a batch are there some batches later; to read them now would wait for all of it.
         if self._coming is None and time.perf_counter() >= self._due:
             self._coming = Readback(trainer.progress_bar_metrics)
@@ -56,63 +59,63 @@ class ProgressBar(Callback):
             self._show(trainer, batch_idx + 1)
 
     @hookimpl
-    def on_validation_start(self, trainer):
+    def on_validation_start(self, trainer: TrainerView) -> None:
         if not trainer.sanity_checking:
             self._start_pass(trainer, "validation", trainer.num_val_batches)
 
     @hookimpl
-    def on_validation_batch_end(self):
+    def on_validation_batch_end(self) -> None:
         self._advance()
 
     @hookimpl
-    def on_validation_end(self):
+    def on_validation_end(self) -> None:
         self._end_pass()
 
     @hookimpl
-    def on_test_start(self, trainer):
+    def on_test_start(self, trainer: TrainerView) -> None:
         self._start_pass(trainer, "test", trainer.num_test_batches)
 
     @hookimpl
-    def on_test_batch_end(self):
+    def on_test_batch_end(self) -> None:
         self._advance()
 
     @hookimpl
-    def on_test_end(self):
+    def on_test_end(self) -> None:
         self._end_pass()
 
     @hookimpl
-    def on_predict_start(self, trainer):
+    def on_predict_start(self, trainer: TrainerView) -> None:
         self._start_pass(trainer, "predict", trainer.num_predict_batches)
 
     @hookimpl
-    def on_predict_batch_end(self):
+    def on_predict_batch_end(self) -> None:
         self._advance()
 
     @hookimpl
-    def on_predict_end(self):
+    def on_predict_end(self) -> None:
         self._end_pass()
 
     @hookimpl
-    def on_train_epoch_end(self, trainer):
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self._view is not None:
             self._show(trainer, trainer.position.batches_done, final=True)
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         self._close()
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         self._close()
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._close()
 
-    def _start_epoch(self, trainer: Any) -> None:
+    def _start_epoch(self, trainer: TrainerView) -> None:
         self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
 
-    def _start_pass(self, trainer: Any, title: str, sizes: list[float]) -> None:
+    def _start_pass(self, trainer: TrainerView, title: str, sizes: list[float]) -> None:
         """Show a pass over evaluation loaders, within training or on its own."""
         if not trainer.is_global_zero:
             return
@@ -132,7 +135,7 @@ class ProgressBar(Callback):
             self._alone = False
             self._close()
 
-    def _open(self, trainer: Any, training: bool = True) -> None:
+    def _open(self, trainer: TrainerView, training: bool = True) -> None:
         self._close()
         drawn = sys.stdout.isatty() and not trainer.settings.barebones
         self._view = self._bar(training) if drawn else self._notebook_bar(training) if in_notebook() else _Lines()
@@ -151,7 +154,7 @@ class ProgressBar(Callback):
         if view is not None:
             view.close()
 
-    def _show(self, trainer: Any, done: int = 0, final: bool = False) -> None:
+    def _show(self, trainer: TrainerView, done: int = 0, final: bool = False) -> None:
         now = time.perf_counter()
         self._due = now + (self.refresh_every_s if not isinstance(self._view, _Lines) else self.line_every_s)
         if self._first_batch and not done:
@@ -167,7 +170,7 @@ class ProgressBar(Callback):
         self._view.show(title, done, _end_of(trainer, done, total), rate, numbers, final)
 
 
-def _end_of(trainer: Any, done: int, total: float) -> float:
+def _end_of(trainer: TrainerView, done: int, total: float) -> float:
     """Return the batch at which this epoch will end: earlier than its size if the steps run out before."""
     if trainer.max_steps < 0:
         return total
@@ -255,7 +258,7 @@ class _Bar:
             TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[numbers]}"),
             auto_refresh=False,
         )  # fmt: skip
-        self.training = self.progress.add_task("", rate="", numbers="") if training else None
+        self.training: Any = self.progress.add_task("", rate="", numbers="") if training else None
         self.evaluation: Any = None
         self.next_refresh = 0.0
         self.done = 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import StratagemError
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 class TrainingSpike(StratagemError):
@@ -38,7 +41,7 @@ class SpikeDetection(Callback):
     _seen: int = field(init=False, default=0)
 
     @hookimpl
-    def on_train_batch_end(self, trainer, outputs, batch_idx):
+    def on_train_batch_end(self, trainer: TrainerView, outputs: Any, batch_idx: int) -> None:
         loss: Any = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
@@ -57,7 +60,7 @@ class SpikeDetection(Callback):
             return False
         return value > max(self._mean * self.rtol if self._mean > 0 else self._mean, self._mean + self.atol)
 
-    def _tell(self, trainer: Any, batch_idx: int, value: float) -> None:
+    def _tell(self, trainer: TrainerView, batch_idx: int, value: float) -> None:
         mean = "no earlier one" if self._mean is None else f"a running mean of {self._mean:.6g}"
         found = f"the loss is {value:.6g} in batch {batch_idx} of epoch {trainer.current_epoch}, after {mean}"
         if self.on_spike == "error":

@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -14,6 +14,11 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import TrainerView
 
 #: Dense 16-bit matrix products a second, from the makers' data sheets, by what a device's whole name is after the
 #: makers' words: "L4" is not an "L40", and a slice of a GPU ("A100-SXM4-40GB MIG 1g.5gb") is not a GPU.
@@ -68,7 +73,7 @@ class Throughput(Callback):
             )
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError("throughput has no logger to log to", expected="a logger", do="drop logger=False, or it")
         self._times = deque(maxlen=self.window)
@@ -80,26 +85,26 @@ class Throughput(Callback):
         self._times.append((time.perf_counter(), *self._totals))
 
     @hookimpl
-    def step_context(self, stage):
+    def step_context(self, stage: str) -> AbstractContextManager[Any] | None:
         if not (self.measure_flops and stage == "train" and self.flops_per_batch is None):
             return None
         from torch.utils.flop_counter import FlopCounterMode
 
-        self._counter = FlopCounterMode(display=False)
-        return self._counter
+        self._counter = counter = FlopCounterMode(display=False)
+        return counter
 
     @hookimpl
-    def on_validation_start(self):
+    def on_validation_start(self) -> None:
         if self._times is not None:
             self._times.clear()  # its time is not training's, nor that of saving after it
 
     @hookimpl
-    def on_train_batch_start(self):
+    def on_train_batch_start(self) -> None:
         if not self._times:
             self._mark()
 
     @hookimpl
-    def on_train_batch_end(self, trainer, batch):
+    def on_train_batch_end(self, trainer: TrainerView, batch: Any) -> None:
         if self._counter is not None:
             self.flops_per_batch, self._counter = float(self._counter.get_total_flops()), None
         self._totals[0] += 1

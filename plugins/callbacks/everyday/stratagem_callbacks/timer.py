@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import read_duration
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
 
 
 @define(eq=False, kw_only=True)
@@ -41,36 +44,36 @@ class Timer(Callback):
         return None if self._limit is None else max(0.0, self._limit - self.time_elapsed())
 
     @hookimpl
-    def on_train_start(self):
+    def on_train_start(self) -> None:
         self._begin("train")
 
     @hookimpl
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         self._end("train")
 
     @hookimpl
-    def on_validation_start(self):
+    def on_validation_start(self) -> None:
         self._begin("validate")
 
     @hookimpl
-    def on_validation_end(self):
+    def on_validation_end(self) -> None:
         self._end("validate")
 
     @hookimpl
-    def on_test_start(self):
+    def on_test_start(self) -> None:
         self._begin("test")
 
     @hookimpl
-    def on_test_end(self):
+    def on_test_end(self) -> None:
         self._end("test")
 
     @hookimpl
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         if self.interval == "step":
             self._check(trainer)
 
     @hookimpl
-    def on_train_epoch_end(self, trainer):
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self.interval == "epoch":
             self._check(trainer)
 
@@ -83,7 +86,7 @@ class Timer(Callback):
             del self._began[stage]
             self._earlier[stage] = elapsed
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: TrainerView) -> None:
         if self._limit is None or not trainer.run.collectives.any(self.time_elapsed() >= self._limit):
             return
         if self.verbose and not trainer.should_stop:

@@ -30,7 +30,9 @@ class _TQDM:
     evaluating = False
 
     def __init__(self, tqdm: Any, training: bool) -> None:
-        self.tqdm, self.training, self.evaluation = tqdm, None, None
+        self.tqdm = tqdm
+        self.evaluation: Any = None
+        self.training: Any = None
         if training:
             self.training = tqdm(total=0, leave=True, dynamic_ncols=True, unit="it")
 

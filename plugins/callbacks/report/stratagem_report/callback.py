@@ -6,7 +6,7 @@ import math
 import warnings
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 from attrs.converters import optional
@@ -18,6 +18,9 @@ from stratagem.errors import ConfigError
 from stratagem_report.facts import ending, failure, gather, learning_rates, memory_held
 from stratagem_report.history import History
 from stratagem_report.page import render
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext, TrainerView
 
 #: A run is sampled at most so often in its whole life so far: a long one ever more rarely.
 _SAMPLES = 500
@@ -66,7 +69,7 @@ class Report(Callback):
     # --- What it watches -----------------------------------------------------------------------------------------
 
     @hookimpl
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._due, self._mark, self._batches = math.inf, None, 0
         self._recording = trainer.is_global_zero and trainer.settings.writes_files
         if not self._recording:
@@ -83,7 +86,7 @@ class Report(Callback):
         self._began, self._paused, self._paused_at, self._started_at_step = perf_counter(), 0.0, None, step
 
     @hookimpl
-    def on_train_start(self, trainer):
+    def on_train_start(self, trainer: TrainerView) -> None:
         if not self._recording:
             return
         self._paused = perf_counter() - self._began  # the sanity check, and what else came before the first batch
@@ -92,17 +95,17 @@ class Report(Callback):
         self._sample_state(trainer.run, trainer.global_step)
 
     @hookimpl
-    def on_train_batch_end(self, trainer):
+    def on_train_batch_end(self, trainer: TrainerView) -> None:
         self._batches += 1
         if perf_counter() >= self._due:
             self._sample(trainer)
 
     @hookimpl
-    def on_validation_start(self):
+    def on_validation_start(self) -> None:
         self._paused_at = perf_counter()
 
     @hookimpl
-    def on_validation_end(self, trainer):
+    def on_validation_end(self, trainer: TrainerView) -> None:
         if self._recording:
             self._paused += perf_counter() - (self._paused_at or perf_counter())
             self._paused_at = None
@@ -110,11 +113,11 @@ class Report(Callback):
             self._write_again(trainer)
 
     @hookimpl
-    def on_test_end(self, trainer):
+    def on_test_end(self, trainer: TrainerView) -> None:
         self._write_again(trainer)
 
     @hookimpl
-    def log_metrics(self, metrics, step, run):
+    def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if not self._recording:
             self._history.results.update(values)  # of `Trainer.validate` or `Trainer.test`
@@ -124,7 +127,7 @@ class Report(Callback):
         if run.stage == "train":
             self._sample_rates(run, step)
 
-    def _sample(self, trainer: Any) -> None:
+    def _sample(self, trainer: TrainerView) -> None:
         """Read everything that is no metric, once a step is done since the last time."""
         mark, step = self._mark, trainer.global_step
         if mark is None or step <= mark.step:
@@ -139,12 +142,12 @@ class Report(Callback):
         self._sample_state(trainer.run, step)
         self._due = perf_counter() + max(self.sample_every_s, (self._earlier[0] + now.seconds) / _SAMPLES)
 
-    def _sample_state(self, run: Any, step: int) -> None:
+    def _sample_state(self, run: RunContext, step: int) -> None:
         self._sample_rates(run, step)
         for name, held in memory_held(run.device).items():
             self._history.put("memory", name, step, held)
 
-    def _sample_rates(self, run: Any, step: int) -> None:
+    def _sample_rates(self, run: RunContext, step: int) -> None:
         for name, rate in learning_rates(run.optimizers):
             self._history.put("rates", name, step, rate)
 
@@ -156,21 +159,21 @@ class Report(Callback):
     # --- How it ends ---------------------------------------------------------------------------------------------
 
     @hookimpl
-    def on_train_end(self, trainer):
+    def on_train_end(self, trainer: TrainerView) -> None:
         if self._recording:
             self._sample(trainer)
 
     @hookimpl
-    def on_fit_end(self, trainer):
+    def on_fit_end(self, trainer: TrainerView) -> None:
         if self._recording:
             self._finish(trainer, ending(trainer))
 
     @hookimpl
-    def on_exception(self, trainer, exception):
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         if self._recording:
             self._finish(trainer, failure(exception))
 
-    def _finish(self, trainer: Any, outcome: dict[str, Any]) -> None:
+    def _finish(self, trainer: TrainerView, outcome: dict[str, Any]) -> None:
         self._count(trainer.global_step)
         self._recording, self._due = False, math.inf
         if self._batches or not self._history.outcome:  # a fit that had nothing to do changes nothing
@@ -189,12 +192,12 @@ class Report(Callback):
         history.train_seconds = train_seconds + self._trained_for()
         history.steps, history.batches = steps + step - began_at, batches + self._batches
 
-    def _write_again(self, trainer: Any) -> None:
+    def _write_again(self, trainer: TrainerView) -> None:
         """Add what was measured after training to the page about it."""
         if trainer.is_global_zero and trainer.settings.writes_files and self._history.outcome:
             self._write(trainer)
 
-    def _write(self, trainer: Any) -> None:
+    def _write(self, trainer: TrainerView) -> None:
         path = self.path or Path(trainer.settings.default_root_dir) / "report.html"
         try:
             text = render(gather(trainer, self._history))

@@ -22,6 +22,7 @@ from stratagem.api.options import options
 from stratagem.api.redaction import redact
 
 if TYPE_CHECKING:
+    from stratagem.api import TrainerView
     from stratagem_report.history import History
 
 _LONGEST = 400
@@ -52,7 +53,7 @@ class Facts:
     versions: list[tuple[str, str]]
 
 
-def gather(trainer: Any, history: History) -> Facts:
+def gather(trainer: TrainerView, history: History) -> Facts:
     """Return the facts of the run that `trainer` drives."""
     run, settings, position = trainer.run, trainer.settings, trainer.position
     return Facts(
@@ -78,7 +79,7 @@ def gather(trainer: Any, history: History) -> Facts:
 # --- How it ended ------------------------------------------------------------------------------------------------
 
 
-def ending(trainer: Any) -> dict[str, Any]:
+def ending(trainer: TrainerView) -> dict[str, Any]:
     """Return the outcome of a fit that ended by itself."""
     settings = trainer.settings
     if 0 <= settings.max_steps <= trainer.global_step:
@@ -194,8 +195,8 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return vars(value)
     if hasattr(value, "_asdict") and isinstance(value, tuple):
-        named: dict[str, Any] = value._asdict()
-        return named
+        named: Any = value  # a named tuple
+        return {**named._asdict()}
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):

@@ -178,4 +178,5 @@ class History:
         """Build the history that returned `state`."""
         curves = {name: {key: Series.from_state(each) for key, each in state[name].items()} for name in _CURVES}
         rest = {name: dict(state[name]) for name in ("results", "outcome")}
-        return cls(**curves, **{name: state[name] for name in _TOTALS}, **rest, resumed=list(state["resumed"]))
+        fields: dict[str, Any] = curves | {name: state[name] for name in _TOTALS} | rest
+        return cls(**fields, resumed=list(state["resumed"]))
