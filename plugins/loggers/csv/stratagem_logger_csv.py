@@ -8,7 +8,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -16,6 +16,9 @@ from stratagem.api import Logger, hookimpl
 from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -42,11 +45,11 @@ class CSVLogger(Logger):
         return self._folder
 
     @hookimpl
-    def log_hyperparams(self, params, run):
+    def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._hparams = params
 
     @hookimpl
-    def on_fit_start(self, run):
+    def on_fit_start(self, run: RunContext) -> None:
         error = None
         if run.is_global_zero:
             try:
@@ -56,7 +59,7 @@ class CSVLogger(Logger):
         run.collectives.fail_together(error)
 
     @hookimpl
-    def log_metrics(self, metrics, step, run):
+    def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
         if self._folder is None:
             self._open(run.settings.default_root_dir)
         row = {"step": step, **metrics}
@@ -68,19 +71,19 @@ class CSVLogger(Logger):
             self._flush_finished()
 
     @hookimpl
-    def on_validation_end(self):
+    def on_validation_end(self) -> None:
         self._flush_finished()
 
     @hookimpl
-    def on_fit_end(self):
+    def on_fit_end(self) -> None:
         self.flush()
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         self.flush()
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self.flush()
 
     def flush(self) -> None:

@@ -19,7 +19,10 @@ from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.utils.tensorboard import SummaryWriter
+
+    from stratagem.api import RunContext, TrainerView
 
 
 class Absent:
@@ -85,18 +88,18 @@ class TensorBoardLogger(Logger):
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         self._meet(run)
 
     @hookimpl
-    def log_hyperparams(self, params, run):
+    def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._meet(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
-    def on_fit_start(self, trainer, module, run):
+    def on_fit_start(self, trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
         self._meet(run)
         error = None
         if self._rank == 0:
@@ -108,30 +111,30 @@ class TensorBoardLogger(Logger):
         run.collectives.fail_together(error)
 
     @hookimpl
-    def log_metrics(self, metrics, step, run):
+    def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
         self._meet(run)
         writer = self._open()
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
     @hookimpl
-    def on_validation_end(self):
+    def on_validation_end(self) -> None:
         self.flush()
 
     @hookimpl
-    def on_fit_end(self):
+    def on_fit_end(self) -> None:
         self._end_session("STATUS_SUCCESS")
         self.flush()
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         try:
             self.close("STATUS_FAILURE")
         except OSError as error:  # must not hide the exception that brought us here
             warnings.warn(f"{self._folder} may lack the last metrics ({error})", stacklevel=2)
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self.close()
 
     # --- The writer ----------------------------------------------------------------------------------------------
@@ -156,10 +159,10 @@ class TensorBoardLogger(Logger):
         """Whether this process has a writer; one from before a fork has its thread in the parent."""
         return self._writer is not None and self._pid == os.getpid()
 
-    def _meet(self, run: Any) -> None:
+    def _meet(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
-    def _begin(self, trainer: Any, module: Any) -> None:
+    def _begin(self, trainer: TrainerView, module: Any) -> None:
         """Find out on rank 0, before training, whether it can be logged."""
         _summary_writer()
         self.close()  # a fit that goes back to an earlier step hides the later ones
@@ -304,7 +307,8 @@ def _session_start(hparams: dict[str, Any]) -> Any:
 
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in _flat(hparams):
-        kind = {bool: "bool_value", float: "number_value"}.get(type(value), "string_value")
+        kinds: dict[type[Any], str] = {bool: "bool_value", float: "number_value"}
+        kind = kinds.get(type(value), "string_value")
         setattr(start.hparams[name], kind, value)
     return _session_summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
@@ -342,7 +346,7 @@ def _plain(value: Any) -> bool | float | str:
 # --- The graph -------------------------------------------------------------------------------------------------------
 
 
-def _example(module: Any, run: Any) -> Any:
+def _example(module: Any, run: RunContext) -> Any:
     """Return the module's example input, if a forward pass of this rank alone is possible."""
     example = getattr(module, "example_input_array", None)
     if example is None:
