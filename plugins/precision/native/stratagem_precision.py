@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
@@ -19,6 +19,12 @@ from stratagem.api import LOSS_SCALING, SIXTEEN_BIT_GRADIENTS, Capabilities, Pre
 from stratagem.api.batches import map_batch
 from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import RunContext
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
@@ -39,7 +45,7 @@ class TruePrecision(Precision):
     dtype: Literal["16", "bf16", "64"] = "bf16"
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # the option decides
         return Capabilities(provides=() if self.dtype == "64" else {SIXTEEN_BIT_GRADIENTS})
 
     def policy(self) -> PrecisionPolicy:
@@ -47,20 +53,20 @@ class TruePrecision(Precision):
         return PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     @hookimpl
-    def init_context(self):
+    def init_context(self) -> AbstractContextManager[Any]:
         return _default_dtype(_TRUE[self.dtype])
 
     @hookimpl
-    def prepare_module(self, module):
+    def prepare_module(self, module: nn.Module) -> None:
         # Not `Module.to`, which would make complex numbers real.
         {"16": module.half, "bf16": module.bfloat16, "64": module.double}[self.dtype]()
 
     @hookimpl
-    def step_context(self):
+    def step_context(self) -> AbstractContextManager[Any]:
         return _default_dtype(_TRUE[self.dtype])
 
     @hookimpl(wrapper=True)
-    def transfer_batch(self):
+    def transfer_batch(self) -> Generator[None, Any, Any]:
         return _cast((yield), _TRUE[self.dtype])
 
 
@@ -80,7 +86,7 @@ def double() -> TruePrecision:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype):
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -115,13 +121,13 @@ class _Autocast(Precision):
         return PrecisionPolicy(compute_dtype=self._compute_dtype)
 
     @hookimpl
-    def step_context(self, run):
+    def step_context(self, run: RunContext) -> AbstractContextManager[Any]:
         # A module that optimizes by hand steps between two forwards of one context: a remembered copy would be stale.
         remember = self.cache_enabled and not run.manual
         return torch.autocast(run.device.type, self._compute_dtype, cache_enabled=remember)
 
     @hookimpl(wrapper=True)
-    def backward(self, run):
+    def backward(self, run: RunContext) -> Generator[None, bool, bool]:
         # Backward runs in the dtypes of forward by itself; autocast around it would cast some of it a second time.
         with torch.autocast(run.device.type, enabled=False):
             return (yield)
@@ -167,7 +173,7 @@ class ScaledPrecision(_Autocast):
         return PrecisionPolicy(compute_dtype=torch.float16, loss_scaling=True)
 
     @hookimpl
-    def prepare_module(self, module, run):
+    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         if run.stage == "train":
             _check_parameters(module)
         for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
@@ -180,15 +186,16 @@ class ScaledPrecision(_Autocast):
                 self.scaler.load_state_dict(self._loaded)
 
     @hookimpl
-    def scale_loss(self, loss):
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         for number, (optimizer, _) in list(self._clipped.items()):
             if not any(gradient.any() for gradient in _gradients(optimizer)):
                 self._start_over(number)  # clipped, then dropped instead of stepped
         self._num_losses += 1
+        assert self.scaler is not None, "prepare_module has made it"
         return self.scaler.scale(loss)
 
     @hookimpl(wrapper=True)
-    def clip_gradients(self, optimizer):
+    def clip_gradients(self, optimizer: Optimizer) -> Generator[None, torch.Tensor | float, torch.Tensor | float]:
         _, num_losses = self._clipped.setdefault(id(optimizer), (optimizer, self._num_losses))
         if num_losses != self._num_losses:
             raise ConfigError(
@@ -201,7 +208,7 @@ class ScaledPrecision(_Autocast):
         return (yield)
 
     @hookimpl
-    def optimizer_step(self, optimizer, closure, run):
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], torch.Tensor] | None, run: RunContext) -> bool:
         if closure is not None:
             raise ConfigError(
                 f"precision '16-mixed' cannot step {type(optimizer).__name__}, which evaluates the model itself",
@@ -223,7 +230,7 @@ class ScaledPrecision(_Autocast):
         return not overflowed
 
     @hookimpl(wrapper=True)
-    def transfer_batch(self):
+    def transfer_batch(self) -> Generator[None, Any, Any]:
         self._update()
         return (yield)
 
@@ -232,6 +239,7 @@ class ScaledPrecision(_Autocast):
 
         No gradients, no flags: a step without a loss leaves everything as it is.
         """
+        assert self.scaler is not None, "prepare_module has made it"
         state = self.scaler._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY and next(_gradients(optimizer), None) is not None:
             if not self._num_losses:
@@ -241,21 +249,24 @@ class ScaledPrecision(_Autocast):
                     do="use it in place of loss.backward()",
                 )
             self.scaler.unscale_(optimizer)
-        return state["found_inf_per_device"]
+        found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+        return found
 
-    def _agree(self, found: dict[torch.device, torch.Tensor], run) -> None:
+    def _agree(self, found: dict[torch.device, torch.Tensor], run: RunContext) -> None:
         """Make an overflow on one rank an overflow on all: one collective, also on a rank that has no gradients."""
         flag = torch.zeros((), device=run.device)
         for local in found.values():
             flag = torch.maximum(flag, local.to(run.device))
         flag = run.collectives.unchecked.all_reduce(flag, "max")
         if not found:
+            assert self.scaler is not None, "prepare_module has made it"
             self.scaler.scale(flag)  # makes the scale, should this rank have had no loss yet: it is to change here too
         for device in list(found) or [run.device]:
             found[device] = flag.to(device)
 
     def _remember(self, optimizer: Optimizer) -> None:
         """Keep what this optimizer found for the next update, and let it step again before that."""
+        assert self.scaler is not None, "prepare_module has made it"
         found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for device, flag in found.items():
             self._found[device] = torch.maximum(self._found[device], flag) if device in self._found else flag
@@ -264,12 +275,14 @@ class ScaledPrecision(_Autocast):
     def _start_over(self, number: int) -> None:
         """Take the next gradients of this optimizer for scaled ones."""
         self._clipped.pop(number, None)
+        assert self.scaler is not None, "prepare_module has made it"
         self.scaler._per_optimizer_states.pop(number, None)
 
     def _update(self) -> None:
         """Change the scale by what the optimizers found since the last update, if they stepped at all."""
         if self._found:
-            self.scaler._per_optimizer_states["found"] = {
+            assert self.scaler is not None, "prepare_module has made it"
+            self.scaler._per_optimizer_states["found"] = {  # type: ignore[index]  # the number of no optimizer
                 "stage": OptState.STEPPED,
                 "found_inf_per_device": self._found,
             }
@@ -293,13 +306,15 @@ class ScaledPrecision(_Autocast):
 class _Scaler(GradScaler):
     """Unscales shards and ordinary gradients of one optimizer apart: no operation takes both."""
 
-    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
         kinds = sorted({type(gradient) for gradient in _gradients(optimizer)}, key=str)
         found: dict[torch.device, torch.Tensor] = {}
         for kind in kinds:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             some = [each for each in parameters if type(each.grad) is kind]
-            part = SimpleNamespace(param_groups=[{"params": some}])
+            part: Any = SimpleNamespace(param_groups=[{"params": some}])
             those = super()._unscale_grads_(part, inv_scale, found_inf.clone(), allow_fp16)
             for device, flag in those.items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
