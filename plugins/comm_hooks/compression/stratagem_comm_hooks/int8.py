@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from attrs import define
@@ -10,6 +10,11 @@ from torch import Tensor
 
 from stratagem.api import hookimpl
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import Bucket, Collectives, RunContext
 
 _LARGEST: Final = 127
 
@@ -28,7 +33,7 @@ class Int8(InTwoPhases):
     innermost = True
 
     @hookimpl
-    def reduce_bucket(self, bucket, collectives, run):
+    def reduce_bucket(self, bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
         return (yield from self.compressed(bucket, WholeNumbers(), collectives, run, feedback=self.error_feedback))
 
 

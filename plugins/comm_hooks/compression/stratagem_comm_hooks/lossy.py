@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
@@ -16,6 +16,11 @@ from stratagem.api import CommHook, hookimpl
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_comm_hooks.per_run import PerRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stratagem.api import RunContext
 
 
 @define(eq=False)
@@ -56,16 +61,16 @@ class Lossy(CommHook):
 
     _watches: PerRun[Watch] = field(init=False, factory=lambda: PerRun(Watch), repr=False)
 
-    def see(self, average: Tensor, run: Any) -> Tensor:
+    def see(self, average: Tensor, run: RunContext) -> Tensor:
         """Note whether `average`, which this hook is about to return, is finite; return that as a tensor."""
         return self._watches.of(run).see(average)
 
-    def steps(self, run: Any) -> int:
+    def steps(self, run: RunContext) -> int:
         """How many optimizer steps `run` has made."""
         return self._watches.of(run).steps
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         if self.nonfinite == "error" and run.policy.loss_scaling:
             raise ConfigError(
                 f"comm_hook.{run.name_of(self)}.nonfinite is 'error', and the precision scales the loss, for which "
@@ -74,7 +79,9 @@ class Lossy(CommHook):
             )
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, optimizer, closure, run):
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None, run: RunContext
+    ) -> Generator[None, bool, bool]:
         watch = self._watches.of(run)
         if run.policy.loss_scaling:
             watch.looked = True  # the precision finds the overflow in the gradients
@@ -94,13 +101,13 @@ class Lossy(CommHook):
         watch.steps += 1
         return stepped
 
-    def _are_finite(self, watch: Watch, run: Any) -> bool:
+    def _are_finite(self, watch: Watch, run: RunContext) -> bool:
         """Whether this step's averages were. Ranks that saw those of their shards alone tell each other: collective."""
         finite = watch.look()
         fine = finite is None or bool(finite)  # waits for the device
         return not run.peers.any(not fine) if run.shards_parameters else fine
 
-    def _step_on_device(self, optimizer: Any, watch: Watch, run: Any) -> Generator[None, Any, bool]:
+    def _step_on_device(self, optimizer: Any, watch: Watch, run: RunContext) -> Generator[None, bool, bool]:
         """Let the device decide whether to step, as it does for loss scaling: the host learns it later.
 
         Returns:
@@ -133,10 +140,10 @@ class Lossy(CommHook):
             return False
         return stepped
 
-    def drop(self, bad: Tensor, run: Any) -> None:
+    def drop(self, bad: Tensor, run: RunContext) -> None:
         """Forget what belongs to a step that was skipped, if `bad` is 1 (on the device) rather than 0."""
 
-    def _count_late(self, watch: Watch, run: Any, *, wait: bool = False) -> None:
+    def _count_late(self, watch: Watch, run: RunContext, *, wait: bool = False) -> None:
         """Count the steps that the device turns out to have skipped."""
         while watch.late and (wait or watch.late[0].ready):
             if watch.late.pop(0).numbers()["skipped"]:
@@ -144,10 +151,10 @@ class Lossy(CommHook):
                 run.count_skipped_step()
 
     @hookimpl
-    def on_train_epoch_end(self, run):
+    def on_train_epoch_end(self, run: RunContext) -> None:
         self._count_late(self._watches.of(run), run, wait=True)
 
-    def _let_pass_by(self, optimizer: Any, watch: Watch, run: Any) -> None:
+    def _let_pass_by(self, optimizer: Any, watch: Watch, run: RunContext) -> None:
         """Take the gradients away: without any, an optimizer passes a parameter by."""
         if self.nonfinite == "error":
             raise self._refusal(run)
@@ -158,7 +165,7 @@ class Lossy(CommHook):
         if has_gradients:
             self._warn(watch, run)
 
-    def _warn(self, watch: Watch, run: Any) -> None:
+    def _warn(self, watch: Watch, run: RunContext) -> None:
         if not watch.warned and run.is_global_zero:
             watch.warned = True
             warnings.warn(
@@ -167,7 +174,7 @@ class Lossy(CommHook):
                 stacklevel=2,
             )
 
-    def _refusal(self, run: Any, where: str = "") -> StratagemError:
+    def _refusal(self, run: RunContext, where: str = "") -> StratagemError:
         return StratagemError(
             f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite{where}",
             expected="finite ones on all ranks",

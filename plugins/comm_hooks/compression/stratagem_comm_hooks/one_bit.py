@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import Attribute, define, field, frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -14,8 +14,13 @@ from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_comm_hooks.two_phases import InTwoPhases, first_numbers
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
-def _in_eights(hook, attribute, value):
+    from stratagem.api import Bucket, Collectives, RunContext
+
+
+def _in_eights(hook: Any, attribute: Attribute[Any], value: Any) -> None:
     if isinstance(value, int) and (value < 8 or value % 8):
         raise ConfigError(
             f"{type(hook).__name__}.{attribute.name} is {value}", expected="a multiple of 8: a byte of signs"
@@ -42,10 +47,10 @@ class OneBit(InTwoPhases):
     innermost = True
 
     @hookimpl
-    def reduce_bucket(self, bucket, collectives, run):
+    def reduce_bucket(self, bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
         if self.steps(run) >= self.start_iter:
             return (yield from self.compressed(bucket, Signs(self.block_size), collectives, run))
-        average = yield bucket.buffer
+        average: Tensor = yield bucket.buffer
         self.see(average, run)
         return average
 

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
 from stratagem.api import Bucket
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: How far the quotient of two 16-bit losses may be off.
 _ROUNDING = 0.1
@@ -70,7 +73,7 @@ class Owed:
         self._messages[bucket.index] += 1
         return f"bucket {bucket.index}.{number}"
 
-    def layout(self, bucket: Bucket, place: str, run: Any) -> Layout:
+    def layout(self, bucket: Bucket, place: str, run: RunContext) -> Layout:
         """Return the pieces of `bucket`."""
         if not bucket.parameters:
             return [(place, as_real(bucket.buffer).numel())]
@@ -78,7 +81,7 @@ class Owed:
         sizes = [gradient.numel() * (2 if gradient.is_complex() else 1) for gradient in bucket.gradients]
         return list(zip(self._keys(bucket, run), sizes, strict=True))
 
-    def _keys(self, bucket: Bucket, run: Any) -> list[str]:
+    def _keys(self, bucket: Bucket, run: RunContext) -> list[str]:
         if run.module is not None and any(id(parameter) not in self._names for parameter in bucket.parameters):
             self._names = {id(parameter): name for name, parameter in run.module.named_parameters()}
         named = enumerate(map(id, bucket.parameters))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 T = TypeVar("T")
 
@@ -19,7 +22,7 @@ class PerRun(Generic[T]):
         self._make = make
         self._kept: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], T]] = weakref.WeakKeyDictionary()
 
-    def of(self, run: Any) -> T:
+    def of(self, run: RunContext) -> T:
         """Return the value for `run`, made on first use."""
         kept = self._kept.get(run)
         if kept is None or kept[0]() is not run.module:

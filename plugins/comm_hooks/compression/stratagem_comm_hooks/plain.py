@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
 from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, Capabilities, CommHook, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor
+
+    from stratagem.api import Bucket, RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -14,8 +22,9 @@ class AllReduce(CommHook):
     """Gradients travel uncompressed, as they would without a hook."""
 
     @hookimpl
-    def reduce_bucket(self, bucket):
-        return (yield bucket.buffer)
+    def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
+        average: Tensor = yield bucket.buffer
+        return average
 
 
 @define(eq=False, kw_only=True)
@@ -29,10 +38,10 @@ class Noop(CommHook):
     capabilities = Capabilities(requires={GRADIENT_BUCKETS, LOCAL_STEPS})
 
     @hookimpl
-    def reduce_bucket(self, bucket):
+    def reduce_bucket(self, bucket: Bucket) -> Tensor:
         return bucket.buffer
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         if run.stage == "train" and run.world_size > 1 and run.is_global_zero:
             warnings.warn("comm_hook 'noop' sends no gradients: the ranks train apart", stacklevel=2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
@@ -27,6 +27,9 @@ from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.lossy import is_finite
 from stratagem_comm_hooks.owed import Layout, as_real
 from stratagem_comm_hooks.per_run import PerRun
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @frozen
@@ -96,12 +99,12 @@ class _PowerIteration(Feedback):
         raise NotImplementedError
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         super().prepare_module(run)
         if run.stage == "train":
             self._check_alike(run)
 
-    def _check_alike(self, run: Any) -> None:
+    def _check_alike(self, run: RunContext) -> None:
         """Refuse ranks that may compute other bits from the same numbers. Collective."""
         everybody = run.peers.all_gather_object(_computed_by(run.device))
         rank = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
@@ -115,13 +118,13 @@ class _PowerIteration(Feedback):
             )
 
     @hookimpl
-    def reduce_bucket(self, bucket, run):
+    def reduce_bucket(self, bucket: Bucket, run: RunContext) -> Generator[Any, Any, Tensor]:
         owed = self.owed(run)
         layout = owed.layout(bucket, owed.place(bucket), run)
         compresses = self.steps(run) >= self.start_powerSGD_iter
         matrices = [each for each in self.matrices(bucket, layout) if self._shrinks(each)] if compresses else []
         if not matrices and not any(key in owed.rests for key, _ in layout):
-            average = yield bucket.buffer
+            average: Tensor = yield bucket.buffer
             self.see(average, run)
             return average
 
@@ -166,13 +169,15 @@ class _PowerIteration(Feedback):
         return average.masked_fill_(~finite, float("nan")), qs
 
     def _shrinks(self, matrix: Matrix) -> bool:
+        assert self.rank is not None, "the constructor sets it"
         factors = (matrix.rows + matrix.columns) * self.rank
         return matrix.rows * matrix.columns >= self.min_compression_rate * factors
 
     # --- Q -------------------------------------------------------------------------------------------------------
 
-    def _start(self, matrix: Matrix, like: Tensor, run: Any) -> Tensor:
+    def _start(self, matrix: Matrix, like: Tensor, run: RunContext) -> Tensor:
         """Return the Q to begin with: the last step's, or one drawn alike on all ranks."""
+        assert self.rank is not None, "the constructor sets it"
         kept = self._starts.of(run).get(matrix.key)
         if kept is not None and kept.shape == (matrix.columns, self.rank):
             return kept.to(like.dtype)
@@ -182,17 +187,17 @@ class _PowerIteration(Feedback):
         return drawn.to(like.device, like.dtype, non_blocking=True)
 
     def _remember(
-        self, matrices: list[Matrix], before: list[Tensor], after: list[Tensor], finite: Tensor, run: Any
+        self, matrices: list[Matrix], before: list[Tensor], after: list[Tensor], finite: Tensor, run: RunContext
     ) -> None:
         """Begin the next step with the Q of this one; but from nan, and from zeros, no step would find a way back."""
         for each, old, new in zip(matrices, before, after, strict=True):
             self._starts.of(run)[each.key] = torch.where(finite & new.any(), new, old)
 
-    def rank_state(self, run: Any) -> dict[str, Any]:
+    def rank_state(self, run: RunContext) -> dict[str, Any]:
         starts = {key: start.to("cpu", copy=True) for key, start in self._starts.of(run).items()}
         return super().rank_state(run) | {"starts": starts}
 
-    def load_rank_states(self, states: list[dict[str, Any]], run: Any) -> None:
+    def load_rank_states(self, states: list[dict[str, Any]], run: RunContext) -> None:
         super().load_rank_states(states, run)
         # All that average together began with the same.
         starts = states[run.rank if len(states) == run.world_size else 0]["starts"]
@@ -239,6 +244,7 @@ def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
     The same bits give the same bits: all ranks compute it for themselves.
     """
     if epsilon == 0:
+        base: Tensor
         base, triangle = torch.linalg.qr(matrix)
         return base * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
     base = matrix.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import define
@@ -10,6 +10,11 @@ from attrs import define
 from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
 from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import as_real
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import Bucket, RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -20,7 +25,7 @@ class _Compress(Lossy):
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
 
     @hookimpl
-    def reduce_bucket(self, bucket, run):
+    def reduce_bucket(self, bucket: Bucket, run: RunContext) -> Generator[Any, Any, torch.Tensor]:
         average = bucket.buffer
         if average.dtype.itemsize <= self.dtype.itemsize:
             average = yield average  # nothing to gain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -12,6 +13,11 @@ from stratagem.api import hookimpl
 from stratagem.api.validators import between, more_than
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.owed import as_real
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import Bucket, Collectives, RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -29,7 +35,7 @@ class TopK(Feedback):
     innermost = True
 
     @hookimpl
-    def reduce_bucket(self, bucket, collectives, run):
+    def reduce_bucket(self, bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
         if collectives.world_size == 1:
             self.see(bucket.buffer, run)
             return bucket.buffer

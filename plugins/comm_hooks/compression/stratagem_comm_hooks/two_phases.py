@@ -8,7 +8,7 @@ its bucket in codes.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from attrs import define, frozen
@@ -18,6 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 from stratagem.api import Bucket, Collectives
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.owed import Chunk, Layout, Owed, as_real
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 class Code(Protocol):
@@ -62,7 +65,7 @@ class InTwoPhases(Feedback):
     """A hook that sends in a code of its own."""
 
     def compressed(
-        self, bucket: Bucket, code: Code, collectives: Collectives, run: Any, *, feedback: bool = True
+        self, bucket: Bucket, code: Code, collectives: Collectives, run: RunContext, *, feedback: bool = True
     ) -> Generator[Any, Any, Tensor]:
         """Average `bucket`, sent in `code`; owe what that takes if there is to be `feedback`."""
         if collectives.world_size > 1:
@@ -77,7 +80,7 @@ class InTwoPhases(Feedback):
 
 
 def _average(
-    bucket: Bucket, code: Code, owed: Owed, place: str, collectives: Collectives, run: Any
+    bucket: Bucket, code: Code, owed: Owed, place: str, collectives: Collectives, run: RunContext
 ) -> Generator[Any, Any, tuple[Layout, Tensor, Chunk]]:
     """Write the average of `bucket` over the ranks into it; return its layout and what the codes did not tell."""
     ranks, rank = collectives.world_size, collectives.rank
