@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from stratagem.api import Bucket, CommHook, hookimpl
 from stratagem.errors import ConfigError, PluginError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 #: torch's hooks and wrappers, by the comm hook that does the same.
 _HOOKS = {
@@ -131,7 +134,7 @@ class TorchHook(CommHook):
     _wrapped: Any = field(init=False, default=None)
 
     @hookimpl
-    def reduce_bucket(self, bucket):
+    def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, torch.Tensor]:
         if self._wrapped is None:
             self._wrapped = self.hook if self.wrapper is None else self.wrapper(self.hook)
         future = self._wrapped(self.state, _GradBucket(bucket))
@@ -149,7 +152,7 @@ class TorchHook(CommHook):
         return {"hook": self.hook, "state": self.state, "wrapper": self.wrapper}  # what a wrapper returns is a closure
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        self.__init__(**state)  # type: ignore[misc]  # attrs made it
 
 
 class _GradBucket:

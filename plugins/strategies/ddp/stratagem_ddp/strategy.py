@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, field
@@ -36,6 +36,12 @@ from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, t
 from stratagem.errors import ConfigError
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import Collectives, RunContext, TrainerView, World
+    from stratagem.api.traffic import Traffic
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 
@@ -117,10 +123,10 @@ class DDPStrategy(Strategy):
         return {name: None if name in spent else getattr(self, name) for name in options(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        self.__init__(**state)  # type: ignore[misc]  # attrs made it
 
     @property
-    def _literal(self):
+    def _literal(self) -> tuple[Any, Any, Any, int | None]:
         return self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self.model_averaging_period
 
     def default_comm_hooks(self) -> list[Any]:
@@ -133,17 +139,17 @@ class DDPStrategy(Strategy):
         return self.timeout
 
     @hookimpl
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Collectives:
         backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
             return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
-    def teardown(self, run):
+    def teardown(self, run: RunContext) -> None:
         take_back(run)
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         module = module.to(run.device)
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if run.stage != "train" or not trainable:
@@ -158,13 +164,13 @@ class DDPStrategy(Strategy):
         # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
         replica = _Replica(
             module,
+            run.collectives.traffic,
             process_group=run.peers.group,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=search,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
         )
-        replica.traffic = run.collectives.traffic
         reducer = run.bucket_reducer()
         if reducer is not None:
             reducer.serve(replica)  # which counts by itself
@@ -173,13 +179,13 @@ class DDPStrategy(Strategy):
         return replica
 
     @hookimpl
-    def step_context(self, stage, sync, run):
+    def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
         # An evaluating model is not wrapped; while training, None adds nothing to the list of contexts.
         silent = stage == "train" and not sync and isinstance(run.model, DistributedDataParallel)
         return run.model.no_sync() if silent and not _learns_its_graph(run.model) else None
 
     @hookimpl
-    def backward(self, loss, module, run):
+    def backward(self, loss: torch.Tensor, module: torch.nn.Module, run: RunContext) -> bool:
         if not isinstance(module, DistributedDataParallel):
             run.differentiate(loss)
             return True
@@ -200,12 +206,12 @@ class DDPStrategy(Strategy):
         return True
 
     @hookimpl
-    def on_train_epoch_end(self, run):
+    def on_train_epoch_end(self, run: RunContext) -> None:
         if isinstance(run.model, _Replica):
             run.model.check_frozen()
 
     @hookimpl
-    def on_fit_end(self, trainer, run):
+    def on_fit_end(self, trainer: TrainerView, run: RunContext) -> None:
         # Under manual optimization torch keeps no count of what went unused.
         searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
         if searched and not run.manual:
@@ -214,8 +220,9 @@ class DDPStrategy(Strategy):
                 warnings.warn(said, stacklevel=2)
 
     @hookimpl
-    def on_validation_start(self, run):
+    def on_validation_start(self, run: RunContext) -> None:
         if isinstance(run.model, DistributedDataParallel):
+            assert run.module is not None, "it was wrapped"
             run.peers.replicate(run.module.buffers())
 
 
@@ -224,13 +231,13 @@ class _Replica(DistributedDataParallel):
     have a batch more than another.
     """
 
-    def __init__(self, module, **options):
+    def __init__(self, module: torch.nn.Module, traffic: Traffic, **options: Any) -> None:
         super().__init__(module, **options)
         #: DDP counts those that are to be trained now: what is frozen later keeps its number.
         self.names = names_of(self)
-        self.traffic = None
+        self.traffic = traffic
 
-    def check_frozen(self):
+    def check_frozen(self) -> None:
         """Refuse a parameter that was frozen when DDP counted them and is trained now: nobody averages its gradient."""
         thawed = set(names_of(self)) - set(self.names)
         if thawed:
@@ -240,16 +247,16 @@ class _Replica(DistributedDataParallel):
                 do="begin with it trainable, or train in two fits",
             )
 
-    def _sync_buffers(self):
-        super()._sync_buffers()
+    def _sync_buffers(self) -> None:
+        super()._sync_buffers()  # type: ignore[no-untyped-call]  # torch's
         size = sum(buffer.nbytes for buffer in self.modules_buffers)
         self.traffic.add("broadcast", size, torch.distributed.get_world_size(self.process_group), sender="buffers")
 
-    def forward(self, *inputs, **kwargs):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
             explain(error, self, torch.distributed.get_rank())
             raise
@@ -264,7 +271,7 @@ def _learns_its_graph(replica: DistributedDataParallel) -> bool:
     return replica.static_graph and REACHED not in vars(replica)
 
 
-def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: Any) -> None:
+def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: RunContext) -> None:
     """Differentiate while the replica's own forward is still running, as manual optimization does.
 
     DDP arms its reducer when a forward returns, and only if that forward was to be synchronised. Here the forward ran

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: Where a replica with a static graph remembers what its first step reached.
 REACHED = "_stratagem_reached"
@@ -16,7 +20,7 @@ _ENOUGH_STEPS = 10
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
-def check_complete(replica: DistributedDataParallel, run) -> None:
+def check_complete(replica: DistributedDataParallel, run: RunContext) -> None:
     """Raise torch's error for parameters without a gradient now, and not in the next step: there may be none."""
     replica._check_reducer_finalized()
     if not run.manual and all(p.grad is None for p in replica.parameters() if p.requires_grad):
@@ -104,7 +108,7 @@ def reached(loss: torch.Tensor) -> set[torch.Tensor]:
     return leaves
 
 
-def advice(run, steps: int) -> str:
+def advice(run: RunContext, steps: int) -> str:
     """Return what the search for unused parameters was good for in this fit, if that is worth a word. Collective."""
     # Not "can_set_static_graph" of the logging data, which torch writes for the first replica of a process alone.
     changed = not run.model.reducer._ddp_graph_static()
