@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
@@ -44,6 +44,11 @@ from stratagem.api.validators import duration, more_than, not_empty
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import RunContext, World
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
@@ -96,13 +101,13 @@ class ShardedDDPStrategy(Strategy):
         return {name: getattr(self, name) for name in _OPTIONS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        self.__init__(**state)  # type: ignore[misc]  # attrs made it
 
     def join_timeout(self) -> timedelta | None:
         return self.timeout
 
     @hookimpl
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Collectives:
         if world.world_size == 1:
             return Collectives()
         backend = self.process_group_backend or run.backend
@@ -110,12 +115,13 @@ class ShardedDDPStrategy(Strategy):
             return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
-    def teardown(self, run):
+    def teardown(self, run: RunContext) -> None:
         self._stop_sending()
         take_back(run)
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
+        assert run.module is not None, "it is being wrapped"
         module = module.to(run.device)
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         self._divide(module, run.peers.world_size)
@@ -145,15 +151,16 @@ class ShardedDDPStrategy(Strategy):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def backward(self, loss, module, run):
+    def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
         if not (run.manual or run.sync_gradients):
             run.differentiate(loss)
             return True
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = {}
         for parameter in parameters:  # what is averaged already must not be averaged with the rest again
-            if getattr(parameter.grad, _AVERAGED, False):
-                before[parameter], parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            if gradient is not None and getattr(gradient, _AVERAGED, False):
+                before[parameter], parameter.grad = gradient, None
         if self._sender is None:
             run.differentiate(loss)
             reached = _reached([parameter.grad is not None for parameter in parameters], run)
@@ -164,7 +171,7 @@ class ShardedDDPStrategy(Strategy):
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return True
 
-    def _average_during(self, loss, parameters, run):
+    def _average_during(self, loss: torch.Tensor, parameters: list[nn.Parameter], run: RunContext) -> None:
         """Differentiate `loss`, and send buckets meanwhile; keep the averages that this rank owns."""
         sender = self._sender
         sender.begin(parameters)
@@ -183,7 +190,7 @@ class ShardedDDPStrategy(Strategy):
                 parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
                 setattr(parameter.grad, _AVERAGED, True)
 
-    def _average(self, parameters, run):
+    def _average(self, parameters: list[nn.Parameter], run: RunContext) -> None:
         """Average the gradients of `parameters` over the ranks; keep those that this rank owns."""
         if not parameters:
             return
@@ -195,23 +202,24 @@ class ShardedDDPStrategy(Strategy):
         else:
             groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
             with run.peers.traffic.sent_by("gradients"):
-                futures = [run.peers.average_async(_joined([p.grad for p in group])) for group in groups]
+                # The loop above has made the gradients that were missing.
+                futures = [run.peers.average_async(_joined([p.grad for p in group])) for group in groups]  # type: ignore[misc]
             for group, future in zip(groups, futures, strict=True):
                 for parameter, part in zip(group, _parted(future.wait(), group), strict=True):
-                    parameter.grad.copy_(part)
+                    parameter.grad.copy_(part)  # type: ignore[union-attr]  # made above
         for parameter in parameters:
             if self._owners[parameter] == run.peers.rank:
                 setattr(parameter.grad, _AVERAGED, True)
             else:
                 parameter.grad = None
 
-    def _average_in_buckets(self, parameters):
+    def _average_in_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of `parameters` through the comm hooks, in flat buckets."""
         groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
         arrivals = []
         for index, group in enumerate(groups):
             sizes = [parameter.numel() for parameter in group]
-            buffer = torch.cat([parameter.grad.flatten() for parameter in group])
+            buffer = torch.cat([parameter.grad.flatten() for parameter in group])  # type: ignore[union-attr]  # the caller made it
             views = [part.view_as(p) for p, part in zip(group, buffer.split(sizes), strict=True)]
             last = index == len(groups) - 1
             bucket = Bucket(
@@ -220,16 +228,19 @@ class ShardedDDPStrategy(Strategy):
             arrivals.append((group, sizes, self._reduce(bucket)))
         for group, sizes, arrival in arrivals:
             for parameter, part in zip(group, arrival.wait().split(sizes), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+                parameter.grad.copy_(part.view_as(parameter))  # type: ignore[union-attr]  # the caller made it
 
     @hookimpl
-    def clip_gradients(self, optimizer, max_norm, max_value, run):
+    def clip_gradients(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None, run: RunContext
+    ) -> torch.Tensor | float:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if max_value is not None:
             if gradients:
                 torch._foreach_clamp_min_(gradients, -max_value)
                 torch._foreach_clamp_max_(gradients, max_value)
             return 0.0
+        assert max_norm is not None, "one of the two limits is set"
         squares = torch.zeros((), device=run.device, dtype=torch.float64)
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
@@ -240,7 +251,7 @@ class ShardedDDPStrategy(Strategy):
         return total
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, optimizer, run):
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Generator[None, bool, bool]:
         # Without gradients an optimizer passes by what this rank does not own, and keeps no state for it.
         stepped = yield
         if stepped:
@@ -249,7 +260,7 @@ class ShardedDDPStrategy(Strategy):
                 self._share(parameters, run)
         return stepped
 
-    def _share(self, parameters, run) -> None:
+    def _share(self, parameters: list[nn.Parameter], run: RunContext) -> None:
         """Give all ranks the values that the owners of `parameters` have, a message for each bucket."""
         peers = run.peers.unchecked
         for owner in range(run.peers.world_size):
@@ -266,7 +277,7 @@ class ShardedDDPStrategy(Strategy):
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def optimizer_state(self, optimizer, module, run):
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         logical = logical_optimizer_state(optimizer, module)
         others, state = self._owned_by_others(module, run), {}
         # Adagrad makes its state when it is made, also for parameters that another rank steps.
@@ -283,12 +294,12 @@ class ShardedDDPStrategy(Strategy):
         order = [name for group in logical["param_groups"] for name in group["params"] if name in state]
         return logical | {"state": {name: state[name] for name in order}}
 
-    def _owned_by_others(self, module, run) -> set[str]:
+    def _owned_by_others(self, module: nn.Module, run: RunContext) -> set[str]:
         """Return the names of the parameters that another rank steps."""
         here = run.peers.rank
         return {name for name, parameter in module.named_parameters() if self._owners.get(parameter, here) != here}
 
-    def _fetch(self, mine, shape, owner, run):
+    def _fetch(self, mine: torch.Tensor | None, shape: _Shape, owner: int, run: RunContext) -> torch.Tensor:
         """Return the owner's tensor where it is needed; on the meta device elsewhere. Collective."""
         absent = torch.empty(shape.size, dtype=shape.dtype, device="meta")
         if not run.whole_state:
@@ -298,7 +309,9 @@ class ShardedDDPStrategy(Strategy):
         return tensor.cpu() if run.needs_values else absent  # together they are larger than what a rank may hold
 
     @hookimpl
-    def load_optimizer_state(self, state, optimizer, module, run):
+    def load_optimizer_state(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
+    ) -> bool:
         others = self._owned_by_others(module, run)
         mine = {name: entry for name, entry in state["state"].items() if name not in others}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
@@ -399,7 +412,7 @@ class _Sender:
         self._handles, self._ids = [], []
 
 
-def _reached(here: list[bool], run) -> list[bool]:
+def _reached(here: list[bool], run: RunContext) -> list[bool]:
     """Return for each flag whether it is set on any rank. Collective."""
     flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: no wait for a GPU
     return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if here else []
