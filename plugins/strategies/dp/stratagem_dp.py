@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
@@ -45,6 +45,11 @@ from stratagem.api.validators import duration, more_than, not_empty
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import Collectives, RunContext, World
+
 _WITHIN_A_PROCESS = frozenset(
     {CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, NO_SYNC}
 )
@@ -58,7 +63,7 @@ class DPStrategy(Strategy):
     capabilities = Capabilities(provides=_WITHIN_A_PROCESS)
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
         return _in_parts(module, run)
 
 
@@ -92,12 +97,12 @@ class DDP2Strategy(Strategy):
         return self.timeout
 
     @hookimpl
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Collectives:
         backend = self.process_group_backend or run.backend
         return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
         parts = _in_parts(module, run)
         if run.stage != "train" or not any(parameter.requires_grad for parameter in parts.parameters()):
             run.collectives.replicate((*parts.parameters(), *parts.buffers()))
@@ -116,12 +121,12 @@ class DDP2Strategy(Strategy):
         return node
 
     @hookimpl
-    def step_context(self, stage, sync, run):
+    def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
         silent = stage == "train" and not sync and isinstance(run.model, _Node)
         return run.model.no_sync() if silent else None
 
     @hookimpl
-    def backward(self, loss, run):
+    def backward(self, loss: Tensor, run: RunContext) -> bool:
         with _explaining_unused():
             run.differentiate(loss)
         if self._num_bytes and run.sync_gradients:
@@ -129,8 +134,9 @@ class DDP2Strategy(Strategy):
         return True
 
     @hookimpl
-    def on_validation_start(self, run):
+    def on_validation_start(self, run: RunContext) -> None:
         if isinstance(run.model, _Node):
+            assert run.module is not None, "it was wrapped"
             run.collectives.replicate(run.module.buffers())
 
 
@@ -140,15 +146,15 @@ class DDP2Strategy(Strategy):
 class _Node(DistributedDataParallel):
     """DDP that leaves evaluation alone: without gradients there is nothing to say, and a node may have more batches."""
 
-    def forward(self, *inputs, **kwargs):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         with _explaining_unused():
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextlib.contextmanager
-def _explaining_unused():
+def _explaining_unused() -> Iterator[None]:
     """Say in one sentence what torch says in a page when a parameter got no gradient."""
     try:
         yield
@@ -165,14 +171,14 @@ def _explaining_unused():
 # --- Within a node -----------------------------------------------------------------------------------------------
 
 
-def _in_parts(module: nn.Module, run: Any) -> _Parts:
+def _in_parts(module: nn.Module, run: RunContext) -> _Parts:
     """Place `module`, a `StepModule`, on the first device, and return what runs its steps in parts."""
     if len(run.devices) > 1:
         _check_copies(module, run)
     return _Parts(module.to(run.device), run.devices)
 
 
-def _check_copies(module: Any, run: Any) -> None:
+def _check_copies(module: Any, run: RunContext) -> None:
     """Refuse what would go on using the module itself when a copy of it runs."""
     compiled = [
         part
@@ -248,11 +254,15 @@ class _Piece:
 def _cut(given: tuple[tuple[Any, ...], dict[str, Any]], count: int) -> list[_Piece]:
     """Return at most `count` pieces of what was given to a step: as even as `torch.chunk` makes them."""
     if count == 1:
-        return [_Piece(*given, size=1)]
+        return [_Piece(given[0], given[1], size=1)]
     size = _batch_size(given, count)
     step = max(1, -(-size // count))
     bounds = [slice(start, min(start + step, size)) for start in range(0, max(1, size), step)]
-    return [_Piece(*_part_of(given, size, bound), size=bound.stop - bound.start) for bound in bounds]
+    parts = [_part_of(given, size, bound) for bound in bounds]
+    return [
+        _Piece(arguments, options, bound.stop - bound.start)
+        for (arguments, options), bound in zip(parts, bounds, strict=True)
+    ]
 
 
 def _batch_size(batch: Any, count: int) -> int:
@@ -377,10 +387,10 @@ def _copies(steps: nn.Module, devices: Sequence[torch.device]) -> list[Any]:
 def _shallow_copy(network: nn.Module, own_buffers: bool) -> nn.Module:
     """Return a copy of the tree of modules around the very same parameters."""
     originals = list(network.modules())
-    copies = {module: module._replicate_for_data_parallel() for module in originals}
+    copies: dict[nn.Module, nn.Module] = {module: module._replicate_for_data_parallel() for module in originals}
     for module, copy in copies.items():
         copy._parameters = dict(module._parameters)
-        copy._modules = {name: copies.get(child) for name, child in module._modules.items()}
+        copy._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
         if own_buffers:
             copy._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     return copies[network]
