@@ -16,7 +16,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,12 @@ from stratagem.errors import ConfigError, shown
 from stratagem.transforms.activation_checkpointing import recompute
 from stratagem.transforms.normalization import match_inputs
 from stratagem.transforms.wrap_policy import check_policy, children_first, select
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import Collectives, PrecisionPolicy, RunContext, World
 
 _M_MMAP_THRESHOLD = -3
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.
@@ -111,7 +117,7 @@ class FSDPStrategy(Strategy):
     _whole: Any = field(init=False, factory=lambda: _KeptWhole())
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
         """What is averaged over replicas passes comm hooks; what is only cut into shards does not."""
         provides = {
             CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS,
@@ -147,7 +153,7 @@ class FSDPStrategy(Strategy):
 
     # --- Before any process starts -------------------------------------------------------------------------------
 
-    def how_to_provide(self, word) -> str:
+    def how_to_provide(self, word: str) -> str:
         if word == GRADIENT_BUCKETS:
             return 'set strategy.fsdp.sharding_strategy to "HYBRID_SHARD": averages over replicas pass comm hooks'
         return ""
@@ -158,16 +164,16 @@ class FSDPStrategy(Strategy):
     def default_checkpoint(self) -> str | None:
         return self.state_dict_type
 
-    def absorbs(self, policy) -> bool:
+    def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Mixed precision without loss scaling is FSDP's own business: it gathers in fewer bits, too."""
         return self.mixed_precision is not None or (policy.compute_dtype is not None and policy.param_dtype is None
                                                     and not policy.loss_scaling)  # fmt: skip
 
-    def mesh(self, world) -> Mesh:
+    def mesh(self, world: World) -> Mesh:
         replicas, shards = self._layout(world)
         return Mesh(axes={"data": replicas, "shard": shards}, rank=world.rank)
 
-    def _layout(self, world) -> tuple[int, int]:
+    def _layout(self, world: World) -> tuple[int, int]:
         """Return how many replicas there are, and how many processes share each."""
         if self.sharding_strategy == "NO_SHARD":
             return world.world_size, 1
@@ -190,7 +196,7 @@ class FSDPStrategy(Strategy):
     # --- The model -----------------------------------------------------------------------------------------------
 
     @hookimpl
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Collectives:
         backend = self.process_group_backend or run.backend
         with in_force(self, run, backend):
             collectives = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
@@ -205,8 +211,9 @@ class FSDPStrategy(Strategy):
         self._device_mesh, self._order = self._arranged(run, collectives), None
         return collectives
 
-    def _arranged(self, run, collectives):
+    def _arranged(self, run: RunContext, collectives: Collectives) -> Any:
         """Return the mesh of this rank's team: the axes that FSDP shards over, and replicates over unless hooks do."""
+        assert run.world is not None, "it connects"
         replicas, shards = self._layout(run.peers_world)
         teams = run.world.world_size // (replicas * shards)
         sizes = {"team": teams, "replicate": replicas, "shard": shards}
@@ -215,26 +222,26 @@ class FSDPStrategy(Strategy):
         wanted = ("shard",) if run.comm_hooks else tuple(axis for axis in axes if axis != "team")
         return mesh if wanted == tuple(axes) else mesh[wanted]
 
-    def _replicas(self, run):
+    def _replicas(self, run: RunContext) -> Collectives:
         """Return the conversation of the ranks that hold the same shard. Collective."""
         replicas, shards = self._layout(run.peers_world)
         return run.peers.split([[shards * row + column for row in range(replicas)] for column in range(shards)])
 
     @hookimpl
-    def teardown(self, run):
+    def teardown(self, run: RunContext) -> None:
         if self._order is not None:
             self._order.close()
             self._order = None
         take_back(run)
 
     @hookimpl
-    def init_context(self):
+    def init_context(self) -> AbstractContextManager[Any]:
         """Let ``torch.distributed.fsdp.wrap.wrap`` name units by hand; they are sharded when the model is complete."""
         return enable_wrap(wrapper_cls=_mark)
 
     @hookimpl
-    def wrap_model(self, module, run):
-        user, self._syncs = module.module, None
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
+        user, self._syncs = module.get_submodule("module"), None
         if self.activation_checkpointing_policy is not None and run.settings.activation_checkpointing is not None:
             raise ConfigError(
                 "activation_checkpointing and strategy.fsdp.activation_checkpointing_policy are both set",
@@ -243,9 +250,10 @@ class FSDPStrategy(Strategy):
         earlier = user.__dict__.get(_WRAPPED)
         if earlier is not None:
             _check_same(earlier, self._device_mesh)
-            _reshard(earlier[0])  # optimizers are made of shards
-            self._listen(earlier[0], run)
-            return earlier[0]
+            root: nn.Module = earlier[0]
+            _reshard(root)  # optimizers are made of shards
+            self._listen(root, run)
+            return root
         fill = _from_rank_0(module, "cpu" if self.cpu_offload else run.device, run)
         if self.activation_checkpointing_policy is not None:
             option = "strategy.fsdp.activation_checkpointing_policy"
@@ -266,24 +274,27 @@ class FSDPStrategy(Strategy):
             precise = unit in normalizing or _is_double(unit)
             fully_shard(unit, **(exact if precise else options), ignored_params=_not_cut(user))
         fill(user)
-        root = fully_shard(module, **(exact if _is_double(user) else options), ignored_params=_not_cut(user))
-        self._listen(root, run)
+        fully_shard(module, **(exact if _is_double(user) else options), ignored_params=_not_cut(user))
+        self._listen(module, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             match_inputs(user)
-        user.__dict__[_WRAPPED] = (root, self._device_mesh)
-        return root
+        user.__dict__[_WRAPPED] = (module, self._device_mesh)
+        return module
 
-    def _listen(self, root: nn.Module, run) -> None:
+    def _listen(self, root: nn.Module, run: RunContext) -> None:
         """Have all units count what they send, and send through the comm hooks what they average over replicas."""
-        units = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        units: list[nn.Module] = [part for part in root.modules() if isinstance(part, FSDPModule)]
         if self._order is None:
             self._order = _Order(run)
         self._order.add(root)
         for unit in units:
+            assert isinstance(unit, FSDPModule), "it was sharded"
             self._whole.watch(unit._get_fsdp_state())
         _count_bytes(units, self._layout(run.peers_world)[0], run.collectives.traffic, self._order)
         if run.comm_hooks and run.stage == "train":
-            _send_through_hooks(units, run.bucket_reducer(over=self._replicas(run)))
+            reduce = run.bucket_reducer(over=self._replicas(run))
+            assert reduce is not None, "there are comm hooks"
+            _send_through_hooks(units, reduce)
 
     def _units(self, user: nn.Module) -> list[nn.Module]:
         """Return what the policy chooses and what was wrapped by hand, children before parents."""
@@ -296,8 +307,10 @@ class FSDPStrategy(Strategy):
         chosen.update(part for part in user.modules() if _MARK in part.__dict__ and part is not user)
         return children_first(user, chosen)
 
-    def _options(self, run) -> dict[str, Any]:
+    def _options(self, run: RunContext) -> dict[str, Any]:
         policy = self.mixed_precision
+        param_dtype: torch.dtype | None
+        reduce_dtype: torch.dtype | None
         if policy is None and run.precision_absorbed:
             policy = run.policy
             param_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype or torch.float32
@@ -317,7 +330,7 @@ class FSDPStrategy(Strategy):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def step_context(self, stage, sync, run):
+    def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any]:
         wanted = sync or run.manual
         if stage == "train" and self._syncs is not wanted:
             run.model.set_requires_gradient_sync(wanted)
@@ -331,7 +344,7 @@ class FSDPStrategy(Strategy):
         return self._within(_both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual)), run)
 
     @contextlib.contextmanager
-    def _within(self, step, run) -> Iterator[None]:
+    def _within(self, step: AbstractContextManager[Any], run: RunContext) -> Iterator[None]:
         try:
             with step, self._whole.computing(run.model if run.manual else None):
                 yield
@@ -343,15 +356,16 @@ class FSDPStrategy(Strategy):
             self._whole.release()
 
     @hookimpl
-    def backward(self, loss, module, run):
+    def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
         with self._order.compared(("backward", run.sync_gradients)):  # in a loop without a Trainer
             self._differentiate(loss, module, run)
         return True
 
-    def _differentiate(self, loss, module, run):
+    def _differentiate(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> None:
+        root: Any = module  # it was sharded
         if run.manual:
             # The root's forward has not returned, so nothing has told FSDP that a backward begins.
-            state = module._get_fsdp_state()
+            state = root._get_fsdp_state()
             loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
         with torch.autocast(run.device.type, enabled=False), self._whole.last_backward():
             run.differentiate(loss)
@@ -360,10 +374,10 @@ class FSDPStrategy(Strategy):
         if run.manual or run.sync_gradients:
             self._average_scalars(run)
         if run.manual:
-            module.unshard()
+            root.unshard()
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run):
+    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
         self._whole.release()  # a unit that stayed whole would compute with what was before this step
         stepped = yield
         if run.manual:  # what the rest of this forward computes with must be what was stepped
@@ -372,7 +386,9 @@ class FSDPStrategy(Strategy):
         return stepped
 
     @hookimpl
-    def clip_gradients(self, optimizer, max_norm, max_value):
+    def clip_gradients(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None
+    ) -> torch.Tensor | float:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         shards = [_local(gradient) for gradient in gradients]
         if max_value is not None:
@@ -380,6 +396,7 @@ class FSDPStrategy(Strategy):
                 torch._foreach_clamp_min_(shards, -max_value)
                 torch._foreach_clamp_max_(shards, max_value)
             return 0.0
+        assert max_norm is not None, "one of the two limits is set"
         # Shards have to be summed over the ranks, whole gradients must not be.
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -392,7 +409,8 @@ class FSDPStrategy(Strategy):
             torch._foreach_mul_(alike, factor.to(device, dtype))
         return total
 
-    def _average_scalars(self, run):
+    def _average_scalars(self, run: RunContext) -> None:
+        assert run.module is not None, "it was wrapped"
         reached = {
             name: parameter
             for name, parameter in run.module.named_parameters()
@@ -401,37 +419,40 @@ class FSDPStrategy(Strategy):
         if reached:
             self._order.next(("scalars", *reached))
         for parameter in reached.values():
+            assert parameter.grad is not None, "what has none was left out"
             parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
 
     @hookimpl
-    def on_validation_end(self, run):
+    def on_validation_end(self, run: RunContext) -> None:
         _reshard(run.model)
 
     @hookimpl
-    def on_test_end(self, run):
+    def on_test_end(self, run: RunContext) -> None:
         _reshard(run.model)
 
     @hookimpl
-    def on_predict_end(self, run):
+    def on_predict_end(self, run: RunContext) -> None:
         _reshard(run.model)
 
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def model_state(self, module, run):
+    def model_state(self, module: nn.Module, run: RunContext) -> dict[str, torch.Tensor]:
         _reshard(run.model)
         state = module.state_dict()
         return {name: _whole(tensor, run) for name, tensor in state.items()} if run.whole_state else state
 
     @hookimpl
-    def load_model_state(self, state, module, strict, run):
+    def load_model_state(
+        self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
+    ) -> bool:
         _reshard(run.model)
         own = module.state_dict()
         load_weights(module, {name: _like(tensor, own.get(name)) for name, tensor in state.items()}, strict)
         return True
 
     @hookimpl
-    def optimizer_state(self, optimizer, module, run):
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         _reshard(run.model)
         state = logical_optimizer_state(optimizer, module)
         if not run.whole_state:
@@ -440,7 +461,9 @@ class FSDPStrategy(Strategy):
         return state | {"state": whole}
 
     @hookimpl
-    def load_optimizer_state(self, state, optimizer, module, run):
+    def load_optimizer_state(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
+    ) -> bool:
         _reshard(run.model)
         own = dict(module.named_parameters())
         cut = {
@@ -508,7 +531,13 @@ class _CountingAllGather(DefaultAllGather):
         super().__init__()
         self._traffic, self._order, self._event = traffic, order, ("unit", number)
 
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         self._order.next(self._event)
         self._traffic.add("all_gather", input_tensor.nbytes, group.size(), sender="parameters")
         return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -519,7 +548,14 @@ class _CountingReduceScatter(DefaultReduceScatter):
         super().__init__()
         self._traffic = traffic
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
         self._traffic.add("reduce_scatter", input_tensor.nbytes, group.size(), sender="gradients")
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
@@ -698,7 +734,7 @@ class _Order:
     a while.
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
         self._limit_s = _SHARE_OF_TIMEOUT * run.join_timeout.total_seconds()
         self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
@@ -720,7 +756,8 @@ class _Order:
 
     def add(self, root: nn.Module) -> None:
         """Number the units of `root`."""
-        for name, part in root.named_modules():
+        parts: Iterator[tuple[str, nn.Module]] = root.named_modules()
+        for name, part in parts:
             if isinstance(part, FSDPModule) and part not in self._numbers:
                 self._numbers[part] = len(self._names)
                 self._names.append(name.removeprefix("module").removeprefix("."))
@@ -848,8 +885,8 @@ class _Order:
 
     def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
         reached = [set(self._reached(event)) for _, _, *event in found.values() if event[0] in ("gradients", "scalars")]
-        some = set.union(set(), *reached)
-        apart = some - set.intersection(some, *reached) if len(reached) > 1 else some
+        some: set[str] = set().union(*reached)
+        apart = some - some.intersection(*reached) if len(reached) > 1 else some
         said: dict[str, list[int]] = {}
         for rank in range(self._peers.world_size):
             event = found[rank][2:] if rank in found else None
@@ -1017,7 +1054,7 @@ def _not_cut(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in module.parameters() if not _is_cut(parameter)}
 
 
-def _from_rank_0(module: nn.Module, device: Any, run: Any) -> Callable[[nn.Module], None]:
+def _from_rank_0(module: nn.Module, device: Any, run: RunContext) -> Callable[[nn.Module], None]:
     """Give `module` rank 0's values on `device`; return what gives values to a part that was built without."""
     with torch.no_grad():
         for part in module.modules():
@@ -1030,7 +1067,7 @@ def _from_rank_0(module: nn.Module, device: Any, run: Any) -> Callable[[nn.Modul
                             part._buffers[name] = moved
                         else:
                             tensor.data = moved
-    filler = run.materializer(module.module)
+    filler = run.materializer(module.get_submodule("module"))
     filler.device = torch.device(device)
     return filler.fill
 
@@ -1052,7 +1089,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(value: Any, run: Any) -> Any:
+def _whole(value: Any, run: RunContext) -> Any:
     """Return a sharded tensor whole, on the CPU, where it is needed; anything else as it is. Collective."""
     if not isinstance(value, DTensor):
         return value
