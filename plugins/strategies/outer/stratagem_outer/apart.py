@@ -32,6 +32,8 @@ from stratagem.errors import ConfigError
 from stratagem_outer.messages import follow_first, local, mean_where_different, means
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch.optim import Optimizer
 
     from stratagem.api import RunContext
@@ -113,20 +115,20 @@ class Apart(Plugin):
     # --- The start -----------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def wrap_model(self, run):
+    def wrap_model(self, run: RunContext) -> Generator[None, torch.nn.Module, torch.nn.Module]:
         if run.stage == "train":
             self._begin(run)
         wrapped = yield
         with torch.no_grad():
-            tensors = {**dict(run.module.named_parameters()), **dict(run.module.named_buffers())}
+            tensors = {**dict(_model(run).named_parameters()), **dict(_model(run).named_buffers())}
             follow_first({name: local(tensor) for name, tensor in tensors.items()}, self._across, run.device)
         return wrapped
 
     @hookimpl(wrapper=True)
-    def wrap_optimizers(self, run):
+    def wrap_optimizers(self, run: RunContext) -> Generator[None, list[Optimizer], list[Optimizer]]:
         optimizers = yield
         self._check_optimizers(optimizers, run)
-        parameters = dict(run.module.named_parameters())
+        parameters = dict(_model(run).named_parameters())
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         return optimizers
@@ -143,7 +145,7 @@ class Apart(Plugin):
                 expected="one module in a run: which models would meet?",
                 do="put both into one, with a forward that takes either",
             )
-        self._run, self._module = weakref.ref(run), weakref.ref(run.module)
+        self._run, self._module = weakref.ref(run), weakref.ref(_model(run))
         self._steps = self._meetings = 0
         self._met = self._alike = True
         self._forget()
@@ -179,7 +181,7 @@ class Apart(Plugin):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run):
+    def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
         self._before_step(run)
         stepped = yield
         if not run.manual:
@@ -187,12 +189,12 @@ class Apart(Plugin):
         return stepped
 
     @hookimpl(tryfirst=True)
-    def on_train_start(self, run):
+    def on_train_start(self, run: RunContext) -> None:
         if run.manual:
             self._before_step(run)
 
     @hookimpl(tryfirst=True)
-    def on_train_batch_end(self, run):
+    def on_train_batch_end(self, run: RunContext) -> None:
         # Whoever steps by hand may do so on some ranks, or with a graph at hand that parameters must not change under.
         if run.manual:
             self._count_step(run)
@@ -223,37 +225,37 @@ class Apart(Plugin):
     # --- One model of several ------------------------------------------------------------------------------------
 
     @hookimpl(tryfirst=True)
-    def on_validation_start(self, run):
+    def on_validation_start(self, run: RunContext) -> None:
         self._bring_together(run)
 
     @hookimpl(trylast=True)
-    def on_validation_end(self, run):
+    def on_validation_end(self, run: RunContext) -> None:
         self._part_again(run)
 
     @hookimpl(tryfirst=True)
-    def on_test_start(self, run):
+    def on_test_start(self, run: RunContext) -> None:
         self._bring_together(run)
 
     @hookimpl(trylast=True)
-    def on_test_end(self, run):
+    def on_test_end(self, run: RunContext) -> None:
         self._part_again(run)
 
     @hookimpl(tryfirst=True)
-    def on_predict_start(self, run):
+    def on_predict_start(self, run: RunContext) -> None:
         self._bring_together(run)
 
     @hookimpl(trylast=True)
-    def on_predict_end(self, run):
+    def on_predict_end(self, run: RunContext) -> None:
         self._part_again(run)
 
     @hookimpl(tryfirst=True)
-    def on_train_end(self, run):
+    def on_train_end(self, run: RunContext) -> None:
         if self._alike:
             return
         self._bring_together(run)
         self._own, self._met, self._alike = None, True, True
         self._settle()
-        counts = {name: buffer for name, buffer in run.module.named_buffers() if not _is_averaged(buffer)}
+        counts = {name: buffer for name, buffer in _model(run).named_buffers() if not _is_averaged(buffer)}
         with torch.no_grad():
             follow_first({name: local(buffer) for name, buffer in counts.items()}, self._across, run.device)
         if self._meetings == 0 and run.is_global_zero:
@@ -291,13 +293,13 @@ class Apart(Plugin):
         """Return what may differ between teams now, by name: of the trained parameters and of the buffers."""
         if self._alike:
             return {}
-        buffers = {name: local(buffer) for name, buffer in run.module.named_buffers() if _is_averaged(buffer)}
+        buffers = {name: local(buffer) for name, buffer in _model(run).named_buffers() if _is_averaged(buffer)}
         return buffers if self._met else self._local() | buffers
 
     # --- State ---------------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def model_state(self, run):
+    def model_state(self, run: RunContext) -> Generator[None, dict[str, Tensor], dict[str, Tensor]]:
         if self._own is not None or self._alike or self._module() is not run.module:
             return self._offered((yield), run)
         self._bring_together(run)
@@ -308,14 +310,14 @@ class Apart(Plugin):
             self._part_again(run)
 
     @hookimpl(wrapper=True)
-    def load_model_state(self):
+    def load_model_state(self) -> Generator[None, bool, bool]:
         done = yield
         self._met, self._alike, self._own = True, True, None
         self._forget()
         return done
 
     @hookimpl(wrapper=True)
-    def optimizer_state(self, optimizer, run):
+    def optimizer_state(self, optimizer: Optimizer, run: RunContext) -> Generator[None, dict[str, Any], dict[str, Any]]:
         with torch.no_grad():
             moments = self._moments(optimizer)
             own = _on_cpu(moments)
@@ -328,9 +330,10 @@ class Apart(Plugin):
                 for name, tensor in own.items():
                     moments[name].copy_(tensor)
 
-    def _offered(self, state: Any, run: RunContext) -> Any:
+    def _offered(self, state: dict[str, Any], run: RunContext) -> dict[str, Any]:
         """Leave shards to the first team, where a checkpoint format takes them: every team has the same ones."""
-        return state if run.whole_state or self._across.rank == 0 else _without_shards(state)
+        offered: dict[str, Any] = state if run.whole_state or self._across.rank == 0 else _without_shards(state)
+        return offered
 
     def _moments(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the optimizer's tensors that are averaged: like a parameter in shape, and there in all teams."""
@@ -383,13 +386,13 @@ class Apart(Plugin):
 
     def _fits(self, state: dict[str, Any], run: RunContext) -> bool:
         """Whether what a rank had of its own can be this one's: as many teams, which divide the model alike."""
-        own = self._local() | {name: local(buffer) for name, buffer in run.module.named_buffers()}
+        own = self._local() | {name: local(buffer) for name, buffer in _model(run).named_buffers()}
         return state["teams"] == self._across.world_size and all(
             name in own and own[name].shape == tensor.shape for name, tensor in state["values"].items()
         )
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self._run, self._module, self._own = _nothing, _nothing, None
         self._trained, self._frozen, self._across = {}, {}, Collectives()
         self._forget()
@@ -398,7 +401,12 @@ class Apart(Plugin):
         return {name: getattr(self, name) for name in options(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]  # attrs made it
+
+
+def _model(run: RunContext) -> torch.nn.Module:
+    assert run.module is not None, "it is known before it is wrapped"
+    return run.module
 
 
 def _is_averaged(tensor: Tensor) -> bool:
@@ -408,7 +416,7 @@ def _is_averaged(tensor: Tensor) -> bool:
 # --- Tensors in containers ---------------------------------------------------------------------------------------
 
 
-def _apart_from(state: Any, live: Mapping[str, Tensor]) -> Any:
+def _apart_from(state: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return `state` with copies, on the CPU, of the tensors in the memory of `live`, which is about to change."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 from torch import Tensor
@@ -11,6 +11,9 @@ from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_outer.messages import SENDER, flat, in_messages, pieces
 from stratagem_outer.teams import OuterStrategy
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -49,10 +52,10 @@ class AsyncAveragingStrategy(OuterStrategy):
     def _begins(self) -> bool:
         return self._steps % self.interval_steps == 0
 
-    def _meets(self):
+    def _meets(self) -> bool:
         return self._begins() or self._steps == self._due
 
-    def _meet(self, run):
+    def _meet(self, run: RunContext) -> None:
         if self._steps == self._due:
             self._end_round()
             mine = self._local()
@@ -63,7 +66,7 @@ class AsyncAveragingStrategy(OuterStrategy):
             self._due = self._steps + self.delay_steps
             self._begin_round(run)
 
-    def _begin_round(self, run) -> None:
+    def _begin_round(self, run: RunContext) -> None:
         mine = self._local()
         for names in in_messages(mine):
             sent = flat(mine, names, run.device)
@@ -77,16 +80,16 @@ class AsyncAveragingStrategy(OuterStrategy):
             self._changes |= pieces(future.wait().sub_(sent), mine, names)
         self._round = []
 
-    def _settle(self):
+    def _settle(self) -> None:
         self._end_round()
         self._changes = {}  # they add up to nothing over the teams: the average of the models is without them
 
-    def _forget(self):
+    def _forget(self) -> None:
         self._round, self._changes, self._due = [], {}, 0
 
-    def _own_memory(self):
+    def _own_memory(self) -> dict[str, Any]:
         self._end_round()
         return {"due": self._due, "changes": self._changes}
 
-    def _remember_own(self, memory):
+    def _remember_own(self, memory: dict[str, Any]) -> None:
         self._due, self._changes = memory["due"], memory["changes"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from attrs import define, field
@@ -10,6 +10,11 @@ from attrs import define, field
 from stratagem.api.validators import at_least
 from stratagem_outer.messages import means
 from stratagem_outer.teams import OuterStrategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratagem.api import Collectives, RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -27,23 +32,23 @@ class DecentralizedStrategy(OuterStrategy):
     #: Optimizer steps between two meetings.
     period: int = field(default=1, validator=at_least(1))
 
-    def _meets(self):
+    def _meets(self) -> bool:
         return self._steps % self.period == 0
 
-    def _meet(self, run):
+    def _meet(self, run: RunContext) -> None:
         mine = self._local()
         mix = self._with_partner if self.topology == "random" else _with_both_neighbours
         for name, mixed in means(mine, self._across, run.device, mix):
             mine[name].copy_(mixed)
 
-    def _with_partner(self, message, across):
+    def _with_partner(self, message: Tensor, across: Collectives) -> Tensor:
         other = partner(across.rank, across.world_size, self._steps)
         if other == across.rank:
             return message
         return message.add_(across.send_recv(message, to=other, source=other)).div_(2)
 
 
-def _with_both_neighbours(message, across):
+def _with_both_neighbours(message: Tensor, across: Collectives) -> Tensor:
     left, right = (across.rank - 1) % across.world_size, (across.rank + 1) % across.world_size
     from_left = across.send_recv(message, to=right, source=left)
     if left == right:

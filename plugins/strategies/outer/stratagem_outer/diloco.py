@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
@@ -13,6 +13,9 @@ from stratagem.errors import ConfigError
 from stratagem_outer.compressed import mean_in_fp16, mean_in_int8
 from stratagem_outer.messages import local, means, plain_mean
 from stratagem_outer.teams import OuterStrategy
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 _AVERAGES = {None: plain_mean, "fp16": mean_in_fp16, "int8": mean_in_int8}
 
@@ -44,24 +47,24 @@ class DiLoCoStrategy(OuterStrategy):
     _anchor: dict[str, Tensor] = field(init=False, factory=dict)
     _momentum: dict[str, Tensor] = field(init=False, factory=dict)
 
-    def _before_step(self, run):
+    def _before_step(self, run: RunContext) -> None:
         if self._anchor.keys() != self._trained.keys():  # the first step, or one with other parameters
             self._forget()
             self._check_compression()
             with torch.no_grad():
                 self._anchor = {name: _exact(tensor) for name, tensor in self._local().items()}
 
-    def _check_compression(self):
+    def _check_compression(self) -> None:
         if self.compress == "fp16" and all(local(p).dtype.itemsize <= 2 for p in self._trained.values()):
             raise ConfigError(
                 f"{self.path}.compress is 'fp16' and the parameters have 16 bits already",
                 expected="'int8' or None",
             )
 
-    def _meets(self):
+    def _meets(self) -> bool:
         return self._steps % self.period == 0
 
-    def _meet(self, run):
+    def _meet(self, run: RunContext) -> None:
         mine = self._local()
         for name, tensor in mine.items():  # the way this team came, with the sign of a gradient
             tensor.sub_(self._anchor[name]).neg_()
@@ -81,13 +84,13 @@ class DiLoCoStrategy(OuterStrategy):
         self._momentum[name] = momentum
         return gradient.add(momentum, alpha=self.outer_momentum) if self.nesterov else momentum
 
-    def _forget(self):
+    def _forget(self) -> None:
         self._anchor, self._momentum = {}, {}
 
-    def _memory(self):
+    def _memory(self) -> dict[str, Any]:
         return {"anchor": self._anchor, "momentum": self._momentum}
 
-    def _remember(self, memory):
+    def _remember(self, memory: dict[str, Any]) -> None:
         devices = {name: tensor.device for name, tensor in self._local().items()}
         self._anchor = {name: tensor.to(devices[name]) for name, tensor in memory["anchor"].items()}
         self._momentum = {name: tensor.to(devices[name]) for name, tensor in memory["momentum"].items()}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define, field
 
 from stratagem.api.validators import at_least
 from stratagem_outer.messages import means
 from stratagem_outer.teams import OuterStrategy
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -24,10 +27,10 @@ class LocalSGDStrategy(OuterStrategy):
     #: Until this step the parameters are averaged after every step: early steps are large, and lead far apart.
     start_step: int = field(default=0, validator=at_least(0))
 
-    def _meets(self):
+    def _meets(self) -> bool:
         return self._steps <= self.start_step or (self._steps - self.start_step) % self.period == 0
 
-    def _meet(self, run):
+    def _meet(self, run: RunContext) -> None:
         mine = self._local()
         for name, mean in means(mine, self._across, run.device):
             mine[name].copy_(mean)

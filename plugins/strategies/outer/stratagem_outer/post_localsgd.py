@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
@@ -12,6 +12,13 @@ from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_outer.apart import Apart
 from stratagem_outer.messages import means
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor
+
+    from stratagem.api import Bucket, RunContext, World
 
 
 @define(eq=False, kw_only=True)
@@ -46,7 +53,7 @@ class PostLocalSGD(Apart, CommHook):
             )
 
     @hookimpl(wrapper=True)
-    def connect(self, world):
+    def connect(self, world: World) -> Generator[None, Collectives, Collectives]:
         size = self._size_of_subgroup(world)
         self._across = collectives = yield
         if size == world.world_size:
@@ -63,7 +70,7 @@ class PostLocalSGD(Apart, CommHook):
             self._subgroup = collectives.split([list(ranks[first : first + size]) for first in ranks[::size]])
         return collectives
 
-    def _size_of_subgroup(self, world) -> int:
+    def _size_of_subgroup(self, world: World) -> int:
         size = self.subgroup_size or world.local_world_size
         found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
         if world.world_size % size:
@@ -77,19 +84,20 @@ class PostLocalSGD(Apart, CommHook):
         return size
 
     @hookimpl
-    def reduce_bucket(self, bucket):
-        if not self._drifts():
-            return (yield bucket.buffer)
-        return (yield self._subgroup.average_async(bucket.buffer))
+    def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
+        sent = self._subgroup.average_async(bucket.buffer) if self._drifts() else bucket.buffer
+        average: Tensor = yield sent
+        return average
 
-    def _drifts(self):
+    def _drifts(self) -> bool:
         return self._steps >= self.start_localSGD_iter and self._subgroup is not self._across
 
-    def _meets(self):
+    def _meets(self) -> bool:
+        assert self.model_averaging_period is not None, "the constructor refuses None"
         apart = self._steps - self.start_localSGD_iter
         return apart > 0 and apart % self.model_averaging_period == 0
 
-    def _meet(self, run):
+    def _meet(self, run: RunContext) -> None:
         mine = {} if self._subgroup is self._across else self._local()
         for name, mean in means(mine, self._across, run.device):
             mine[name].copy_(mean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
@@ -11,6 +11,11 @@ from stratagem.api import MULTI_PROCESS, TEAMS, WITHIN_TEAM, Capabilities, Strat
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
 from stratagem_outer.apart import Apart
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from stratagem.api import Collectives, RunContext, World
 
 
 @define(eq=False, kw_only=True)
@@ -36,7 +41,7 @@ class OuterStrategy(Apart, Strategy):
     def join_timeout(self) -> timedelta | None:
         return self.timeout
 
-    def processes_per_team(self, world, inner) -> int:
+    def processes_per_team(self, world: World, inner: Strategy) -> int:
         together = MULTI_PROCESS in inner.capabilities.provides
         size = self.team_size or (world.local_world_size if together else 1)
         found = f"{self.path}.team_size is {size}{' by default' * (self.team_size is None)}"
@@ -63,7 +68,7 @@ class OuterStrategy(Apart, Strategy):
         return size
 
     @hookimpl(wrapper=True)
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Generator[None, Collectives, Collectives]:
         collectives = yield
         size = run.peers_world.world_size
         self._across = collectives.split([list(range(place, world.world_size, size)) for place in range(size)])
