@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch import nn
 from stratagem.api.named_state import parameter_names
 from stratagem.errors import ConfigError
 from stratagem_deepspeed.state import shape_of
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: What fits into fp32.
 _MASTERED = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +74,7 @@ def check_integers(optimizer: Any, module: nn.Module) -> None:
             )
 
 
-def check_same_optimizers(optimizers: list[Any], module: nn.Module, run: Any) -> None:
+def check_same_optimizers(optimizers: list[Any], module: nn.Module, run: RunContext) -> None:
     """Refuse ranks that made different optimizers. Collective.
 
     Raises:

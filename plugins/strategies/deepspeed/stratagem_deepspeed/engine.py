@@ -7,7 +7,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from stratagem_deepspeed.state import masters, put_masters
 from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine
 from stratagem_deepspeed.written import WrittenByHand
 
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
 _AS_IT_IS = contextlib.nullcontext()
 #: Where a module remembers what wrapped it last.
 _LATEST = "_stratagem_engine"
@@ -31,6 +34,10 @@ _WHOLE_LAYERS = {"adafactor", "muon", "shampoo", "soap", "lars", "lamb", "novogr
 
 class EngineModule(nn.Module):
     """What a run calls: the user's steps inside DeepSpeed's engine, or by themselves as long as there is none."""
+
+    #: DeepSpeed's, which has no types.
+    engine: Any
+    user: nn.Module
 
     def __init__(self, step: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class EngineModule(nn.Module):
                 expected="a fit, or an evaluation, of the run that uses it",
             )
 
-    def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any, run: Any) -> None:
+    def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any, run: RunContext) -> None:
         """Make the engine; without an optimizer it only gathers what a forward needs."""
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
         self._frozen = {id(parameter) for parameter in self.step.parameters() if not parameter.requires_grad}
@@ -97,7 +104,7 @@ class EngineModule(nn.Module):
                 model=self.step, optimizer=optimizer, model_parameters=trained, config=config
             )
         self._clip(config["gradient_clipping"])
-        if self._keeps_masters() and (kept := self.user.__dict__.pop(_MASTERS, None)):
+        if self.dtype is not None and self._keeps_masters() and (kept := self.user.__dict__.pop(_MASTERS, None)):
             put_masters(kept, self.engine.optimizer, self.dtype)
         zero = config["zero_optimization"]
         if zero["stage"] == 0 and optimizer is not None:
@@ -345,7 +352,7 @@ class Arrivals:
     ranks use different ones, and nobody would notice.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], run: Any) -> None:
+    def __init__(self, parameters: list[nn.Parameter], run: RunContext) -> None:
         self._run, self._order = run, list[int]()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index))

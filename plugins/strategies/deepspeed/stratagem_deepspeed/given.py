@@ -253,7 +253,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, settin
     return config
 
 
-def _path(source: Path | str, setting: str) -> Path:
+def _path(source: str | os.PathLike[str], setting: str) -> Path:
     try:
         return as_path(source)
     except ConfigError as error:

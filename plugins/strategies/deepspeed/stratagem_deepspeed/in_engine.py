@@ -77,7 +77,8 @@ def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict
     if run.optimizers and engine.global_steps == 0:
         _read_into(engine, held, zero, strict, run)
         return
-    whole, error = None, None
+    whole: dict[str, Any] = {}
+    error = None
     try:
         with folder.as_data():
             whole = consolidation.weights(held.path, folder.TAG, held.facts)

@@ -47,8 +47,9 @@ class DeepSpeedFormat(CheckpointFormat):
     capabilities: ClassVar[Capabilities] = Capabilities(requires={ENGINE})
 
     @hookimpl
-    def save_checkpoint(self, state, path, run):
-        staged, error, held, rest = StagedFolder(path), None, None, {}
+    def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
+        staged, error, rest = StagedFolder(path), None, {}
+        held: InEngine | None = None
         try:
             held = _held(state, path)
             rest = _plain({key: value for key, value in state.items() if key not in ("state_dict", "optimizers")})
@@ -58,14 +59,16 @@ class DeepSpeedFormat(CheckpointFormat):
             error = explained(caught, path)
         try:
             run.collectives.fail_together(error)
+            assert held is not None, "ranks without it have failed together"
             _write(held, rest, staged, run)
         finally:
             staged.clear_away()
         return True
 
     @hookimpl
-    def load_checkpoint(self, path, into, run):
-        facts, rest, error = None, None, None
+    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+        facts, error = None, None
+        rest: dict[str, Any] = {}
         if run.is_global_zero:
             try:
                 facts = folder.read_mark(path)
@@ -222,7 +225,7 @@ def _unwritable(error: Exception, path: Path) -> CheckpointError:
 # --- Reading -----------------------------------------------------------------------------------------------------
 
 
-def _check_fits(facts: Mapping[str, Any], path: Path, run: Any) -> None:
+def _check_fits(facts: Mapping[str, Any], path: Path, run: RunContext) -> None:
     """Refuse a folder that the run's strategy cannot continue from.
 
     Raises:

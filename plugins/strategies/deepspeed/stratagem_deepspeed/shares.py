@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -12,6 +12,9 @@ from torch._dynamo import OptimizedModule
 
 from stratagem.errors import ConfigError
 from stratagem.transforms.wrap_policy import children_first
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: Where a module remembers how it was shared out.
 _SHARED = "_stratagem_shared"
@@ -39,7 +42,8 @@ class Shares:
     def _talk_over(self, group: Any) -> None:
         for maker in self.makers:
             maker.ds_process_group = group
-        for parameter in self.module.parameters():
+        parameters: Iterable[Any] = self.module.parameters()  # with attributes of DeepSpeed's
+        for parameter in parameters:
             if hasattr(parameter, "ds_id"):
                 parameter.ds_process_group = group
 
@@ -61,7 +65,7 @@ def check_not_compiled(module: nn.Module) -> None:
             )
 
 
-def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | None, run: Any) -> Shares:
+def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | None, run: RunContext) -> Shares:
     """Give values to one part of `module` after the other, and leave each rank its share of them. Collective.
 
     Args:
@@ -87,12 +91,13 @@ def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | N
     return shares
 
 
-def _give(module: nn.Module, maker: Any, dtype: torch.dtype | None, run: Any) -> None:
+def _give(module: nn.Module, maker: Any, dtype: torch.dtype | None, run: RunContext) -> None:
     fill = run.materializer(module)
     fill.device = run.device
     for part in children_first(module, set(module.modules())):
         fill.fill(part)
-        for parameter in part.parameters(recurse=False):
+        parameters: list[Any] = list(part.parameters(recurse=False))  # DeepSpeed gives them methods
+        for parameter in parameters:
             if hasattr(parameter, "ds_id"):
                 continue
             keeps = dtype is None or not parameter.is_floating_point()

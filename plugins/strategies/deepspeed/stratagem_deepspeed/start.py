@@ -104,8 +104,9 @@ def load_late() -> None:
 
 def _set_level(level: int) -> None:
     logger = logging.getLogger("DeepSpeed")
-    for each in (logger, *logger.handlers):
-        each.setLevel(level)
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)
     logger.removeFilter(_is_news)
     if level >= logging.WARNING:
         logger.addFilter(_is_news)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -21,6 +21,9 @@ from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
 from stratagem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: What torch calls the state of a module that is no tensor.
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -111,7 +114,7 @@ def _fetched(zero: Any, index: int, write: bool) -> Iterator[None]:
 # --- The model ---------------------------------------------------------------------------------------------------
 
 
-def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: Any) -> dict[str, torch.Tensor]:
+def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: RunContext) -> dict[str, torch.Tensor]:
     """Return the tensors of `module` whose names `keep` accepts, whole, parameters from their masters. Collective."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if keep(name)}
     whole: dict[int, torch.Tensor] = {}
@@ -134,7 +137,7 @@ def _wide(value: Any) -> Any:
     return value.detach().cpu().float() if narrow else value.detach()  # a copy, which belongs on the CPU
 
 
-def _check_complete(zero: Any, run: Any) -> None:
+def _check_complete(zero: Any, run: RunContext) -> None:
     """Make sure that the ranks' parts make up every parameter: a hole would be saved as zeros. Collective."""
     groups, pieces = _layout(zero)
     stepped = [parameter for parameters in groups for parameter in parameters]
@@ -149,7 +152,7 @@ def _check_complete(zero: Any, run: Any) -> None:
         )
 
 
-def _whole(piece: Piece, flat: torch.Tensor, run: Any) -> torch.Tensor:
+def _whole(piece: Piece, flat: torch.Tensor, run: RunContext) -> torch.Tensor:
     """Return the whole tensor of which each rank has a part in `flat`, where it is needed. Collective."""
     whole = torch.zeros(shape_of(piece.parameter), dtype=flat.dtype, device=run.device)
     piece.of_whole(whole).copy_(piece.of(flat))
@@ -158,11 +161,11 @@ def _whole(piece: Piece, flat: torch.Tensor, run: Any) -> torch.Tensor:
     return whole.cpu() if run.needs_values else whole.to("meta")
 
 
-def _gathered(parameter: Any, run: Any) -> torch.Tensor:
+def _gathered(parameter: Any, run: RunContext) -> torch.Tensor:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     with GatheredParameters([parameter]):
-        whole = parameter.data.detach()
+        whole: torch.Tensor = parameter.data.detach()
         return whole.to("cpu", copy=True) if run.needs_values else whole.to("meta")
 
 
@@ -246,7 +249,7 @@ def put_masters(kept: list[tuple[nn.Parameter, int, torch.Tensor]], zero: Any, d
 # --- The optimizer -----------------------------------------------------------------------------------------------
 
 
-def optimizer_state(zero: Any, module: nn.Module, groups: list[list[str]], run: Any) -> dict[str, Any]:
+def optimizer_state(zero: Any, module: nn.Module, groups: list[list[str]], run: RunContext) -> dict[str, Any]:
     """Return the state of ZeRO's optimizer by parameter names. Collective."""
     names, state = parameter_names(module), {}
     _check_complete(zero, run)

@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -46,6 +46,13 @@ from stratagem_deepspeed.engine import (
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.shares import Shares, check_not_compiled, share_out
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch.utils.data import DataLoader
+
+    from stratagem.api import Collectives, PrecisionPolicy, RunContext, World
+
 
 @define(eq=False, kw_only=True)
 class DeepSpeedStrategy(DeepSpeedOptions):
@@ -65,7 +72,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     _groups: list[list[str]] = field(init=False, factory=list)
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
         provides = {ACCUMULATION, CLIP_BY_NORM, FULL_STATE, MULTI_PROCESS, native.ENGINE}
         own = {
             0: {NO_SYNC}, 1: {NO_SYNC, STEPPED_COPIES}, 2: {STEPPED_COPIES}, 3: {SHARDED_PARAMETERS, STEPPED_COPIES},
@@ -83,12 +90,12 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def makes_optimizer(self) -> bool:
         return self.configured_optimizer is not None
 
-    def preload(self, device_type) -> None:
+    def preload(self, device_type: str) -> None:
         if device_type == "cpu":  # looking for a GPU's ops might touch it
             start.load(device_type, self.logging_level)
             start.load_late()
 
-    def absorbs(self, policy) -> bool:
+    def absorbs(self, policy: PrecisionPolicy) -> bool:
         """The engine computes in 16 bits by itself, and keeps fp32 masters."""
         dtype = policy.compute_dtype or policy.param_dtype
         if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
@@ -101,7 +108,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     # --- The model -----------------------------------------------------------------------------------------------
 
     @hookimpl
-    def connect(self, world, run):
+    def connect(self, world: World, run: RunContext) -> Collectives:
         self._deepspeed = start.load(run.device.type, self.logging_level)
         self._layers = CheckpointedLayers()
         backend = self.process_group_backend or run.backend
@@ -111,7 +118,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return joined
 
     @hookimpl
-    def teardown(self, run):
+    def teardown(self, run: RunContext) -> None:
         if self._model is not None:
             self._model.stop()
         self._model = None
@@ -132,13 +139,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         take_back(run)
 
     @hookimpl
-    def wrap_model(self, module, run):
-        user = module.module
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
+        user = module.get_submodule("module")
         stop_earlier(user)
         start.join(run)
         start.count_bytes(run)
         self._use_disk(run)
         config, dtype = self._config(run), self._dtype(run)
+        assert self._layers is not None, "made when the ranks connected"
         self._layers.configure(config.get("activation_checkpointing", {}), self.zero_stage, module)
         if self.zero_stage == 3:
             check_not_lost(user)
@@ -153,14 +161,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             self._start(None, run)
         return self._model
 
-    def _config(self, run) -> dict[str, Any]:
+    def _config(self, run: RunContext) -> dict[str, Any]:
         """Return what the engine is told, with this run's own folders on a disk."""
         config = engine_config(self, run)
         if self._disk is not None:
             self._disk.place(config["zero_optimization"])
         return config
 
-    def _use_disk(self, run) -> None:
+    def _use_disk(self, run: RunContext) -> None:
         """Have a place for the next model on a disk, if anything is offloaded to one. Collective."""
         if "nvme" not in (device_of(self.zero, "offload_optimizer"), device_of(self.zero, "offload_param")):
             return
@@ -176,10 +184,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def _watched(self) -> Any:
         return contextlib.nullcontext() if self._disk is None else self._disk.watched()
 
-    def _dtype(self, run) -> torch.dtype | None:
+    def _dtype(self, run: RunContext) -> torch.dtype | None:
         return self.engine_dtype(run.policy)
 
-    def _maker(self, module: nn.Module, config: dict[str, Any], run) -> Any:
+    def _maker(self, module: nn.Module, config: dict[str, Any], run: RunContext) -> Any:
         """Return what shares out the parameters of `module`."""
         dtype = self._dtype(run)
         watched = contextlib.nullcontext()
@@ -194,19 +202,24 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return maker
 
     @hookimpl
-    def wrap_optimizers(self, optimizers, module, run):
+    def wrap_optimizers(
+        self, optimizers: list[torch.optim.Optimizer], module: nn.Module, run: RunContext
+    ) -> list[torch.optim.Optimizer]:
+        assert run.module is not None, "wrapped before"
         check_same_optimizers(optimizers, run.module, run)
         optimizer = the_only(optimizers, self.configured_optimizer)
         self._check_schedulers(run)
         self._start(optimizer, run)
-        if module.engine is None or module.engine.optimizer is None:
+        engine: Any = module.engine
+        if engine is None or engine.optimizer is None:
             return []
-        stepped = module.engine.optimizer
+        stepped = engine.optimizer
         return [stepped if isinstance(stepped, torch.optim.Optimizer) else EngineOptimizer(stepped)]
 
-    def _start(self, optimizer, run) -> None:
+    def _start(self, optimizer: torch.optim.Optimizer | None, run: RunContext) -> None:
         """Make the engine, unless there is nothing for it to do."""
         assert self._model is not None, "wrapped before"
+        assert run.module is not None, "wrapped before"
         if run.stage == "train" or self.zero_stage == 3:
             check_dtypes(run.module, self._dtype(run))
         if self.zero_stage:
@@ -236,7 +249,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         with self._watched():
             self._model.start(self._deepspeed, config, optimizer, run)
 
-    def _check_schedulers(self, run) -> None:
+    def _check_schedulers(self, run: RunContext) -> None:
         """Refuse two schedules of one learning rate."""
         own = run.lr_scheduler_configs
         if own and self.configured_scheduler is not None:
@@ -247,14 +260,16 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             )
 
     @hookimpl
-    def on_train_epoch_end(self, run):
+    def on_train_epoch_end(self, run: RunContext) -> None:
         if run.model.engine is not None:
             run.model.check_thawed()
         if run.model.written is not None:
             run.model.written.remember_values()
 
     @hookimpl(wrapper=True)
-    def wrap_dataloader(self, loader, stage, run):
+    def wrap_dataloader(
+        self, loader: DataLoader[Any], stage: str, run: RunContext
+    ) -> Generator[None, DataLoader[Any], DataLoader[Any]]:
         shared = yield
         wanted, size = micro_batch_size(self, run), getattr(loader, "batch_size", None)
         if stage == "train" and self.given is not None and None not in (wanted, size) and wanted != size:
@@ -269,8 +284,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     # --- The step ------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def backward(self, loss, module, run):
-        if module.engine is None:
+    def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
+        wrapped: Any = module  # an EngineModule
+        if wrapped.engine is None:
             raise ConfigError("DeepSpeed is to differentiate a loss and got no optimizer", expected="one optimizer")
         if not loss.requires_grad:
             raise ConfigError(
@@ -278,15 +294,16 @@ class DeepSpeedStrategy(DeepSpeedOptions):
                 expected="a loss that was computed from them",
                 do="return the usual loss multiplied by zero to skip a batch",
             )
-        module.backward(loss)
+        wrapped.backward(loss)
         return True
 
     @hookimpl
-    def clip_gradients(self, max_norm, run):
-        return run.model.clip(max_norm)
+    def clip_gradients(self, max_norm: float | None, run: RunContext) -> torch.Tensor | float:
+        norm: torch.Tensor | float = run.model.clip(max_norm)
+        return norm
 
     @hookimpl(wrapper=True)
-    def on_before_optimizer_step(self, run):
+    def on_before_optimizer_step(self, run: RunContext) -> Generator[None, None, None]:
         gradients = run.model.gradients
         if gradients is None or run.num_implementations("on_before_optimizer_step") == 1:
             return (yield)
@@ -294,14 +311,15 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             return (yield)
 
     @hookimpl
-    def optimizer_step(self, run):
-        stepped = run.model.step_optimizer()
+    def optimizer_step(self, run: RunContext) -> bool:
+        stepped: bool = run.model.step_optimizer()
         if not stepped and self._dtype(run) is not torch.float16 and run.is_global_zero:
             warnings.warn(
                 "DeepSpeed skipped a step: the norm of its gradients is not finite (trainer.position.skipped_steps "
                 "counts such steps)",
                 stacklevel=2,
             )
+        assert self._layers is not None, "made when the ranks connected"
         self._layers.check_used(speaks=run.is_global_zero)
         return stepped
 
@@ -325,7 +343,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return bool(getattr(self._scaler, "dynamic", False))
 
     @hookimpl
-    def model_state(self, module, run):
+    def model_state(self, module: nn.Module, run: RunContext) -> dict[str, torch.Tensor]:
         if self._model is not None and self._model.written is not None:
             self._model.written.take_over()
         if native.takes_over(run):
@@ -339,7 +357,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return lambda name: name not in frozen
 
     @hookimpl
-    def load_model_state(self, state, module, strict, run):
+    def load_model_state(
+        self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
+    ) -> bool:
         if isinstance(state, in_engine.InEngine):
             in_engine.load_model(state, self._engine, self._zero, module, strict, run)
             self._remember_weights()
@@ -357,7 +377,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             self._model.written.remember()
 
     @hookimpl
-    def optimizer_state(self, optimizer, module, run):
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         if native.takes_over(run):
             return in_engine.of_optimizer(self._engine)
         if self._zero is None:
@@ -365,7 +385,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return logical.optimizer_state(self._zero, module, self._groups, run)
 
     @hookimpl
-    def load_optimizer_state(self, state, optimizer, module, run):
+    def load_optimizer_state(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
+    ) -> bool:
         if isinstance(state, in_engine.InEngine):
             strict = getattr(module, "strict_loading", True)
             in_engine.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
@@ -376,7 +398,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return True
 
     @hookimpl
-    def on_load_checkpoint(self, checkpoint):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.load_full_weights:
             checkpoint.pop("optimizers", None)
 

@@ -25,12 +25,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 #: How long a rank waits before it looks whether another one has left.
 PATIENCE_S = 1.0
@@ -63,7 +66,7 @@ class _Position:
 class SharedTrace:
     """What all ranks compute, in order; see [Note: the trace]. Made on all ranks at the same time."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run, self._prefix = run, f"deepspeed/trace/{next(_numbers)}"
         self._side = run.collectives.apart()
         self._board: Any = None

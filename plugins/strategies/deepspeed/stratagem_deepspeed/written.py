@@ -31,7 +31,7 @@ class WrittenByHand:
         self._versions: list[int] = []
         self._scattered: set[int] = set()
         self._steps, self._sums = 0, list[tuple[int, int]]()
-        self._wrapped = [parameter for parameter in user.parameters() if hasattr(parameter, "ds_id")]
+        self._wrapped: list[Any] = [parameter for parameter in user.parameters() if hasattr(parameter, "ds_id")]
         for parameter in self._wrapped:
             self._notice(parameter)
         self.remember()
