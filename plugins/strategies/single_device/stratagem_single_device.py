@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import define
 
 from stratagem.api import (
@@ -19,6 +21,11 @@ from stratagem.api import (
     Strategy,
     hookimpl,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -41,5 +48,5 @@ class SingleDeviceStrategy(Strategy):
     )
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
         return module.to(run.device)
