@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import stratagem as sg
@@ -12,7 +13,7 @@ class Demo(sg.Command):
 
     help = "train a small GPT on the Python manual and let it write; run again to go on"
 
-    def add_arguments(self, parser):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
         )
@@ -22,7 +23,7 @@ class Demo(sg.Command):
         parser.add_argument("--precision", help="default: the faster of 32-true and bf16-mixed here")
         parser.add_argument("--devices", help="default: two processes on a CPU, all GPUs otherwise")
 
-    def run(self, arguments):
+    def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_demo.gpt import run
 
         run(

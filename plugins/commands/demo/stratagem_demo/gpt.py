@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset
 
 import stratagem as sg
 from stratagem.api.seeding import seed_everything
 
+#: Characters, and those that follow each: (batch, length), both int64.
+Batch = tuple[Tensor, Tensor]
 CONTEXT = 96  # characters
 SAVE_EVERY = 250  # steps
 
@@ -34,13 +37,14 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, length, width / heads)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed(self.norm_2(x))
+        out: Tensor = x + self.feed(self.norm_2(x))
+        return out
 
 
 class CharGPT(sg.Module):
@@ -58,28 +62,29 @@ class CharGPT(sg.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        return self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
+        scores: Tensor = self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
+        return scores
 
-    def loss(self, batch):
+    def loss(self, batch: Batch) -> Tensor:
         text, following = batch
         return F.cross_entropy(self(text).flatten(0, 1).float(), following.flatten())
 
-    def training_step(self, batch):
+    def training_step(self, batch: Batch) -> Tensor:  # type: ignore[override]  # batch_idx may be left out
         loss = self.loss(batch)
         self.log("train_loss", loss, sync_dist=False)
         return loss
 
-    def validation_step(self, batch):
+    def validation_step(self, batch: Batch) -> None:  # type: ignore[override]  # batch_idx may be left out
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.05)
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=50)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
-    def on_fit_start(self):
+    def on_fit_start(self) -> None:
         # Every run trains `steps` more, from wherever the checkpoint stands.
         self.trainer.max_steps = self.global_step + self.steps
 
@@ -104,7 +109,7 @@ def manual() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-class Windows(Dataset):
+class Windows(Dataset[Batch]):
     """Pieces of text, each with the same piece one character later."""
 
     def __init__(self, text: str, vocabulary: str, stride: int) -> None:
@@ -115,12 +120,12 @@ class Windows(Dataset):
     def __len__(self) -> int:
         return (len(self.numbers) - CONTEXT - 1) // self.stride + 1
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Batch:
         start = index * self.stride
         return self.numbers[start : start + CONTEXT], self.numbers[start + 1 : start + CONTEXT + 1]
 
 
-def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader, DataLoader]:
+def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
     """Return loaders for the first nine tenths of `text`, and for 480 pieces of the rest."""
     cut = len(text) * 9 // 10
     train = Windows(text[:cut], vocabulary, CONTEXT // 4)
