@@ -93,7 +93,8 @@ class Scalar(Net):
         self.gain = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gain * self.net(x)
+        out: Tensor = self.gain * self.net(x)
+        return out
 
 
 class Buffered(Net):
@@ -121,7 +122,8 @@ class Shifted(Net):
         self.register_buffer("shift", torch.tensor(1.0 + seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shift + self.net(x)
+        out: Tensor = self.shift + self.net(x)
+        return out
 
 
 class Unused(Net):
@@ -262,11 +264,13 @@ class Gan(sg.Module):
 
 
 def critic_loss(critic: nn.Module, real: Tensor, made: Tensor) -> Tensor:
-    return 4 * ((critic(real) - 1) ** 2).mean() + 4 * (critic(made) ** 2).mean()
+    loss: Tensor = 4 * ((critic(real) - 1) ** 2).mean() + 4 * (critic(made) ** 2).mean()
+    return loss
 
 
 def generator_loss(critic: nn.Module, made: Tensor) -> Tensor:
-    return 4 * ((critic(made) - 1) ** 2).mean()
+    loss: Tensor = 4 * ((critic(made) - 1) ** 2).mean()
+    return loss
 
 
 # --- References: one process, plain PyTorch ----------------------------------------------------------------------

@@ -172,7 +172,7 @@ def _run(request: dict[str, Any]) -> None:
             runpy._run_module_as_main(program)  # type: ignore[attr-defined]
         elif kind == "c":
             sys.path[0] = ""
-            main.__loader__ = BuiltinImporter  # type: ignore[assignment]
+            main.__loader__ = BuiltinImporter
             exec(compile(program, "<string>", "exec"), main.__dict__)  # noqa: S102 - it is what python -c does
         else:
             sys.path[0] = os.path.dirname(os.path.realpath(program))

@@ -234,7 +234,7 @@ class StrategyConformance(Conformance):
         """The last batch of a real loader is smaller than the others, on every rank alike."""
         samples = data(world_size * 11, seed=7)
         x, y = samples
-        joined = list(zip(x.split(4 * world_size), y.split(4 * world_size), strict=True))
+        joined: list[tuple[Tensor, ...]] = list(zip(x.split(4 * world_size), y.split(4 * world_size), strict=True))
 
         self._compare(self._run(world_size, _train_from_loader, samples, 4), train_module_plainly(Net(), joined)[0])
 

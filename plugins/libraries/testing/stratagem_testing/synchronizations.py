@@ -172,7 +172,7 @@ class Recorder:
     def _made(self, original: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Return a tensor made of Python's numbers (``torch.tensor``, ``new_tensor``) on the device it is for."""
         device, of = options.get("device"), next(iter(arguments), None)
-        result = self._quietly(original, *arguments, **options)
+        result: Tensor = self._quietly(original, *arguments, **options)
         if isinstance(of, Tensor) and device is None:
             wanted = self._kind(of) or "host"
         else:
@@ -222,7 +222,7 @@ class _Mode(TorchDispatchMode):
     """Shows a recorder what one thread dispatches."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
         replace = functools.partial(_replaced, stack)
-        get_device = Tensor.device.__get__  # type: ignore[attr-defined]
+        get_device = Tensor.device.__get__
         replace(Tensor, "device", property(lambda each: _DEVICE if recorder.on_device(each) else get_device(each)))
         replace(Tensor, "to", _method(recorder._to, Tensor.to))
         replace(Tensor, "cpu", _method(recorder._to, Tensor.to, _HOST))
@@ -254,7 +254,7 @@ def recording() -> Iterator[Recorder]:
             original = getattr(torch._C.Future, name)
             replace(torch._C.Future, name, _wrapping(original, recorder))
         for module in (torch.nn.utils.clip_grad, sys.modules[torch.optim.Optimizer.__module__]):
-            grouped = module._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+            grouped = module._group_tensors_by_device_and_dtype
             replace(module, grouped.__name__, functools.partial(_by_device, grouped))
         for module, name in _of_fsdp():
             replace(module, name, lambda _: _DEVICE)
