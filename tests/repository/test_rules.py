@@ -224,6 +224,43 @@ def test_plugins_import_no_other_plugin():
     assert wrong == {}
 
 
+#: What any plugin may import of the core: the API, and the libraries that are published beside it.
+PUBLISHED = {"api", "errors", "checkpoint", "distributed", "transforms"}
+#: What plugins/commands and plugins/libraries may import too, besides `stratagem` itself.
+FOR_COMMANDS = {"stack", "config", "training", "cli"}
+#: Imports that are none of these, by file, and why.
+EXCEPTIONS = {
+    "plugins/strategies/deepspeed/stratagem_deepspeed/consolidation.py": {"stratagem.checkpoints"},  # users call it
+}
+
+
+def test_plugins_import_only_what_the_core_publishes():
+    wrong = []
+    for path in sorted(ROOT.glob("plugins/*/*/stratagem*/**/*.py")) + sorted(ROOT.glob("plugins/*/*/stratagem*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        allowed = {f"stratagem.{part}" for part in PUBLISHED}
+        if name.startswith(("plugins/commands/", "plugins/libraries/")):
+            allowed |= {"stratagem"} | {f"stratagem.{part}" for part in FOR_COMMANDS}
+        modules = modules_of_core_imported_by(path) - EXCEPTIONS.get(name, set())
+        wrong += [f"{name}: {each}" for each in sorted(modules) if ".".join(each.split(".")[:2]) not in allowed]
+
+    assert wrong == []
+
+
+def modules_of_core_imported_by(path) -> set[str]:
+    """Return the modules of the core that `path` imports, at run time or for types alone."""
+    parts = {part.stem for part in CORE.iterdir()}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "stratagem":
+            found |= {f"stratagem.{each.name}" if each.name in parts else "stratagem" for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {module for module in found if module.split(".")[0] == "stratagem"}
+
+
 # --- 5. No strategy is special ------------------------------------------------------------------------------------
 
 

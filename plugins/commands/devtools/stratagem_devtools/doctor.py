@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stratagem._version import __version__
+from stratagem import __version__
 from stratagem.api.kinds import KINDS
 from stratagem.api.redaction import redact
 from stratagem.cli import GROUPS
