@@ -23,6 +23,8 @@ from stratagem.errors import ConfigError, PluginError
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+    from stratagem.api import RunContext
+
 #: What MLflow takes at most: characters of a name and of a parameter's value, entries of one request.
 MAX_NAME, MAX_PARAM, MAX_PARAMS, MAX_METRICS = 250, 6000, 100, 1000
 
@@ -89,18 +91,18 @@ class MLflowLogger(Logger):
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         self._meet(run)
 
     @hookimpl
-    def log_hyperparams(self, params, run):
+    def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._meet(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
-    def on_fit_start(self, run):
+    def on_fit_start(self, run: RunContext) -> None:
         self._meet(run)
         error = None
         if self._rank == 0:
@@ -112,22 +114,23 @@ class MLflowLogger(Logger):
         run.collectives.fail_together(error)
 
     @hookimpl
-    def log_metrics(self, metrics, step, run):
+    def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
         self._meet(run)
         client = self._open()
         from mlflow.entities import Metric
 
+        assert self._id is not None, "an open run has one"
         now = int(time.time() * 1000)
         values = [Metric(self._name(name), float(value), now, step) for name, value in metrics.items()]
         for some in _portions(values, MAX_METRICS):
             client.log_batch(self._id, metrics=some)
 
     @hookimpl
-    def on_fit_end(self):
+    def on_fit_end(self) -> None:
         self._end("FINISHED")
 
     @hookimpl
-    def on_exception(self, exception):
+    def on_exception(self, exception: BaseException) -> None:
         try:
             self._end("KILLED" if isinstance(exception, KeyboardInterrupt) else "FAILED", even_if_ended=True)
             self.close()
@@ -135,7 +138,7 @@ class MLflowLogger(Logger):
             warnings.warn(f"MLflow run {self._id} was not marked as failed ({_first_line(error)})", stacklevel=2)
 
     @hookimpl
-    def teardown(self):
+    def teardown(self) -> None:
         self.close()
 
     # --- The run -------------------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ class MLflowLogger(Logger):
         """Whether this process has a client; one from before a fork has the parent's connections."""
         return self._client is not None and self._pid == os.getpid()
 
-    def _meet(self, run: Any) -> None:
+    def _meet(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
     def _begin(self) -> None:

@@ -19,6 +19,8 @@ from stratagem.errors import ConfigError, PluginError
 if TYPE_CHECKING:
     import wandb
 
+    from stratagem.api import RunContext, TrainerView
+
 #: The x axis of all charts.
 STEP = "trainer/global_step"
 #: Options that choose a run; where none is set, one that is open already will do.
@@ -100,18 +102,18 @@ class WandbLogger(Logger):
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def prepare_module(self, run):
+    def prepare_module(self, run: RunContext) -> None:
         self._meet(run)
 
     @hookimpl
-    def log_hyperparams(self, params, run):
+    def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._meet(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
-    def on_fit_start(self, trainer, run):
+    def on_fit_start(self, trainer: TrainerView, run: RunContext) -> None:
         self._meet(run)
         error = None
         if self._rank == 0:
@@ -123,24 +125,24 @@ class WandbLogger(Logger):
         run.collectives.fail_together(error)
 
     @hookimpl
-    def log_metrics(self, metrics, step, run):
+    def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
         self._meet(run)
         self._open().log({**metrics, STEP: step})
 
     @hookimpl
-    def on_fit_end(self, trainer):
+    def on_fit_end(self, trainer: TrainerView) -> None:
         if self.log_model and self._rank == 0:
             self._log_checkpoint(trainer.checkpoint_callback)
 
     @hookimpl
-    def on_exception(self):
+    def on_exception(self) -> None:
         try:
             self.close(exit_code=1)
         except Exception as error:  # noqa: BLE001 - must not hide the exception that brought us here
             warnings.warn(f"wandb run {self._id} may lack the last metrics ({error})", stacklevel=2)
 
     @hookimpl
-    def teardown(self, run):
+    def teardown(self, run: RunContext) -> None:
         self.close()
         if run.is_worker and self._id is not None:
             # Files are written by a process of wandb's own, after `finish` returned. It is waited for at exit, but not
@@ -161,10 +163,10 @@ class WandbLogger(Logger):
         """Whether this process has a run; one from before a fork belongs to the parent."""
         return self._run is not None and self._pid == os.getpid()
 
-    def _meet(self, run: Any) -> None:
+    def _meet(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: TrainerView) -> None:
         """Find out on rank 0, before training, whether it can be logged."""
         _wandb()
         _refuse_unwritable(self._folder, self._option)
