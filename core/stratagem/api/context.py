@@ -274,9 +274,6 @@ class RunContext(Protocol):
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Hand `metrics` to all loggers. Called on rank 0."""
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
-
 
 class TrainerView(Protocol):
     """The trainer, as event hooks of callbacks and loggers see it."""
