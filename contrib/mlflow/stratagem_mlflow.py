@@ -299,7 +299,7 @@ class MLflowLogger(Logger):
     # --- What MLflow takes ---------------------------------------------------------------------------------------
 
     def _log_params(self, hparams: dict[str, Any]) -> None:
-        """Log what the run does not have; MLflow keeps the first value of a parameter for ever."""
+        """Log what the run does not have; MLflow keeps the first value of a parameter forever."""
         from mlflow.entities import Param
 
         params = {_clean(name): _cut(name, value) for name, value in _flat(hparams)}

@@ -931,7 +931,7 @@ class WaitsForTheWire(FP16Compress):
     def reduce_bucket(self, bucket, collectives):
         arrived = collectives.average_async(bucket.buffer)
         if not arrived.done() and not dist.is_initialized():
-            raise RuntimeError("would wait for ever")
+            raise RuntimeError("would wait forever")
         return arrived.wait()
 
 

@@ -97,7 +97,7 @@ def test_people_get_the_same_as_text(capsys, monkeypatch):
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("import an_engine_that_is_not_there", "No module named 'an_engine_that_is_not_there'"),
         ("Mine = 5", "'int' object is not callable"),
-        (GOOD.replace("wrap_model", "wrap_modell"), "'wrap_modell', which is no hook; did you mean 'wrap_model'"),
+        (GOOD.replace("wrap_model", "wrap_modell"), "'wrap_modell', which is not a hook; did you mean 'wrap_model'"),
     ],
 )
 @pytest.mark.usefixtures("no_smoke")

@@ -235,7 +235,7 @@ def test_the_cause_is_the_first_error_that_is_no_echo(tmp_path):
 def test_a_process_that_we_ended_is_not_to_blame(tmp_path):
     children = [child(0, -signal.SIGTERM, was_ended=True), child(1, -signal.SIGKILL)]
 
-    assert "rank 1 was ended by SIGKILL" in str(root_cause(tmp_path, children))
+    assert "rank 1 was killed by SIGKILL" in str(root_cause(tmp_path, children))
     report(ConnectionError("data host down"), 2, tmp_path)
     assert "data host down" in str(root_cause(tmp_path, [children[0], child(2, 1)]))
 

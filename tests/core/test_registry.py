@@ -171,6 +171,6 @@ def test_check_lists_what_is_broken_and_why(install, capsys):
     assert (
         "strategy broken: strategy 'broken' of acme-broken 1.0 cannot be imported (RuntimeError: out of order)" in lines
     )
-    assert "strategy typo: it implements 'wrap_modle', which is no hook; did you mean 'wrap_model'" in lines
+    assert "strategy typo: it implements 'wrap_modle', which is not a hook; did you mean 'wrap_model'" in lines
     assert "precision kind: Mine is no stratagem.Precision" in lines
     assert "strategy ddp: ok" in lines

@@ -68,7 +68,7 @@ def _leave(rank, world_size):
         _wait_for(store, "looked")
         return None
     _wait_for(store, "closed")
-    found += [run.context.neighbours.knock()[0], watchdog._lost()]
+    found += [run.context.neighbours.probe()[0], watchdog._lost()]
     watchdog._board = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
     found += [watchdog._lost(), watchdog._sure]
     watchdog._board = None  # the store went with it
@@ -205,7 +205,7 @@ def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
     told, notes = threading.Event(), {}
     watchdog = watching([])
     watchdog._post, watchdog._silent = peer_diagnosis._Post(None, 0.05), {}
-    watchdog._neighbours = SimpleNamespace(token=b"", knock=lambda ranks: ({1: "gone"}, store_answers))
+    watchdog._neighbours = SimpleNamespace(token=b"", probe=lambda ranks: ({1: "gone"}, store_answers))
     watchdog._board = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
 
     for _ in range(2):

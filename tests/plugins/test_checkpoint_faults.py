@@ -1,4 +1,4 @@
-"""Whatever happens in the middle of a save, a whole checkpoint is left, and nobody waits for ever."""
+"""Whatever happens in the middle of a save, a whole checkpoint is left, and nobody waits forever."""
 
 from __future__ import annotations
 

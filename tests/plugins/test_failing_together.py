@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is said on all of them, and nobody waits for ever."""
+"""What goes wrong on one rank is said on all of them, and nobody waits forever."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_an_error_of_ours_keeps_its_class():
 def test_a_killed_process_is_named():
     trainer, loader = forked(joined_batches(10, 16))
 
-    with pytest.raises(LaunchError, match="rank 1 was ended by SIGKILL and left no error report"):
+    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL and left no error report"):
         trainer.fit(Failing(1, kill_self), loader)
 
 
@@ -389,7 +389,7 @@ def test_subprocess_notices_a_killed_companion(tmp_path):
     result = run([sys.executable, script(tmp_path, "ddp", step=step)])
 
     assert result.returncode == 1
-    assert "rank 1 was ended by SIGKILL" in result.stderr
+    assert "rank 1 was killed by SIGKILL" in result.stderr
     assert_gone(str(tmp_path))
 
 
@@ -493,7 +493,7 @@ def finish(process, tmp_path, limit_s=60):
 @pytest.mark.parametrize(
     ("death", "message"),
     [
-        ("os.kill(os.getpid(), 9)", "rank 1 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL"),
         ("raise RuntimeError('cannot restore')", "rank 1 failed with RuntimeError: cannot restore"),
         ("raise ConnectionError('data host down')", "rank 1 failed with ConnectionError: data host down"),
         ("sys.exit(3)", "rank 1 failed with SystemExit: 3"),

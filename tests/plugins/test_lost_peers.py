@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stratagem as sg
-from stratagem.runtime.peer_diagnosis import _knock
+from stratagem.runtime.peer_diagnosis import _probe
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
@@ -308,9 +308,9 @@ def test_a_network_error_of_the_users_own_stands(error):
     assert first == f"PeerError: rank 1 failed with {said}; this rank stops with it."
 
 
-def _doors(rank, world_size):
+def _endpoints(rank, world_size):
     with sg.Run(strategy=_ddp(3), devices=world_size, accelerator="cpu") as run:
-        answers, store_answers = run.context.neighbours.knock()
+        answers, store_answers = run.context.neighbours.probe()
         run.collectives.barrier()
         neighbours = run.context.neighbours
         run.collectives.board().put(f"closing/{rank}", "")
@@ -318,14 +318,14 @@ def _doors(rank, world_size):
 
 
 def test_ranks_that_live_answer_and_a_closed_run_leaves_nothing_open():
-    for rank, (answers, store_answers, descriptor) in enumerate(run_in_processes(_doors, 3)):
+    for rank, (answers, store_answers, descriptor) in enumerate(run_in_processes(_endpoints, 3)):
         assert answers == {other: "alive" for other in range(3) if other != rank}
         assert store_answers
         assert descriptor == -1
 
 
 def test_an_address_that_the_kernel_refuses_at_once_does_not_count_as_alive():
-    assert _knock({1: ("255.255.255.255", 9)}, time.monotonic() + 1) == {1: "silent"}
+    assert _probe({1: ("255.255.255.255", 9)}, time.monotonic() + 1) == {1: "silent"}
 
 
 def test_a_single_process_opens_nothing():

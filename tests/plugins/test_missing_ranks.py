@@ -80,7 +80,7 @@ def test_every_method_is_listed():
 
 
 def _leave_out(rank, world_size, names):
-    peer_diagnosis.SIGN_S = 0.1  # it is waited for in every case
+    peer_diagnosis.REPORT_S = 0.1  # it is waited for in every case
     said = {}
     for name in names:
         clips = name == "run.clip_gradients"

@@ -100,7 +100,7 @@ class Board:
 
 
 class Collectives:
-    """What processes say to each other. This base is the conversation of a single process with itself.
+    """Collective operations over a group of ranks; the base class is the single-process no-op.
 
     Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape, and are on
     the same type of device on all ranks; objects arrive with their tensors on the CPU. Ranks are numbered within the

@@ -2,9 +2,9 @@
 
 [Note: what a save in the background promises]
 The format copies the state before it calls `submit`; a thread writes the copy. At each optimizer step while a save is
-under way the ranks compare notes, so that all of them learn at the same step that it ended, or why it failed. The next
-save, the next load and the end of `fit` wait for it. What is to happen only after a good save (deleting an older one)
-is given to `afterwards` and dropped if the save fails.
+under way the ranks all-reduce a done flag, so all see completion, or the failure, at the same step. The next save, the
+next load and the end of `fit` wait for it. An action that is to follow a successful save (deleting an older checkpoint)
+is passed to `afterwards`, and dropped if the save fails.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class RendezvousStore:
     """Where the processes of a launch meet. Its port is taken at once, and nobody can take it; its server starts later.
 
     Start it once all processes are started: who connects earlier waits in the port's queue. The server's thread looks
-    up the names of those who connect, and a process that is forked meanwhile waits for ever for a lock of the C
+    up the names of those who connect, and a process that is forked meanwhile waits forever for a lock of the C
     library's resolver.
     """
 

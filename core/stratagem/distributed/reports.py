@@ -103,7 +103,7 @@ def _as_error(found: Report) -> StratagemError:
 
 def _ending(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 

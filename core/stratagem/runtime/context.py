@@ -83,7 +83,7 @@ class Context:
         self.device = torch.device("cpu")
         #: All devices of this process; `device` is the first of them.
         self.devices: tuple[torch.device, ...] = (self.device,)
-        #: What all ranks say to each other.
+        #: Collective operations over all ranks.
         self.collectives: Collectives = Collectives()
         #: What those ranks do that the strategy spreads the model over: all of them, or a team of an outer strategy's.
         self.peers: Collectives = self.collectives

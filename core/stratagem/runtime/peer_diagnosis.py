@@ -1,13 +1,14 @@
-"""The other processes of a run, as doors to knock at once a collective has failed: who is gone, cut off, or stuck?
+"""Peer diagnostics: after a failed collective, probe every rank to tell which one died, is unreachable, or hangs.
 
-[Note: knocking]
-A collective that fails says that somebody did not answer, not who. So each rank listens at a port of its own (its
-*door*) from the moment the ranks have met. The kernel answers first: it completes the connection of a process that is
-stuck or stopped, refuses that of one that has ended, and nothing comes back from a machine or a link that is down. A
-thread then tells who sends the run's token what the main thread is doing: in which call, at which line of the user's.
-A rank that fails knocks at all doors at once, asks those who answer, and *signs* the board. Of the others, those in
-another call are at fault; otherwise those that do not sign, which are stuck or slow. What the first rank finds it
-leaves as a note, which the others raise instead of their own error. Nothing of this happens while collectives succeed.
+[Note: probing]
+The error of a failed collective does not say which rank is missing. So each rank listens at a port of its own (its
+*endpoint*) from the moment the ranks are connected. The kernel answers a probe first: it completes the connection of
+a process that hangs or is stopped, refuses that of one that has ended, and nothing comes back from a machine or a
+link that is down. A thread of the probed process then answers, to a sender that has the run's token, what the main
+thread is doing: in which call, at which line of the user's. A rank that fails probes all endpoints at once, asks the
+ranks that answer, and writes a *failure report* into the key-value store. Of the others, those in another call are at
+fault; otherwise those without a report, which hang or are slow. The finding of the first rank is stored, and the
+others raise it instead of their own error. None of this runs while collectives succeed.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 Answer = Literal["alive", "gone", "silent"]
 
 #: How long a machine has to answer: twice the time after which the kernel asks again.
-KNOCK_S = 2.0
+PROBE_S = 2.0
 #: How long a rank whose machine answers has to say what it is doing.
 ASK_S = 0.5
-#: How long ranks wait for each other's signatures. A rank that hosts the store stays so long, for others to look.
-SIGN_S = 1.0
+#: How long ranks wait for each other's reports. A rank that hosts the store stays so long, for others to look.
+REPORT_S = 1.0
 #: How long a rank that only lost a connection waits for the note of one that knows more.
 NOTE_S = 2.0
 #: How long to wait for a note that should be there already, and how long the store may take: its host may be cut off.
@@ -67,17 +68,17 @@ _NAMED = 4
 #: Mark of an error that has been through `explained`: calls of a run may be nested.
 _SETTLED = "_settled_by_stratagem"
 
-_doors: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_endpoints: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 @frozen
 class Peer:
-    """Another rank, and where its door is."""
+    """Another rank, and where its endpoint is."""
 
     rank: int
     host: str
     address: str
-    #: None: it could not open a door.
+    #: None: it could not open an endpoint.
     port: int | None
 
     def __str__(self) -> str:
@@ -85,36 +86,36 @@ class Peer:
 
 
 class Neighbours:
-    """The other ranks of a run, and this one's door; see [Note: knocking]."""
+    """The other ranks of a run, and this one's endpoint; see [Note: probing]."""
 
-    def __init__(self, peers: list[Peer], door: socket.socket | None, world: World, token: bytes = b"") -> None:
-        self.peers, self._door, self._world = peers, door, world
+    def __init__(self, peers: list[Peer], endpoint: socket.socket | None, world: World, token: bytes = b"") -> None:
+        self.peers, self._endpoint, self._world = peers, endpoint, world
         #: Known to the ranks of this run alone.
         self.token = token
         #: What this rank was doing when a collective failed, while it looks for the cause.
         self.failed_in = ""
-        if door is not None:
-            tell = functools.partial(_tell, weakref.ref(self), door, token)
-            threading.Thread(target=tell, daemon=True, name="stratagem-door").start()
+        if endpoint is not None:
+            tell = functools.partial(_tell, weakref.ref(self), endpoint, token)
+            threading.Thread(target=tell, daemon=True, name="stratagem-endpoint").start()
 
     @classmethod
     def meet(cls, world: World, collectives: Collectives) -> Neighbours:
-        """Open this rank's door and learn where the others are. Collective."""
-        door, address = _open_door(world)
-        port = None if door is None else door.getsockname()[1]
+        """Open this rank's endpoint and learn where the others are. Collective."""
+        endpoint, address = _open_endpoint(world)
+        port = None if endpoint is None else endpoint.getsockname()[1]
         mine = Peer(world.rank, socket.gethostname(), address, port)
         everybody = collectives.all_gather_object((mine.rank, mine.host, address, port, secrets.token_bytes(_TOKEN)))
         peers = [Peer(*each[:4]) for each in everybody]
-        return cls([peer for peer in peers if peer.rank != world.rank], door, world, everybody[0][-1])
+        return cls([peer for peer in peers if peer.rank != world.rank], endpoint, world, everybody[0][-1])
 
-    def knock(self, limit_s: float = KNOCK_S, ranks: set[int] | None = None) -> tuple[dict[int, Answer], bool]:
-        """Return how the door of each rank (of `ranks`) answers, and whether the store does. Not collective."""
-        doors: dict[int, tuple[str, int]] = {
+    def probe(self, limit_s: float = PROBE_S, ranks: set[int] | None = None) -> tuple[dict[int, Answer], bool]:
+        """Return how the endpoint of each rank (of `ranks`) answers, and whether the store does. Not collective."""
+        endpoints: dict[int, tuple[str, int]] = {
             p.rank: (p.address, p.port) for p in self.peers if p.port is not None and (ranks is None or p.rank in ranks)
         }
         if self._world.main_port is not None:
-            doors[-1] = (self._world.main_address, self._world.main_port)
-        answers = _knock(doors, time.monotonic() + limit_s)
+            endpoints[-1] = (self._world.main_address, self._world.main_port)
+        answers = _probe(endpoints, time.monotonic() + limit_s)
         store = answers.pop(-1, "gone")
         return answers, store == "alive"
 
@@ -124,11 +125,11 @@ class Neighbours:
         return _ask_all(asked, self.token, time.monotonic() + limit_s)
 
     def close(self) -> None:
-        """Close the door: for others this process is gone."""
-        if self._door is not None:
+        """Close the endpoint: for others this process is gone."""
+        if self._endpoint is not None:
             with contextlib.suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            self._door.close()
+                self._endpoint.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._endpoint.close()
 
 
 class Diagnosed(Protocol):
@@ -173,13 +174,13 @@ def _look_around(error: BaseException, run: Diagnosed, post: _Post) -> BaseExcep
     """Return what another rank or this one knows of the cause of `error`, or `error` if that is nothing."""
     assert run.neighbours is not None
     mine = run.neighbours.failed_in = where_raised(error)
-    peers, (answers, post.is_open) = run.neighbours.peers, run.neighbours.knock()
+    peers, (answers, post.is_open) = run.neighbours.peers, run.neighbours.probe()
     if known := post.note(AT_ONCE_S):
         return known
     alive = {rank for rank, answer in answers.items() if answer == "alive"}
     doing = run.neighbours.ask(alive) if alive else {}
     elsewhere = {rank for rank, told in doing.items() if told.partition(" (")[0] != mine.partition(" (")[0]}
-    absent = alive - post.sign(alive)
+    absent = alive - post.report(alive)
     absent = elsewhere if elsewhere and _waited_s(error, run) else absent
     silent, gone = ([peer for peer in peers if answers.get(peer.rank) == kind] for kind in ("silent", "gone"))
     missing = [peer for peer in peers if peer.rank in absent]
@@ -287,24 +288,24 @@ class _Post:
         """Tell the others `text`, unless somebody has told them something already."""
         self._ask(lambda: self._collectives.leave_note(text), self._store_s)
 
-    def sign(self, alive: set[int]) -> set[int]:
-        """Sign the board; return who of those `alive` has signed, once all have or the time is up.
+    def report(self, alive: set[int]) -> set[int]:
+        """Write this rank's failure report; return who of those `alive` has reported, once all have or the time is up.
 
         Where there is no board the time passes all the same: who leaves first would be taken for the one that is lost.
         """
-        deadline, signed = time.monotonic() + SIGN_S, set[int]()
+        deadline, reported = time.monotonic() + REPORT_S, set[int]()
 
-        def sign_and_read() -> None:
+        def report_and_read() -> None:
             board = self._collectives.board()
-            board.put(f"signed/{self._collectives.rank}", "")
-            while signed != alive and time.monotonic() < deadline:
-                signed.update(rank for rank in alive - signed if board.get(f"signed/{rank}") is not None)
+            board.put(f"reported/{self._collectives.rank}", "")
+            while reported != alive and time.monotonic() < deadline:
+                reported.update(rank for rank in alive - reported if board.get(f"reported/{rank}") is not None)
                 time.sleep(0.02)
 
-        self._ask(sign_and_read, SIGN_S + STORE_S)
-        if signed != alive:
+        self._ask(report_and_read, REPORT_S + STORE_S)
+        if reported != alive:
             time.sleep(max(0.0, deadline - time.monotonic()))
-        return set(signed)
+        return set(reported)
 
     def ask(self, call: Callable[[], Any]) -> Any:
         """Return what `call`, a question to the store, returns; None if it fails or takes too long."""
@@ -334,8 +335,8 @@ class _Post:
 # --- Doors -------------------------------------------------------------------------------------------------------
 
 
-def _open_door(world: World) -> tuple[socket.socket | None, str]:
-    """Listen where other ranks can reach this one; return the socket and the address to knock at."""
+def _open_endpoint(world: World) -> tuple[socket.socket | None, str]:
+    """Listen where other ranks can reach this one; return the socket and the address to probe at."""
     try:
         towards = world.main_address if world.num_nodes > 1 else LOOPBACK
         family, address = address_towards(towards, world.main_port or 1)
@@ -343,29 +344,29 @@ def _open_door(world: World) -> tuple[socket.socket | None, str]:
         if world.num_nodes > 1 and world.node_rank == 0 and (address.startswith("127.") or address == "::1"):
             # A name of this machine that leads to itself, as its own name often does. Others are led here, too.
             here, address = "", world.main_address
-        door = socket.create_server((here, 0), family=family, backlog=max(128, 2 * world.world_size))
+        endpoint = socket.create_server((here, 0), family=family, backlog=max(128, 2 * world.world_size))
     except OSError:
         return None, "no address"
-    _doors.add(door)
-    return door, address
+    _endpoints.add(endpoint)
+    return endpoint, address
 
 
 _TOKEN = 16
 
 
-def _tell(neighbours: weakref.ref[Neighbours], door: socket.socket, token: bytes) -> None:
-    """Tell each who brings `token` what the main thread is doing, until the door is closed."""
+def _tell(neighbours: weakref.ref[Neighbours], endpoint: socket.socket, token: bytes) -> None:
+    """Tell each who brings `token` what the main thread is doing, until the endpoint is closed."""
     while True:
         try:
-            guest, _ = door.accept()
+            client, _ = endpoint.accept()
         except OSError:
             return
-        with contextlib.suppress(OSError), guest:
-            guest.settimeout(ASK_S)
-            if secrets.compare_digest(guest.recv(_TOKEN, socket.MSG_WAITALL), token):
+        with contextlib.suppress(OSError), client:
+            client.settimeout(ASK_S)
+            if secrets.compare_digest(client.recv(_TOKEN, socket.MSG_WAITALL), token):
                 here = neighbours()
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
-                guest.sendall(((here.failed_in if here is not None else "") or where(frame)).encode())
+                client.sendall(((here.failed_in if here is not None else "") or where(frame)).encode())
 
 
 def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]:
@@ -379,39 +380,39 @@ def _ask_all(peers: list[Peer], token: bytes, deadline: float) -> dict[int, str]
                     socket.create_connection((peer.address, peer.port or 0), left_s)
                 )
                 asked[peer.rank].sendall(token)
-        for rank, door in asked.items():
+        for rank, endpoint in asked.items():
             with contextlib.suppress(OSError):
-                door.settimeout(max(0.01, deadline - time.monotonic()))
-                if words := b"".join(iter(lambda door=door: door.recv(1 << 12), b"")):  # type: ignore[misc]
+                endpoint.settimeout(max(0.01, deadline - time.monotonic()))
+                if words := b"".join(iter(lambda endpoint=endpoint: endpoint.recv(1 << 12), b"")):  # type: ignore[misc]
                     told[rank] = words.decode(errors="replace")
     return told
 
 
-def _knock(doors: Mapping[int, tuple[str, int]], deadline: float) -> dict[int, Answer]:
-    """Connect to all `doors` at once; return what came back by `deadline`, for those that could be tried."""
+def _probe(endpoints: Mapping[int, tuple[str, int]], deadline: float) -> dict[int, Answer]:
+    """Connect to all `endpoints` at once; return what came back by `deadline`, for those that could be tried."""
     answers: dict[int, Answer] = {}
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
-        for rank, door in doors.items():
+        for rank, endpoint in endpoints.items():
             with contextlib.suppress(OSError):  # no such name, or too many files are open
-                knocking, code = _begin_to_connect(*door)
-                opened.enter_context(knocking)
+                connection, code = _begin_to_connect(*endpoint)
+                opened.enter_context(connection)
                 answers[rank] = _answer(code)
                 if code == errno.EINPROGRESS:
-                    selector.register(knocking, selectors.EVENT_WRITE, (rank, knocking))
+                    selector.register(connection, selectors.EVENT_WRITE, (rank, connection))
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                rank, knocking = key.data
-                answers[rank] = _answer(knocking.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-                selector.unregister(knocking)
+                rank, connection = key.data
+                answers[rank] = _answer(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                selector.unregister(connection)
     return answers
 
 
 def _begin_to_connect(address: str, port: int) -> tuple[socket.socket, int]:
     """Return a socket, and the code of what became of its connection: EINPROGRESS if that is to be seen."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    knocking = socket.socket(family, kind, protocol)
-    knocking.setblocking(False)
-    return knocking, knocking.connect_ex(place)
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    return connection, connection.connect_ex(place)
 
 
 def _answer(code: int) -> Answer:
@@ -420,11 +421,11 @@ def _answer(code: int) -> Answer:
     return "gone" if code == errno.ECONNREFUSED else "silent"
 
 
-def _close_doors() -> None:
-    """In a forked child: a door that a copy holds open would answer for a process that has ended."""
-    for door in list(_doors):
-        door.close()
+def _close_endpoints() -> None:
+    """In a forked child: an endpoint that a copy holds open would answer for a process that has ended."""
+    for endpoint in list(_endpoints):
+        endpoint.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_doors)
+    os.register_at_fork(after_in_child=_close_endpoints)

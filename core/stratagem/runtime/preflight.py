@@ -1,4 +1,4 @@
-"""Find out that ranks were started differently before they wait for each other for ever.
+"""Find out that ranks were started differently before they wait for each other forever.
 
 Different settings on two ranks end in collectives that do not match: a hang, or an abort far from the cause. So ranks
 compare what they were resolved to before they join a group, and what they were asked to do before they do it.

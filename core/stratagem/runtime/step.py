@@ -119,9 +119,10 @@ class Step:
             raise
         if self._run.reducer_is_due and self._run.sync_gradients:
             raise PluginError(
-                f"{self._run.stack.strategies[-1]} averaged past {self._run.stack.comm_hooks[0]}, which has no effect",
-                expected="a strategy that provides 'gradient-buckets' to call run.bucket_reducer()",
-                do="drop the comm hook, and tell the strategy's author",
+                f"{self._run.stack.comm_hooks[0]} was never applied: {self._run.stack.strategies[-1]} did not call "
+                "run.bucket_reducer()",
+                expected="every strategy that provides 'gradient-buckets' to call it",
+                do="drop the comm hook, and report it to the strategy's author",
             )
         if self.after_backward is not None:
             self.after_backward()

@@ -165,7 +165,7 @@ class Watchdog:
 
     def _gone(self, ranks: set[int]) -> dict[int, peer_diagnosis.Answer]:
         """Return which of `ranks` are gone without having left in order."""
-        answers, store_answers = self._neighbours.knock(ranks=ranks)
+        answers, store_answers = self._neighbours.probe(ranks=ranks)
         lost: dict[int, peer_diagnosis.Answer] = {}
         for rank, answer in answers.items():
             self._silent[rank] = self._silent.get(rank, 0) + 1 if answer == "silent" else 0

@@ -33,7 +33,7 @@ def check_hooks(stack: Stack) -> None:
         for hook, marker in hook_implementations(choice.plugin).items():
             if hook not in specifications:
                 raise PluginError(
-                    f"{choice} implements {hook!r}, which is no hook of stratagem",
+                    f"{choice} implements {hook!r}, which is not a hook of stratagem",
                     do=nearest(hook, specifications) or "see docs/hooks.md for the hooks",
                 )
             if specifications[hook]["firstresult"] and not marker["wrapper"]:

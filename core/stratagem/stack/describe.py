@@ -216,7 +216,7 @@ def check_class(cls: type[Any], kind: str) -> str | None:
     known = hook_specifications()
     for hook, marker in hook_implementations(cls, of_class=True).items():
         if hook not in known:
-            return f"it implements {hook!r}, which is no hook; {nearest(hook, known) or 'see docs/hooks.md'}."
+            return f"it implements {hook!r}, which is not a hook; {nearest(hook, known) or 'see docs/hooks.md'}."
         given = set(inspect.signature(getattr(cls, hook)).parameters) - {"self"}
         unknown = given - set(inspect.signature(getattr(hooks, hook)).parameters)
         if unknown:

@@ -241,7 +241,7 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
         import torch
 
         if start_method == "fork":
-            # A pool of threads does not survive a fork: the first parallel operation would wait for it for ever.
+            # A pool of threads does not survive a fork: the first parallel operation would wait for it forever.
             torch.set_num_threads(1)
         result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - our own parent's
         if variables["LOCAL_RANK"] == "0":

@@ -5,7 +5,7 @@ A hook that sends less than it was given remembers the rest, and adds it to what
 some come late. Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
 Fixes SignSGD", ICML 2019.
 
-The rest is kept by parameter, for an engine may lay out its buckets anew between two steps, as DDP does after the
+The rest is kept by parameter, for an engine may change its buckets between two steps, as DDP does after the
 first. A bucket that names no parameters comes from a hook above; its rest is kept by *place*: which bucket, and how
 many messages of it came before, since the last forward. What is owed is dropped with an average that was not finite.
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PerRun(Generic[T]):
-    """Keeps a value for each run and the module it trains: another module begins anew, a run that is gone leaves none.
+    """Keeps a value for each run and the module it trains; a new module gets a new value, a closed run keeps none.
 
     A copy of the plugin, also one in another process, remembers nothing.
     """

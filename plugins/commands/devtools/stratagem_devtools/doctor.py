@@ -1,4 +1,4 @@
-"""``stratagem doctor``: what is here, what is broken, and whether two processes can talk to each other.
+"""``stratagem doctor``: check the installation: versions, devices, plugins, and a two-process gloo run.
 
 Everything is examined in isolation: a package that cannot be imported is a finding, not the end of the examination.
 """

@@ -108,8 +108,8 @@ def _refusal(arguments: dict[str, object]) -> str | None:
 def render_markdown(table: Sequence[Cell]) -> str:
     """Return `table` as a Markdown table, precisions across, with the reasons under it.
 
-    Where all checkpoint formats fare alike there is one row for "any" of them, and where one of them fares alike with
-    all comm hooks, one for "any" of these.
+    Where all checkpoint formats have the same result there is one row for "any" of them, and where one of them has the
+    same result with all comm hooks, one for "any" of these.
     """
     precisions, rows, reasons = _arrange(table)
     lines = [

@@ -94,7 +94,7 @@ def uncalled_methods() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
-    """Return the methods of a LightningDataModule that stratagem refuses, likewise."""
+    """Return the methods of a LightningDataModule that stratagem refuses, in the same form."""
     from stratagem.training import lightning_names
 
     return _as_findings(lightning_names.MODULE | lightning_names.DATA_MODULE)
@@ -102,7 +102,7 @@ def uncalled_by_data_modules() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
-    """Return the methods of a Callback that stratagem refuses, likewise."""
+    """Return the methods of a Callback that stratagem refuses, in the same form."""
     from stratagem.stack import lightning_callbacks
 
     return _as_findings(lightning_callbacks.CALLBACK, "@hookimpl ")

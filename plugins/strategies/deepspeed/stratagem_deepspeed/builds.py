@@ -2,7 +2,7 @@
 
 [Note: whose build it is]
 An op is a shared library in a folder of its own. torch compiles it there, guarded by a file named ``lock`` that a
-killed build leaves behind; whoever comes later waits for that file to go, for ever. So we hold a lock of the kernel's
+killed build leaves behind; whoever comes later waits for that file to go, forever. So we hold a lock of the kernel's
 around torch's, which ends with its process: whoever has ours and sees nobody at work in the folder takes torch's away.
 
 torch also compiles again whenever a path in the command changes, as it does from one virtual environment to the next.

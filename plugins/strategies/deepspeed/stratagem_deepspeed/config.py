@@ -144,7 +144,7 @@ def device_of(zero: Mapping[str, Any], section: str) -> str | None:
 
 
 def check_zero(zero: Mapping[str, Any], called: Callable[[str], str]) -> None:
-    """Refuse what DeepSpeed would pass over, or stop at without a word; `called` gives a key the user's name.
+    """Refuse what DeepSpeed would ignore, or fail at without a message; `called` gives a key the user's name.
 
     Raises:
         ConfigError: the section contradicts itself.

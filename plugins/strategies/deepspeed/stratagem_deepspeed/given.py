@@ -274,7 +274,7 @@ def _from_file(path: Path, setting: str) -> dict[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         what = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ConfigError(f"{path} ({setting}) is not JSON ({what})", do="mend that line") from error
+        raise ConfigError(f"{path} ({setting}) is not JSON ({what})", do="fix that line") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} ({setting}) is not text in UTF-8", expected=expected) from error
     except _DuplicateError as error:

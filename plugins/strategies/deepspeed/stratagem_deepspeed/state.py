@@ -57,7 +57,7 @@ class Flat:
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape of a parameter, be it cut up or not."""
+    """Return the shape of a parameter, partitioned or not."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
