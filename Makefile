@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.*
+LOWEST_TORCH ?= torch==2.11.*
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
@@ -14,7 +15,7 @@ DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo ops test test-quick test-all gpu-bundle test-gpu bench-gpu lint types changelog clean
+.PHONY: demo ops test test-quick test-all test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -33,6 +34,10 @@ test-quick: $(STAMP)-dev ops
 test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests plugins
+
+# The same with the lowest torch that the packages declare, in an environment of its own: gigabytes, on PyPI it is for CUDA.
+test-lowest:
+	$(MAKE) test-quick VENV=.venv-lowest TORCH="$(LOWEST_TORCH)"
 
 # A folder with which test-gpu and bench-gpu run on a machine that has Python, torch and no network.
 gpu-bundle: $(STAMP)-dev
@@ -59,12 +64,17 @@ lint: $(STAMP)-dev
 types: $(STAMP)-dev
 	$(BIN)/mypy
 
+# Every distribution as sdist and wheel in dist/, each checked in a clean environment.
+release: $(STAMP)
+	$(PIP) uv
+	$(BIN)/python scripts/release.py --torch "$(TORCH)" $(ARGUMENTS)
+
 # Moves docs/changes into CHANGELOG.md, as those of VERSION.
 changelog:
 	$(PYTHON) scripts/changelog.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) .venv-gpu gpu-bundle .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu .venv-lowest build dist gpu-bundle .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

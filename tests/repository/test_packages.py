@@ -226,12 +226,15 @@ def test_every_distribution_fits_this_version_of_the_others():
 
 
 def test_torch_is_declared_with_the_range_that_is_tested():
-    """`make test` pins the highest. The template names torch alone: the core that it needs states the range."""
+    """`make test` pins the highest, `make test-lowest` the lowest; the template leaves the range to the core."""
     declared = {
         name: str(package.requires["torch"].specifier)
         for name, package in PACKAGES.items()
         if "torch" in package.requires and package.folder.name != "template"
     }
-    highest = re.search(r"^TORCH *\?= torch==2\.(\d+)\.\*$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    lowest, highest = (
+        re.search(rf"^{variable} *\?= torch==2\.(\d+)\.\*$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+        for variable in ("LOWEST_TORCH", "TORCH")
+    )
 
-    assert declared == dict.fromkeys(declared, f"<2.{int(highest) + 1},>=2.11")
+    assert declared == dict.fromkeys(declared, f"<2.{int(highest) + 1},>=2.{lowest}")
