@@ -409,7 +409,7 @@ def test_one_precision_is_switched_on_and_the_other_off(fp16, bf16, precision, d
     config = {name: {"enabled": said} for name, said in (("fp16", fp16), ("bf16", bf16)) if said is not None}
     options, run = configured(**config), a_run(precision=precision)
 
-    assert options.engine_dtype(run.context.policy) is dtype
+    assert options.engine_dtype(run.policy) is dtype
     assert engine_config(options, run)["fp16"]["enabled"] is (dtype is torch.float16)
     assert engine_config(options, run)["bf16"]["enabled"] is (dtype is torch.bfloat16)
 
@@ -510,7 +510,7 @@ def test_windows_and_batch_sizes_that_disagree_are_an_error_that_names_both(conf
 
 
 def test_a_loop_of_ones_own_accumulates_by_itself():
-    run = sg.Run(strategy="ddp", accelerator="cpu", devices=1)
+    run = sg.Run(strategy="ddp", accelerator="cpu", devices=1).context
 
     assert engine_config(configured(gradient_accumulation_steps=1), run)["gradient_clipping"] == 0.0
     assert "a loop of one's own accumulates by itself" in refusal(

@@ -418,10 +418,10 @@ def test_lbfgs_is_refused_under_loss_scaling():
 
 def test_the_scale_survives_a_restart():
     first = ScaledPrecision(init_scale=8.0)
-    first.prepare_module(net(), sg.Run(accelerator="cpu"))
+    first.prepare_module(net(), sg.Run(accelerator="cpu").context)
     second = ScaledPrecision()
     second.load_state_dict(first.state_dict())
-    second.prepare_module(net(), sg.Run(accelerator="cpu"))
+    second.prepare_module(net(), sg.Run(accelerator="cpu").context)
 
     assert second.scaler.get_scale() == 8.0
 

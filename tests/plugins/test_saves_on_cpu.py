@@ -10,10 +10,11 @@ import pickle
 
 import pytest
 import torch
-from stratagem.checkpoint.files.files import cpu_copies
+from stratagem.checkpoint import cpu_copies
 
 import stratagem as sg
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
+from stratagem.runtime.state_io import read_checkpoint
 from stratagem_checkpoint_full import _loadable, _on_cpu
 from stratagem_checkpoint_sharded.layout import Plan
 from stratagem_testing import run_in_processes
@@ -180,7 +181,7 @@ def test_copies_for_a_save_in_the_background_are_queued_and_awaited_once(kind, q
                 tensor.zero_()
             run.context.wait_for_saves()
 
-    saved = sg.Run(checkpoint=kind(), accelerator="cpu").read_checkpoint(tmp_path / "a")["state_dict"]
+    saved = read_checkpoint(sg.Run(checkpoint=kind(), accelerator="cpu").context, tmp_path / "a")["state_dict"]
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {
         name: tensor.tolist() for name, tensor in _three()["state_dict"].items()
     }

@@ -35,7 +35,7 @@ def tuning_variables():
 
 
 def a_run(**options):
-    return sg.Run(strategy={"name": "ddp", **options}, devices=2, accelerator="cpu")
+    return sg.Run(strategy={"name": "ddp", **options}, devices=2, accelerator="cpu").context
 
 
 def connect(run, backend="nccl"):
