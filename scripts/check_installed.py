@@ -1,6 +1,6 @@
-"""Check one installed distribution: run by release.py with the Python of a clean environment.
+"""Check installed distributions: run by release.py with the Python of a clean environment.
 
-    python -P check_installed.py NAME [--kit N [N ...]] [--except CHECK]
+    python -P check_installed.py NAME [NAME ...] [--kit N [N ...]] [--except CHECK]
 
 Imports every module, loads every entry point, and with --kit runs the conformance kit, with N processes, on the first
 plugin of each kind; what --except names may fail.
@@ -19,17 +19,18 @@ from pathlib import Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name")
+    parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--kit", type=int, nargs="+", metavar="N")
     parser.add_argument("--except", dest="exempt", default="", metavar="CHECK", help="a check of the kit that may fail")
     arguments = parser.parse_args()
-    chosen = distribution(arguments.name)
     refuse_editable()
-    modules = import_all(chosen)
-    points = [point for point in chosen.entry_points if point.group.startswith("stratagem.")]
-    loaded = [(point, point.load()) for point in points]
-    checks = run_kit(chosen, first_of_each_kind(loaded), arguments.kit, arguments.exempt) if arguments.kit else 0
-    print(f"{len(modules)} modules, {len(points)} entry points, {checks} checks of the kit")
+    for name in arguments.names:
+        chosen = distribution(name)
+        modules = import_all(chosen)
+        points = [point for point in chosen.entry_points if point.group.startswith("stratagem.")]
+        plugins = first_of_each_kind([(point, point.load()) for point in points])
+        checks = run_kit(chosen, plugins, arguments.kit, arguments.exempt) if arguments.kit else 0
+        print(f"{len(modules)} modules, {len(points)} entry points, {checks} checks of the kit")
     return 0
 
 

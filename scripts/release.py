@@ -61,8 +61,7 @@ def check_together(folder: Path, torch: str) -> str:
     )  # fmt: skip
     for command in (["--help"], ["plugins", "list"], ["plugins", "check"], ["doctor"]):
         environment.stratagem(*command)
-    for project in projects():
-        environment.run(CHECK, project.name)
+    environment.run(CHECK, *(each.name for each in projects()))
     environment.run(FIT)
     return f"{len(projects())} distributions: commands, imports, a fit in two processes"
 
