@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import define
 
@@ -17,6 +19,9 @@ from stratagem.api import (
     Strategy,
     hookimpl,
 )
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 
 @define(eq=False, kw_only=True)
@@ -42,28 +47,31 @@ class MyIdea(Strategy):
     )
 
     @hookimpl
-    def wrap_model(self, module, run):
+    def wrap_model(self, module: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         module = module.to(run.device)
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         return module
 
     @hookimpl
-    def backward(self, loss, module, run):
+    def backward(self, loss: torch.Tensor, module: torch.nn.Module, run: RunContext) -> bool:
         loss.backward()
         if run.sync_gradients:
             _average([parameter for parameter in module.parameters() if parameter.requires_grad], run)
         return True
 
     @hookimpl
-    def on_validation_start(self, run):
+    def on_validation_start(self, run: RunContext) -> None:
         if self.broadcast_buffers:
+            assert run.module is not None, "it is being validated"
             run.collectives.replicate(run.module.buffers())
 
 
-def _average(parameters, run):
+def _average(parameters: list[torch.nn.Parameter], run: RunContext) -> None:
     """Replace every gradient by its mean over the processes; all messages are on their way before the first wait."""
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:  # the loss of this process did not reach it; that of another may have
             parameter.grad = torch.zeros_like(parameter)
-    for future in [run.collectives.average_async(parameter.grad) for parameter in parameters]:
+        gradients.append(parameter.grad)
+    for future in [run.collectives.average_async(gradient) for gradient in gradients]:
         future.wait()
