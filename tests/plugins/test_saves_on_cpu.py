@@ -10,9 +10,9 @@ import pickle
 
 import pytest
 import torch
-from stratagem.checkpoint import cpu_copies
 
 import stratagem as sg
+from stratagem.checkpoint import cpu_copies
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem_checkpoint_full import _loadable, _on_cpu
