@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections import Counter
 
 import pytest
+
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hundreds of tests start programs: each would compile these sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
