@@ -21,6 +21,7 @@ _MODULES = {
     "Module": "training.module",
     "DataModule": "training.datamodule",
     "seed_everything": "api.seeding",
+    "find_usable_cuda_devices": "config.devices",
     "hookimpl": "api.markers",
     "Strategy": "api.kinds",
     "Precision": "api.kinds",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from stratagem.api.markers import hookimpl as hookimpl
     from stratagem.api.seeding import seed_everything as seed_everything
     from stratagem.api.world import World as World
+    from stratagem.config.devices import find_usable_cuda_devices as find_usable_cuda_devices
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.runtime.run import Run as Run
     from stratagem.training.datamodule import DataModule as DataModule

@@ -314,7 +314,7 @@ def _endpoints(rank, world_size):
         run.collectives.barrier()
         neighbours = run.context.neighbours
         run.collectives.board().put(f"closing/{rank}", "")
-    return answers, store_answers, neighbours._door.fileno()
+    return answers, store_answers, neighbours._endpoint.fileno()
 
 
 def test_ranks_that_live_answer_and_a_closed_run_leaves_nothing_open():

@@ -15,7 +15,7 @@ import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.errors import ConfigError
-from stratagem.runtime.run import Run
+from stratagem.runtime.context import Context
 from stratagem_migrate import examine, names, own, today, trainers
 from stratagem_migrate.source import Source
 from stratagem_testing import scripts
@@ -108,7 +108,7 @@ def test_what_is_recommended_exists():
     text = "\n".join(advice)
 
     assert set(re.findall(r"trainer\.(\w+)", text)) <= today.trainer_attributes()
-    assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Run)) | today._assigned(Run)
+    assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Context)) | today._assigned(Context)
     assert set(re.findall(r"collectives\.(\w+)", text)) <= set(dir(Collectives))
     known = today.module_attributes() | today.data_attributes() | set(today.hooks())
     assert set(re.findall(r"def (\w+)\(self", text)) <= known

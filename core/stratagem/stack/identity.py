@@ -23,11 +23,9 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.options import options
-from stratagem.api.redaction import redact
+from stratagem.api.state_keys import options_key
 from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
@@ -35,7 +33,9 @@ from stratagem.stack import registry
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack
 
+
 _METHODS = ("state_dict", "rank_state")
+
 _KEY = re.compile(r"(?P<class>\S+)(?: (?P<options>\{.*\}))?(?: #\d+)?")
 
 
@@ -46,18 +46,6 @@ def class_key(cls: type[Any]) -> str:
     # A process that was spawned knows the user's script by another name.
     module = "__main__" if owner.__module__ == "__mp_main__" else owner.__module__
     return f"{module}:{owner.__qualname__}"
-
-
-def options_key(plugin: Any) -> str:
-    """Return the options of `plugin` that are not at their defaults, as text with a space before it; or ""."""
-    changed = {}
-    for name, option in options(type(plugin)).items():
-        value = getattr(plugin, option.name, None)
-        if isinstance(value, Path):
-            value = str(value)
-        if (value is None or isinstance(value, bool | int | float | str)) and value != option.default:
-            changed[name] = redact(name, value)
-    return f" {json.dumps(changed, sort_keys=True)}" if changed else ""
 
 
 def _default_key(plugin: Any) -> str:

@@ -147,7 +147,7 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "tpu_cores": _unless_off(_NO_TPU),
     "ipus": _unless_off("nothing: IPUs are not available"),
     "hpus": _unless_off("nothing: HPUs are not available"),
-    "auto_select_gpus": _unless_off("devices=stratagem.config.devices.find_usable_cuda_devices(n)"),
+    "auto_select_gpus": _unless_off("devices=stratagem.find_usable_cuda_devices(n)"),
     "distributed_backend": _accelerator_of_old,
     "replace_sampler_ddp": lambda value: f"use_distributed_sampler={value.text}",
     "resume_from_checkpoint": lambda v: _LEAVE_OUT if v.is_off else f"trainer.fit(..., ckpt_path={v.text})",

@@ -13,7 +13,7 @@ from stratagem_migrate import today
 class Counterpart:
     """What a script says instead of a name of Lightning."""
 
-    #: A name in stratagem, such as ``Module`` or ``devices.find_usable_cuda_devices``; empty if there is none.
+    #: A name in stratagem, such as ``Module`` or ``find_usable_cuda_devices``; empty if there is none.
     name: str = ""
     #: The plugin that does it: its kind and name.
     plugin: tuple[str, str] | None = None
@@ -69,7 +69,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     ),
     "LightningArgumentParser": Counterpart(text="stratagem.Trainer.from_cli()"),
     "MisconfigurationException": Counterpart("errors.ConfigError"),
-    "find_usable_cuda_devices": Counterpart("devices.find_usable_cuda_devices"),
+    "find_usable_cuda_devices": Counterpart("find_usable_cuda_devices"),
     "Tuner": Counterpart(
         text='callbacks=["learning_rate_finder"] or ["batch_size_finder"]', note="they search when fit begins"
     ),
@@ -178,7 +178,7 @@ NAMES: Final[dict[str, Counterpart]] = {
         note="join the loaders in a data set or an iterable of your own; several validation loaders may be a list"
     ),
     "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
-    "move_data_to_device": Counterpart("data.move_batch"),
+    "move_data_to_device": Counterpart("api.batches.move_batch"),
     "AttributeDict": Counterpart(text="a dict"),
     "STEP_OUTPUT": Counterpart(text="typing.Any"),
     "EPOCH_OUTPUT": Counterpart(text="list"),
