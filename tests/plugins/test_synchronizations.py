@@ -149,7 +149,7 @@ def test_ddp_leaves_batches_to_the_run_on_a_gpu(monkeypatch):
     options = {}
 
     class Replica(nn.Module):
-        def __init__(self, module, **given):
+        def __init__(self, module, _traffic, **given):
             super().__init__()
             options.update(given)
 
