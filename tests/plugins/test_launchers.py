@@ -792,11 +792,12 @@ def test_a_started_process_knows_its_rank_before_it_trains(tmp_path):
     path.write_text(
         textwrap.dedent("""
         import stratagem as sg
+        from stratagem.runtime.launching import launch
 
         trainer = sg.Trainer(strategy="ddp", devices=2, accelerator="cpu", barebones=True)
         early = trainer.is_global_zero, trainer.global_rank, trainer.local_rank, trainer.run.is_global_zero
         trainer.print("once")
-        ranks = trainer.run.launch(lambda run: run.collectives.all_gather_object(early))
+        ranks = launch(trainer.run, lambda run: run.collectives.all_gather_object(early))
         if trainer.is_global_zero:
             print(ranks)
         """)
