@@ -39,10 +39,12 @@ PRELOAD = (
 )  # fmt: skip
 
 #: Variables that nothing in PRELOAD reads while it is imported. Where any other one differs from those of the server,
-#: it might have made a difference. (scikit-learn and torch's compiler set the last three where they are imported.)
+#: it might have made a difference. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five where they
+#: are imported.)
 _READ_LATE = (
     *LAUNCH_VARIABLES, "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
     "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID",
 )  # fmt: skip
 _READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "SLURM_")
 
