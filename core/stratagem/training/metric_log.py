@@ -67,9 +67,9 @@ def _publish_late(state: FitState, name: str, book: StageMetrics) -> None:
 
 def log_step(state: FitState) -> None:
     """After a training batch: hand step metrics to the loggers when it is their turn."""
-    step = state.position.global_step
     if not state.book.metrics:
         return
+    step = state.position.global_step
     state.book.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
     if step % state.settings.log_every_n_steps == 0 and step != state.last_logged_step and step:
         state.last_logged_step = step
