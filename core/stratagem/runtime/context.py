@@ -191,11 +191,16 @@ class Context:
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
-        return next((choice.name for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+        choice = self._choice_of(plugin)
+        return type(plugin).__name__ if choice is None else choice.name
 
     def title_of(self, plugin: Any) -> str:
         """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
-        return next((str(choice) for choice in self.stack.choices() if choice.plugin is plugin), type(plugin).__name__)
+        choice = self._choice_of(plugin)
+        return type(plugin).__name__ if choice is None else str(choice)
+
+    def _choice_of(self, plugin: Any) -> Choice | None:
+        return next((choice for choice in self.stack.choices() if choice.plugin is plugin), None)
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved plugins, their options and where these came from, as plain data."""
@@ -467,8 +472,6 @@ class Context:
         """Hand `metrics` to all loggers. Called on rank 0."""
         self.hooks.hook.log_metrics(metrics=metrics, step=step, run=self)
 
-    # --- Hooks ---------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def making_whole(self) -> Iterator[None]:
         """Within: `model_state` and `optimizer_state` are whole on every rank, whatever the checkpoint format takes."""
@@ -478,14 +481,6 @@ class Context:
             yield
         finally:
             self.whole_state, self._whole_everywhere = before
-
-    _step_context: Any
-    _forward_backward: Any
-    _scale_loss: Any
-    _backward: Any
-    _clip_gradients: Any
-    _optimizer_step: Any
-    _transfer_batch: Any
 
     # --- To another process ---------------------------------------------------------------------------------------
 

@@ -58,8 +58,7 @@ def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
 def _explain_and_stop(run: Context, form: str) -> None:
     for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
         print(f"stratagem: {sentence}", file=sys.stderr)
-    if run.is_global_zero:
-        print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())
+    run.print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())
     raise SystemExit(0)
 
 

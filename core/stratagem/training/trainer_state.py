@@ -290,7 +290,7 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
 
 
 def _best(fit: FitState) -> Path:
-    if best := next((each.best_model_path for each in _callbacks(fit) if hasattr(each, "best_model_path")), ""):
+    if best := getattr(fit.trainer.checkpoint_callback, "best_model_path", ""):
         return as_path(best)
     for folder in _folders(fit):  # an earlier process's callback wrote down which one it was
         newest = newest_whole(folder, fit.run.checkpoint_format)
@@ -307,13 +307,9 @@ def _best(fit: FitState) -> Path:
     )
 
 
-def _callbacks(fit: FitState) -> list[Any]:
-    return [choice.plugin for choice in fit.run.stack.callbacks]
-
-
 def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
-    folders = [callback.folder(fit.trainer) for callback in _callbacks(fit) if hasattr(callback, "folder")]
+    folders = [callback.folder(fit.trainer) for callback in fit.trainer.callbacks if hasattr(callback, "folder")]
     return [as_path(folder) for folder in [*folders, fit.settings.default_root_dir]]
 
 

@@ -194,7 +194,7 @@ class DDPStrategy(Strategy):
                 _backward_inside_forward(loss, module, run)
             else:
                 run.differentiate(loss)
-            if run.sync_gradients and run.owns_loop:  # a loop of one's own may need several backwards a step
+            if run.sync_gradients and run.owns_loop:  # a loop without a Trainer may call backward several times a step
                 check_complete(module, run)
         except RuntimeError as error:
             explain(error, module, run.rank, loss)
