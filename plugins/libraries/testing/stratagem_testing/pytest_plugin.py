@@ -40,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def _environment_restored() -> Iterator[None]:
+    """What a test leaves in the environment, or a library that it imports first, does not reach the next test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 @pytest.fixture
 def run_in_processes() -> Callable[..., list[Any]]:
     """`stratagem_testing.run_in_processes`: call a function in several gloo processes."""
@@ -54,8 +66,6 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield
-    for name in LAUNCH_VARIABLES:  # a launcher under test sets them behind monkeypatch's back
-        os.environ.pop(name, None)
     _leave_process_group()
 
 
