@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# Products of matrices give the same bits each time; read when CUDA starts.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,6 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reproducible_products():
+    """Products of matrices give the same bits each time: cuBLAS reads this when CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
