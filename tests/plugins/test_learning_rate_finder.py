@@ -119,3 +119,16 @@ def test_the_steepest_descent_is_found_under_noise(noise):
 )
 def test_a_curve_that_never_falls_has_no_slope(losses):
     assert steepest(rates(len(losses)), losses) is None
+
+
+def test_the_state_of_plugins_is_as_before_the_search():
+    class Watched(sg.callbacks.Callback):
+        @sg.hookimpl
+        def on_train_start(self, run):
+            self.scaler = run.stack.precision.plugin.state_dict()
+
+    watched, module = Watched(), Problem(nn.Linear(4, 1), torch.optim.SGD)
+    callbacks = [LearningRateFinder(num_training_steps=20), watched]
+    sg.Trainer(max_steps=1, callbacks=callbacks, precision="16-mixed", **QUIET).fit(module, regression(0))
+
+    assert watched.scaler["_growth_tracker"] == 0

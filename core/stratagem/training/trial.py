@@ -12,7 +12,7 @@ import torch
 from stratagem.errors import ConfigError
 from stratagem.stack import identity
 from stratagem.training.metrics import StageMetrics
-from stratagem.training.overrides import takes
+from stratagem.training.signatures import takes
 
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
@@ -44,8 +44,8 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
                 tensor.copy_(value)
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer_state)
-        for plugin, state in plugins:
-            plugin.load_state_dict(state)
+        for plugin, plugin_state in plugins:
+            plugin.load_state_dict(plugin_state)
         feed.restore_random_state(random)
         state.book = book
         for part, training in modes:
