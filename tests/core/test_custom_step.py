@@ -9,7 +9,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.training import loops
+from stratagem.training import fit_state
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Double, Lbfgs, Net, joined_batches, loss_of, relative_difference, square
 from stratagem_testing.training import outcome, share, weights_of
@@ -473,7 +473,7 @@ class Skipping(Net):
 
 
 def _skip(rank, world_size, ranks):
-    loops.MEETING_S = 2.0
+    fit_state.BARRIER_TIMEOUT_S = 2.0
     module = Skipping(ranks)
     trainer = sg.Trainer(max_epochs=2, strategy="ddp", devices=2, accumulate_grad_batches=2, **QUIET)
     said = outcome(lambda: trainer.fit(module, share(trainer, joined_batches(5, 8))))

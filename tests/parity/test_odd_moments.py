@@ -150,9 +150,9 @@ def test_persistent_workers_keep_the_order(tmp_path):
 
 
 def _stop_alone(rank, world_size):
-    import stratagem.training.loops
+    import stratagem.training.fit_state
 
-    stratagem.training.loops.MEETING_S = 2.0
+    stratagem.training.fit_state.BARRIER_TIMEOUT_S = 2.0
 
     class Stop(sg.Callback):
         @sg.hookimpl

@@ -52,7 +52,7 @@ def _train_on_while_it_saves(rank, world_size, checkpoint, strategy, path, batch
             if batch_idx == 1:
                 trainer.save_checkpoint(path)
                 seen["weights"], seen["position"] = weights_of(trainer), trainer.global_step
-                seen["whole at once"] = trainer.checkpoint_format.recognises(path)
+                seen["whole at once"] = trainer.run.checkpoint_format.recognises(path)
             if batch_idx == 3:  # two steps on, and what is saved must not move along
                 seen["moved"] = not torch.equal(weights_of(trainer)["net.0.weight"], seen["weights"]["net.0.weight"])
                 go_on.set()

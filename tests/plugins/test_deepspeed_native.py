@@ -430,9 +430,9 @@ def _fill_up(rank, world_size, path):
     said += [outcome(lambda: trainer.save_checkpoint(path, weights_only=True))]
     said += [outcome(lambda: trainer.save_checkpoint("memory://run/x.ds"))]
     left = sorted(each.name for each in path.parent.iterdir() if each.name != "run.lock")
-    same = (path / "stratagem.json").read_bytes() == marked and trainer.checkpoint_format.is_whole(path)
+    same = (path / "stratagem.json").read_bytes() == marked and trainer.run.checkpoint_format.is_whole(path)
     trainer.save_checkpoint(path)
-    replaced = (path / "stratagem.json").read_bytes() != marked or trainer.checkpoint_format.is_whole(path)
+    replaced = (path / "stratagem.json").read_bytes() != marked or trainer.run.checkpoint_format.is_whole(path)
     trainer.run.close()
     return said, left, same, replaced
 

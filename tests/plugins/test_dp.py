@@ -528,7 +528,7 @@ def test_copies_have_parameters_and_buffers_of_their_own_kind():
     plain.load_state_dict(module.state_dict())
     trainer_of(2).fit(module, BATCHES[:1])
     halves = [tuple(t.chunk(2)[index] for t in BATCHES[0]) for index in (0, 1)]
-    plain.__dict__["_trainer"] = trainer_of(1)
+    plain.__dict__["_fit"] = trainer_of(1)._state
     optimizer = plain.configure_optimizers()
     before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
     sum(plain.training_step(half, 0) / 2 for half in halves).backward()

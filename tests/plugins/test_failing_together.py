@@ -38,7 +38,7 @@ class SavesAlone(sg.Callback):
 def _save_alone(rank, world_size):
     import stratagem.training.trainer
 
-    stratagem.training.trainer.MEETING_S = 1.0
+    stratagem.training.fit_state.BARRIER_TIMEOUT_S = 1.0
     return _said(Net(), world_size, callbacks=[SavesAlone()])
 
 

@@ -321,9 +321,6 @@ class TrainerView(Protocol):
         """How far training has come."""
 
     @property
-    def world(self) -> World: ...
-
-    @property
     def world_size(self) -> int: ...
 
     @property
@@ -342,9 +339,6 @@ class TrainerView(Protocol):
     def fast_dev_run(self) -> bool: ...
 
     @property
-    def checkpoint_format(self) -> CheckpointFormat: ...
-
-    @property
     def callbacks(self) -> list[Any]: ...
 
     @property
@@ -360,10 +354,6 @@ class TrainerView(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]: ...
-
-    @property
-    def optimizer_handles(self) -> list[Any]:
-        """The optimizers as `Module.optimizers` returns them: their steps go through the hooks."""
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]: ...
@@ -403,7 +393,7 @@ class TrainerView(Protocol):
         """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
 
     @property
-    def train_loader(self) -> Any:
+    def train_dataloader(self) -> Any:
         """The training loader of this process's share, during a fit."""
 
     def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:

@@ -22,9 +22,9 @@ from stratagem.errors import ConfigError
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.training.datamodule import DataModule
 from stratagem.training.module import overrides
+from stratagem.training.optimizer_handle import averaging
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from stratagem.runtime.context import Context
@@ -102,7 +102,9 @@ class CustomStep:
         if loop.closes_over:
             if loop.before_step is not None:
                 loop.before_step(optimizer=optimizer)
-            self._stepped = run.step.optimizer_step(optimizer, None if closure is None else self._agreeing(closure))
+            clip = None if loop.clip is None else functools.partial(loop.clip, optimizer)
+            averaged = None if closure is None else averaging(closure, run.collectives, before=clip)
+            self._stepped = run.step.optimizer_step(optimizer, averaged)
             return None
         loss = None if closure is None else closure()
         if loop.before_step is not None:
@@ -151,17 +153,6 @@ class CustomStep:
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
-
-    def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Tensor]:
-        """Return `closure` clipping, its loss averaged over ranks: the optimizer decides on it, alike on all ranks."""
-
-        def averaged() -> Tensor:
-            loss = closure()
-            if self.loop.clip is not None:
-                self.loop.clip(self.optimizer)
-            return self.run.collectives.all_reduce(loss, "mean")
-
-        return averaged
 
 
 class _Steps:

@@ -16,7 +16,7 @@ from stratagem.runtime.data import set_epoch
 from stratagem.training.metric_log import log_evaluation_step, publish_epoch
 from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
-from stratagem.training.overrides import takes
+from stratagem.training.signatures import takes
 
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from stratagem.training.batches import ResumableBatches
 
 
+#: How long a rank that calls a collective operation of the trainer waits for the others before it reports that it is
+#: alone.
+BARRIER_TIMEOUT_S = 60.0
+
 #: Declares a field that begins with its default in every process, and is not sent to another one.
 _OF_THIS_PROCESS: Final = {"of_this_process": True}
 
@@ -77,6 +81,9 @@ class FitState:
     #: Gives training another loader, while a fit starts.
     use_loader: Callable[[Any], None] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
 
+    #: What `Module.optimizers` returned.
+    handles: list[Any] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+
     @property
     def position(self) -> Position:
         position: Position = self.run.progress
@@ -104,7 +111,7 @@ class FitState:
         """Begin a call in this process; `events` is an `Events` of this state."""
         self.training_book = self.book = StageMetrics(True, self.run.collectives)
         self.book.closed = "outside training, validation and testing"
-        self.late_metrics, self.last_logged_step, self.events = None, -1, events
+        self.late_metrics, self.last_logged_step, self.events, self.handles = None, -1, events, []
 
     def forget_metrics(self) -> None:
         """Forget every metric that was published."""

@@ -13,18 +13,16 @@ import torch
 
 from stratagem.api.optimizers import needs_closure
 from stratagem.errors import ConfigError
+from stratagem.training import fit_state
 from stratagem.training.batches import ResumableBatches
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
 from stratagem.training.metric_log import end_epoch, log_step
 from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
-from stratagem.training.overrides import takes
+from stratagem.training.signatures import takes
 
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
-
-#: Seconds that a rank which is told to stop waits for the others to be told, before it says that it is alone.
-MEETING_S = 60.0
 
 
 class TrainLoop:
@@ -206,7 +204,7 @@ class TrainLoop:
         """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
         state, run = self.state, self.run
         if state.should_stop and run.world_size > 1 and not self.told_to_stop:
-            run.collectives.barrier_with_timeout("trainer.should_stop = True", MEETING_S)
+            run.collectives.barrier_with_timeout("trainer.should_stop = True", fit_state.BARRIER_TIMEOUT_S)
             self.told_to_stop = True
         return state.should_stop
 
@@ -292,7 +290,7 @@ class TrainLoop:
         """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""
         if self.run.world_size > 1:
             try:
-                self.run.collectives.barrier_with_timeout("on_train_batch_start", MEETING_S)
+                self.run.collectives.barrier_with_timeout("on_train_batch_start", fit_state.BARRIER_TIMEOUT_S)
             except ConfigError:
                 raise ConfigError(
                     f"on_train_batch_start returned -1 at batch {batch_idx} on rank {self.run.rank}, not on all ranks",

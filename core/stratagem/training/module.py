@@ -13,6 +13,8 @@ from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 from stratagem.runtime.step_module import COMPILER
 from stratagem.training.hyperparameters import Hyperparameters, check_storable, constructor_arguments, items_of
+from stratagem.training.metric_log import log_metric
+from stratagem.training.optimizer_handle import handles_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stratagem.api.context import TrainerView
+    from stratagem.training.fit_state import FitState
 
 
 #: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
@@ -55,7 +58,7 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # Plain attributes: a trainer is no submodule, and it does not travel with a pickled or copied module.
-        self.__dict__["_trainer"] = None
+        self.__dict__["_fit"] = None
         self.__dict__["_hparams"] = Hyperparameters()
 
     # --- What a user overrides -----------------------------------------------------------------------------------
@@ -177,10 +180,15 @@ class Module(nn.Module):
     @property
     def trainer(self) -> TrainerView:
         """The trainer that runs this module."""
-        trainer: TrainerView | None = self.__dict__.get("_trainer")
-        if trainer is None:
-            raise ConfigError(f"{type(self).__name__}.trainer was asked for outside a trainer", do="call trainer.fit()")
-        return trainer
+        return self._state.trainer
+
+    @property
+    def _state(self) -> FitState:
+        """The state of the trainer that runs this module."""
+        state: FitState | None = self.__dict__.get("_fit")
+        if state is None:
+            raise ConfigError(f"{type(self).__name__}.trainer was read outside a trainer", do="call trainer.fit()")
+        return state
 
     @property
     def device(self) -> torch.device:
@@ -191,8 +199,8 @@ class Module(nn.Module):
     @property
     def global_rank(self) -> int:
         """This process's rank; 0 outside a trainer."""
-        trainer = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.global_rank
+        state = self.__dict__.get("_fit")
+        return 0 if state is None else state.trainer.global_rank
 
     @property
     def current_epoch(self) -> int:
@@ -232,7 +240,7 @@ class Module(nn.Module):
             ConfigError: called where nothing can be logged (before or after training, a validation or a test; while
                 predicting), a value that is not one number, or contradictory options.
         """
-        self.trainer.log_metric(name, value, options)
+        log_metric(self._state, name, value, options)
 
     def log_dict(self, values: dict[str, Tensor | float], **options: Any) -> None:
         """`log` every item of `values` with the same options."""
@@ -250,7 +258,7 @@ class Module(nn.Module):
 
     def optimizers(self) -> Any:
         """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision."""
-        handles = self.trainer.optimizer_handles
+        handles = handles_of(self._state)
         return handles[0] if len(handles) == 1 else handles
 
     def clip_gradients(
@@ -387,7 +395,7 @@ class Module(nn.Module):
         return module
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_trainer": None}
+        return self.__dict__ | {"_fit": None}
 
 
 def original(model: Any) -> Any:

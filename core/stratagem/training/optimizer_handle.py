@@ -5,22 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from stratagem.api.world import Collectives
+    from stratagem.training.fit_state import FitState
 
 
 class OptimizerHandle:
     """An optimizer to be stepped by hand: `step` goes through the hooks, everything else is the optimizer's."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Any], bool]) -> None:
-        self.optimizer, self._step = optimizer, step
+    def __init__(self, optimizer: Optimizer, state: FitState) -> None:
+        self.optimizer, self._state = optimizer, state
 
-    def step(self, closure: Any = None) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Step, counting one optimizer step; return False if an overflow skipped it."""
-        return self._step(self.optimizer, closure)
+        state, run = self._state, self._state.run
+        state.events.emit("on_before_optimizer_step", optimizer=self.optimizer)
+        averaged = None if closure is None else averaging(closure, run.collectives)
+        stepped = run.step.optimizer_step(self.optimizer, averaged)
+        state.position.global_step += 1
+        state.position.skipped_steps += not stepped
+        return stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+def handles_of(state: FitState) -> list[OptimizerHandle]:
+    """Return the run's optimizers as `Module.optimizers` does; the same objects in each step."""
+    if [handle.optimizer for handle in state.handles] != state.run.optimizers:
+        state.handles = [OptimizerHandle(optimizer, state) for optimizer in state.run.optimizers]
+    return state.handles
+
+
+def averaging(
+    closure: Callable[[], Any], collectives: Collectives, before: Callable[[], Any] | None = None
+) -> Callable[[], Any]:
+    """Return `closure` with its loss averaged over ranks: the optimizer decides on it, and must decide alike on all.
+
+    Args:
+        before: called between `closure` and the average.
+    """
+
+    def averaged() -> Any:
+        loss = closure()
+        if before is not None:
+            before()
+        return collectives.all_reduce(loss.detach(), "mean") if isinstance(loss, torch.Tensor) else loss
+
+    return averaged

@@ -259,7 +259,7 @@ class StochasticWeightAveraging(Callback):
                 parameter.copy_(self.average[name])
         if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
             limit = trainer.num_training_batches
-            batches = (b for number, b in enumerate(trainer.train_loader) if math.isinf(limit) or number < limit)
+            batches = (b for number, b in enumerate(trainer.train_dataloader) if math.isinf(limit) or number < limit)
             _compute_statistics_again(module, map(trainer.run.transfer, batches))
 
     def state_dict(self) -> dict[str, Any]:

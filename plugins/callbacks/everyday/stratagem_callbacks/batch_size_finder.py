@@ -48,14 +48,14 @@ class BatchSizeFinder(Callback):
             return
         if trainer.global_step:
             if self.optimal_batch_size is not None:
-                trainer.replace_train_loader(with_batch_size(trainer.train_loader, self.optimal_batch_size))
+                trainer.replace_train_loader(with_batch_size(trainer.train_dataloader, self.optimal_batch_size))
             return
         if trainer.world_size > 1:
             raise ConfigError(
                 f"batch_size_finder was chosen for {trainer.world_size} processes", expected="one",
                 do="find the size with devices=1, then set it",
             )  # fmt: skip
-        loader = trainer.train_loader
+        loader = trainer.train_dataloader
         with trainer.trial_steps("batch_size_finder") as step:
             with_batch_size(loader, self.init_val)  # says early if it cannot
             size = self.optimal_batch_size = self._search(trainer, loader, step)

@@ -95,7 +95,7 @@ class LearningRateFinder(Callback):
         rates: list[float] = []
         losses: list[float] = []
         smoothed = best = 0.0
-        batches = itertools.chain.from_iterable(trainer.train_loader for _ in itertools.count())
+        batches = itertools.chain.from_iterable(trainer.train_dataloader for _ in itertools.count())
         for number in range(self.num_training_steps):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (number / (self.num_training_steps - 1))
             for group, ratio in zip(optimizer.param_groups, ratios, strict=True):

@@ -280,7 +280,7 @@ class ModelCheckpoint(Callback):
         values = as_numbers(trainer.callback_metrics)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
-        folder, suffix = self.folder(trainer), trainer.checkpoint_format.suffix
+        folder, suffix = self.folder(trainer), trainer.run.checkpoint_format.suffix
         path, version = folder / f"{name}{suffix}", 0
         mine = doomed if self.monitor is not None else list(self.best_k_models)
         while self.enable_version_counter and path.exists() and str(path) not in mine:
@@ -290,7 +290,7 @@ class ModelCheckpoint(Callback):
 
     def _path_of_last(self, trainer: TrainerView) -> str:
         """Return where ``last`` is: the one of this run, or a name that is free."""
-        folder, form = self.folder(trainer), trainer.checkpoint_format
+        folder, form = self.folder(trainer), trainer.run.checkpoint_format
         path, version = folder / f"last{form.suffix}", 0
         mine = as_path(self.last_model_path) if self.last_model_path else None
         if mine is not None and mine.name.endswith(form.suffix) and (form.recognises(mine) or not mine.exists()):

@@ -61,7 +61,7 @@ class OwnCheckpoint(Callback):
         return saved
 
     def _free_path(self, trainer: TrainerView, filename: str) -> Path:
-        form = trainer.checkpoint_format
+        form = trainer.run.checkpoint_format
         first = self.folder(trainer) / filename
         if not first.suffix:
             first = first.with_name(first.name + form.suffix)

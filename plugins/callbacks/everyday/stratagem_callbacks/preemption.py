@@ -97,7 +97,7 @@ class Preemption(OwnCheckpoint):
         for name in self.signals:
             number = getattr(signal, name)
             self._earlier[number] = signal.signal(number, self._watch.signalled)
-        _let_workers_go_on(trainer.train_loader, [getattr(signal, name) for name in self.signals])
+        _let_workers_go_on(trainer.train_dataloader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer: TrainerView) -> None:

@@ -1,4 +1,4 @@
-"""Which methods a class overrides, and what a function takes."""
+"""What a function takes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,31 @@
+"""What a call of the trainer needs of a module."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from stratagem.errors import ConfigError
+from stratagem.training import lightning_names
+from stratagem.training.module import Module, overrides
+from stratagem.training.signatures import takes
+
+
+def require(model: Any, method: str, stage: str) -> None:
+    """Refuse a module that does not define `method`."""
+    if isinstance(model, Module) and not overrides(model, method):
+        raise ConfigError(f"{type(model).__name__} has no {method}", expected=f"one, to {stage}", do="define it")
+
+
+def check_signature(model: Any) -> None:
+    """Refuse a training_step that takes more than a batch and its number."""
+    step = getattr(model, "training_step", None)
+    if step is None or takes(step, 1) or takes(step, 2):
+        return
+    signature = inspect.signature(step)
+    if lightning_names.ARGUMENTS.keys() & signature.parameters.keys():
+        return  # which are refused by name
+    raise ConfigError(
+        f"{type(model).__name__}.training_step takes {signature}", expected="(batch, batch_idx) or (batch)",
+        do="give the others default values",
+    )  # fmt: skip

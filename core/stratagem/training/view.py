@@ -1,0 +1,253 @@
+"""`View`: what callbacks, loggers and modules read of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.api.capabilities import ACCUMULATION
+from stratagem.api.lr_schedulers import LRSchedulerConfig
+from stratagem.api.paths import as_path
+from stratagem.api.validators import read_accumulation
+from stratagem.errors import ConfigError
+from stratagem.training import fit_state, trainer_state
+from stratagem.training.metric_log import log_metric
+from stratagem.training.trial import TrialStep, trial_steps
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+    from stratagem.api.context import TrainerView
+    from stratagem.config.settings import TrainerSettings
+    from stratagem.runtime.context import Context
+    from stratagem.training.fit_state import FitState
+
+
+def _of_state(name: str) -> Any:
+    """Return a property that is the attribute `name` of the `FitState`."""
+
+    def get(view: View) -> Any:
+        return getattr(view._state, name)
+
+    def put(view: View, value: Any) -> None:
+        setattr(view._state, name, value)
+
+    return property(get, put)
+
+
+class View:
+    """See `stratagem.api.context.TrainerView`."""
+
+    settings: TrainerSettings
+    run: Context
+    _state: FitState
+
+    module, datamodule = _of_state("module"), _of_state("datamodule")
+    callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")
+    bar_metrics, position = _of_state("bar_metrics"), _of_state("position")
+    should_stop, sanity_checking, fitting = _of_state("should_stop"), _of_state("sanity_checking"), _of_state("fitting")
+    batch_size, num_training_batches = _of_state("batch_size"), _of_state("num_training_batches")
+    num_val_batches, num_test_batches = _of_state("num_val_batches"), _of_state("num_test_batches")
+    num_predict_batches = _of_state("num_predict_batches")
+
+    # --- This process ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.run.place.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.run.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.run.place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.run.place.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: those that take part now, or that a launch would start."""
+        return self.run.world_size if self.run.world else self.run.num_processes * self.settings.num_nodes
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 only."""
+        self.run.print(*values, **options)
+
+    # --- Plugins ---------------------------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return [choice.plugin for choice in self.run.stack.callbacks]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
+        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [choice.plugin for choice in self.run.stack.loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that answers: the innermost one."""
+        return self.run.stack.strategy
+
+    @property
+    def precision(self) -> Any:
+        return self.run.stack.precision.plugin
+
+    # --- Progress --------------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch being trained, from 0; after training, the number of epochs trained."""
+        return self._state.position.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+        return self._state.position.global_step
+
+    @property
+    def max_epochs(self) -> int:
+        assert self.settings.max_epochs is not None
+        return self.settings.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int) -> None:
+        self.settings.max_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        return self.settings.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.settings.max_steps = value
+
+    @property
+    def default_root_dir(self) -> Path:
+        return self.settings.default_root_dir
+
+    @property
+    def fast_dev_run(self) -> bool:
+        return bool(self.settings.fast_dev_run)
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        return self._state.at_step_boundary
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Over how many batches gradients accumulate in the current epoch."""
+        return self._state.accumulate_grad_batches
+
+    def schedule_accumulation(self, schedule: dict[int, int]) -> None:
+        """Accumulate gradients over that many batches from each of these epochs on; from the next epoch that begins.
+
+        Raises:
+            ConfigError: no number for epoch 0, or the strategy cannot accumulate.
+        """
+        self._state.accumulation = read_accumulation(schedule, "the schedule")
+        strategy = self.run.stack.strategies[-1]
+        if (
+            any(factor > 1 for factor in schedule.values())
+            and ACCUMULATION not in strategy.plugin.capabilities.provides
+        ):
+            raise ConfigError(
+                f"gradients are to accumulate by {schedule}, which {strategy} cannot",
+                do="choose a strategy that provides 'accumulation' (`stratagem plugins show NAME`)",
+            )
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples behind one optimizer step, over all processes; None if the loader does not tell its batch size."""
+        shards = self.run.mesh.num_data_shards
+        return self._state.batch_size and self._state.batch_size * shards * self.accumulate_grad_batches
+
+    # --- Metrics ---------------------------------------------------------------------------------------------------
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
+        outputs = self._state.last_outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        shown = {"loss": loss.detach()} if isinstance(loss, torch.Tensor) and loss.numel() == 1 else {}
+        for name, value in self._state.book.step_values().items():
+            if self._state.book.shown(name, "prog_bar"):
+                shown[name] = value
+        return shown | self._state.bar_metrics
+
+    def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Log a metric, as `Module.log` does with `options`."""
+        log_metric(self._state, name, value, options)
+
+    # --- Training --------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.run.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self.run.lr_scheduler_configs
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader of this process's share, during a fit."""
+        assert self._state.feed is not None, "known during a fit"
+        return self._state.feed.loader
+
+    def replace_train_loader(self, loader: Any) -> None:
+        """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
+        assert self._state.use_loader is not None, "known during a fit"
+        self._state.use_loader(loader)
+
+    def leave_after_batch(self, action: Callable[[], Any]) -> None:
+        """End the current batch for all callbacks, then call `action` once; it raises to end training."""
+        self._state.on_leaving = action
+
+    def trial_steps(self, who: str) -> AbstractContextManager[TrialStep]:
+        """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
+
+        Afterwards weights, optimizer, precision, random numbers and metrics are as before.
+
+        Raises:
+            ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
+        """
+        return trial_steps(self._state, who)
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+
+        `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
+        """
+        if self._state.module is None:
+            raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
+        self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
+        state = trainer_state.dump(self._state, weights_only)
+        self._state.events.emit("on_save_checkpoint", checkpoint=state)
+        self.run.ask("save_checkpoint", state=state, path=as_path(path))
+
+
+if TYPE_CHECKING:
+
+    def _satisfies(view: View) -> TrainerView:
+        """Checked by mypy: it has all that event hooks use."""
+        return view
