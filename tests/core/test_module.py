@@ -165,7 +165,7 @@ class Measured(Net):
         self.log("error", self.error)
 
     def on_train_epoch_end(self):
-        self.seen.append({k: float(v) for k, v in self.trainer._state.book.step_values().items()})
+        self.seen.append({k: float(v) for k, v in self.trainer._state.stage_metrics.step_values().items()})
 
 
 def _measure(rank, world_size):

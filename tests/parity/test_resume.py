@@ -188,7 +188,7 @@ class Normalized(Noisy):
         return loss
 
     def on_train_epoch_end(self):
-        self.losses.append(float(self.trainer._state.book.epoch_values()["watched"]))
+        self.losses.append(float(self.trainer._state.stage_metrics.epoch_values()["watched"]))
 
 
 LOADERS = {

@@ -98,7 +98,7 @@ class RunContext(Protocol):
     def is_global_zero(self) -> bool: ...
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
+        """`print` on rank 0 only."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -384,7 +384,7 @@ class TrainerView(Protocol):
         """Log a metric, as `Module.log` does with `options`."""
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
+        """`print` on rank 0 only."""
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
         """End the current batch for all callbacks, then call `action` once; it raises to end training."""

@@ -243,7 +243,7 @@ class Context:
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
+        """`print` on rank 0 only."""
         if self.is_global_zero:
             print(*values, **options)
 

@@ -98,7 +98,7 @@ class Run:
         return self.context.ask(hook, **arguments)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
+        """`print` on rank 0 only."""
         self.context.print(*values, **options)
 
     def explain(self) -> str:

@@ -1,19 +1,19 @@
-"""Hand the training loop its batches: in an order that resuming repeats, ended on all ranks after the same batch.
+"""The batches of the training loop, in an order that resuming repeats; an epoch ends after the same batch on all ranks.
 
-[Note: going on within an epoch]
+[Note: resuming within an epoch]
 A checkpoint written within an epoch holds, for each rank, the random state at the epoch's start (the order comes from
-it) and the one now. A plain loader is opened with the first, asked again for the batches that were used, and then the
-second is put back. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's StatefulDataLoader) goes on by
-itself.
+it) and the one now. An iterator of a plain loader is made under the first, the batches that were used are read
+again, and then the second is restored. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's
+StatefulDataLoader) restores its own position.
 
-Gradients that wait in an open accumulation window are not stored: resuming goes back to the window's first batch, with
-the buffers and the random state of that moment, and adds the same gradients up again.
+The gradients of an open accumulation window are not stored: resuming goes back to the window's first batch, with the
+buffers and the random state of that moment, and accumulates the same gradients again.
 
-Where the number of batches is unknown the feed reads one ahead, so as to know the last one; on several ranks they ask
-each other before each batch, and the epoch ends for all when it ends for one.
+Where the number of batches is unknown, one batch is read ahead, to know which one is the last; several ranks all-reduce
+a flag before each batch, and the epoch ends on all of them when it ends on one.
 
-A data set may draw random numbers while it is read, in turn with the model. A *mark* is how things were right before
-a batch was read: resuming reads that batch again from there.
+A data set may draw random numbers while it is read, interleaved with those of the model. The *replay state* of a batch
+is the random state (and the loader's state) right before it was read: resuming reads the batch again from there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from stratagem.runtime.context import Context
     from stratagem.training.progress import Position
 
-#: Seconds of reading again that are worth a word.
-_WORTH_TELLING_S = 5.0
+#: Reading batches again for longer than this gives a warning.
+_WARN_AFTER_S = 5.0
 _END = object()
 
 
@@ -57,7 +57,7 @@ class ResumableBatches:
 
     def __init__(self, loader: Any, num_batches: float, run: Context, module: nn.Module) -> None:
         self.loader, self.num_batches, self.run, self.module = loader, num_batches, run, module
-        # A limit is no promise of the loader's.
+        # A limit does not say that the loader has that many.
         self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
         self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         #: Batches before this one were used by the run that is resumed, in a window that was still open.
@@ -65,8 +65,8 @@ class ResumableBatches:
         self._window: Window | None = None
         self._resumed: dict[str, Any] | None = None
         self._now: dict[str, Any] | None = None
-        #: The marks of the open window's batches, of this batch and of the one read ahead, where they may be needed.
-        self._marks: dict[int, dict[str, Any]] = {}
+        #: Replay states of the batches of the open window, of this batch and of the one read ahead, where needed.
+        self._replay_states: dict[int, dict[str, Any]] = {}
         self._accumulate = 1
         self._buffers = _Buffers(module)
 
@@ -80,7 +80,7 @@ class ResumableBatches:
         }
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Put back what `random_state` returned."""
+        """Restore what `random_state` returned."""
         restore_random_state(state, self.run.devices)
         self._restore_order(state)
 
@@ -90,27 +90,30 @@ class ResumableBatches:
         restore_sampler_seeds(self.loader, state.get("sampler_seeds", []))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """Return what this rank needs to go on after the batches that `position` says are done."""
+        """Return what this rank needs to continue after the batches that `position` counts as done."""
         done, window = position.batches_done, self._window
         if not done or position.epoch_done:
             return {}
-        state: dict[str, Any] = {"marks": {n: mark for n, mark in self._marks.items() if n == done}, "accumulate": 1}
+        state: dict[str, Any] = {
+            "marks": {n: replay_state for n, replay_state in self._replay_states.items() if n == done},
+            "accumulate": 1,
+        }
         if self.stateful and not state["marks"]:
             state["marks"][done] = {"loader": self.loader.state_dict()}
         if window is not None and window.start < done:
-            state["marks"], state["accumulate"] = dict(self._marks), self._accumulate
+            state["marks"], state["accumulate"] = dict(self._replay_states), self._accumulate
             state["window"] = {"start": window.start, "buffers": {n: b.cpu() for n, b in window.buffers.items()}}
         return state
 
     def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
-        """Let the next epoch begin where `state` was taken, with the random state `now`."""
+        """Begin the next epoch where `state` was saved, with the random state `now`."""
         self._resumed, self._now = state, now
 
     def resume_at_another_size(self, saved: dict[str, Any], position: Position) -> bool:
-        """Go on in the order of a run with another number of processes, whose rank 0 had the random state `saved`.
+        """Continue in the order of a run with another number of processes, whose rank 0 had the random state `saved`.
 
         Returns:
-            Whether the order is known: what the other run has used is not used again, and nothing is left out.
+            Whether the order is known: no sample that the other run has used is used again, and none is left out.
         """
         seeds = saved.get("sampler_seeds", [])
         if seeds and self.run.world_size == 1:
@@ -120,12 +123,12 @@ class ResumableBatches:
             position.epoch_random_state = self.random_state()
         return len(seeds) == len(sampler_seeds(self.loader))
 
-    def go_on_from_here(self) -> None:
-        """Take the present random state for that of the run that is resumed: what it had still to do has been done."""
+    def commit_position(self) -> None:
+        """Use the present random state as that of the resumed run: what it had left to do is done."""
         self._now = self.random_state()
 
-    def set_out(self, position: Position) -> None:
-        """Put back the random state of a run that is resumed, right before its next epoch (or the rest of one)."""
+    def start(self, position: Position) -> None:
+        """Restore the random state of a resumed run, right before its next epoch (or the rest of one)."""
         if self._now is not None:
             self.restore_random_state(self._now)
         elif position.batches_done:
@@ -133,42 +136,44 @@ class ResumableBatches:
 
     @property
     def window_is_open(self) -> bool:
-        """Whether gradients wait for more batches."""
+        """Whether gradients of an accumulation window have not been used yet."""
         return self._window is not None
 
     def close_window(self) -> None:
-        """The gradients were used."""
+        """Note that the gradients were used."""
         self._window = None
 
     # --- Batches ---------------------------------------------------------------------------------------------------
 
     def epoch(self, position: Position, accumulate: int) -> Iterator[tuple[int, Any, bool]]:
-        """Yield ``(batch_idx, batch, is_last)`` from where `position` stands to the end of its epoch."""
+        """Yield ``(batch_idx, batch, is_last)`` from `position` to the end of its epoch."""
         set_epoch(self.loader, position.epoch)
         self._accumulate = accumulate
         resumed, self._resumed = self._resumed or {}, None
         now, self._now = self._now, None
-        window, marks = resumed.get("window"), resumed.get("marks", {})
-        first, self.replay_until, self._marks = position.batches_done, 0, {}
+        window, replay_states = resumed.get("window"), resumed.get("marks", {})
+        first, self.replay_until, self._replay_states = position.batches_done, 0, {}
         if window is not None:
             first = window["start"]
             if resumed["accumulate"] != accumulate:  # its batches begin a window of another length
-                position.batches_done, window, now = first, None, marks.get(first, {}).get("random")
-                marks = {n: mark for n, mark in marks.items() if n <= first + self.looks_ahead}
+                position.batches_done, window, now = first, None, replay_states.get(first, {}).get("random")
+                replay_states = {
+                    n: replay_state for n, replay_state in replay_states.items() if n <= first + self.looks_ahead
+                }
             else:
                 self.replay_until = position.batches_done
-        iterator = self._open(position, first, marks.get(first, {}).get("loader"))
+        iterator = self._open(position, first, replay_states.get(first, {}).get("loader"))
 
         def read(number: int) -> Any:
-            if "random" in (again := marks.get(number, {})):
+            if "random" in (again := replay_states.get(number, {})):
                 self.restore_random_state(again["random"])
-            self._mark(number, accumulate)
+            self._keep_replay_state(number, accumulate)
             return next(iterator, _END)
 
-        if now is not None and position.batches_done and not marks:
+        if now is not None and position.batches_done and not replay_states:
             self.restore_random_state(now)
         ahead = read(first) if self.looks_ahead else None
-        if now is not None and marks and window is None:
+        if now is not None and replay_states and window is None:
             self.restore_random_state(now)
         batch_idx = first
         while self.looks_ahead or batch_idx < self.num_batches:
@@ -183,7 +188,7 @@ class ResumableBatches:
                 batch = read(batch_idx)
                 is_last = batch_idx + 1 >= self.num_batches
                 if batch is _END:
-                    message = f"the training loader promised {int(self.num_batches)} batches and yielded {batch_idx}"
+                    message = f"the training loader has length {int(self.num_batches)} and yielded {batch_idx} batches"
                     raise ConfigError(message, expected="as many as its length says")
             if window is not None and batch_idx == first:
                 self._buffers.restore(window["buffers"])
@@ -218,27 +223,27 @@ class ResumableBatches:
             if next(iterator, _END) is _END:
                 break
         seconds = time.monotonic() - began
-        if seconds > _WORTH_TELLING_S and self.run.is_global_zero:
+        if seconds > _WARN_AFTER_S and self.run.is_global_zero:
             warnings.warn(
-                f"going on at batch {first} of an epoch took {seconds:.0f} s: the loader read again what was done. "
-                "torchdata's StatefulDataLoader goes on at once.",
+                f"resuming at batch {first} of an epoch took {seconds:.0f} s: the loader read the batches before it "
+                "again. torchdata's StatefulDataLoader resumes without reading them.",
                 stacklevel=2,
             )
         return iterator
 
-    def _mark(self, number: int, accumulate: int) -> None:
-        """Remember how things are before batch `number` is read, if resuming may have to read it again."""
+    def _keep_replay_state(self, number: int, accumulate: int) -> None:
+        """Keep the replay state of batch `number`, if resuming may have to read it again."""
         if not (self.looks_ahead or accumulate > 1):
             return
-        mark = {"random": self.random_state()}
+        replay_state = {"random": self.random_state()}
         begins = number % accumulate == 0
         if self.stateful and (self.looks_ahead or begins):
-            mark["loader"] = self.loader.state_dict()
+            replay_state["loader"] = self.loader.state_dict()
         kept = number - 1 if self._window is None else self._window.start
         if begins and not self.looks_ahead:
             kept = number
-        self._marks = {n: old for n, old in self._marks.items() if n >= kept}
-        self._marks[number] = mark
+        self._replay_states = {n: old for n, old in self._replay_states.items() if n >= kept}
+        self._replay_states[number] = replay_state
 
     def _ended(self, here: bool) -> bool:
         return self.run.collectives.unchecked.any(here) if self.run.world_size > 1 else here
@@ -253,10 +258,10 @@ def length(loader: Any) -> float:
 
 
 class _Buffers:
-    """Copies of a module's buffers; of large ones made again only where they changed."""
+    """Copies of a module's buffers; large ones are copied again only if they changed."""
 
-    #: Up to this many elements a copy is cheaper than the question. (Running statistics change without torch counting
-    #: a new version of them, and they are small.)
+    #: Buffers of up to this many elements are always copied. (Running statistics change without torch counting a new
+    #: version of them, and they are small.)
     SMALL = 1 << 16
 
     def __init__(self, module: nn.Module) -> None:

@@ -41,7 +41,7 @@ class Loop(Protocol):
 
     state: FitState
     run: Context
-    feed: ResumableBatches
+    train_batches: ResumableBatches
     accumulate: int
     with_index: bool
     closes_over: bool
@@ -81,7 +81,7 @@ class CustomStep:
                     expected="optimizer.step(closure=optimizer_closure), or optimizer_closure()",
                     do="call one of them in every step",
                 )
-            loop.feed.close_window()
+            loop.train_batches.close_window()
             loop.count_step(self._stepped)
         else:
             closure()
@@ -149,7 +149,7 @@ class CustomStep:
         self._zero_is_due = self._batch_idx % loop.accumulate == 0
         with torch.enable_grad():
             outputs = self.run.step.train_step(batch, self._batch_idx, loop.accumulate, sync, loop.with_index)
-        self.before_backward()  # of a batch that was skipped there was none
+        self.before_backward()  # a skipped batch has no backward
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
@@ -196,7 +196,7 @@ def clipping(state: FitState) -> Callable[[Optimizer], Any] | None:
 
 
 def use_custom_methods(state: FitState, datamodule: Any) -> None:
-    """Have the run differentiate and move batches as the module, or its data module, defines.
+    """Have the run use the module's, or its data module's, methods for backward and for moving batches.
 
     Raises:
         ConfigError: the strategy moves batches itself.

@@ -1,4 +1,4 @@
-"""`DataModule`: loaders with what it takes to make them."""
+"""`DataModule`: loaders, and the code that makes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratagem.training.module import Module
 
 
 class DataModule:
-    """Loaders that belong together. Override the ones you need; each returns a DataLoader or a list of them."""
+    """The loaders of one data set. Override the ones you need; each returns a DataLoader or a list of them."""
 
     #: False: `prepare_data` is called once in the whole run, rather than once on each node.
     prepare_data_per_node = True
@@ -23,17 +23,17 @@ class DataModule:
         """Build data sets; called in every process. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Give back what `setup` built; called in every process."""
+        """Release what `setup` built; called in every process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep of this data module: tensors, numbers, strings, containers; rank 0's."""
+        """Return what checkpoints store: tensors, numbers, strings, containers of these. Rank 0's is stored."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned; called on all ranks before a loader is asked for."""
+        """Restore what `state_dict` returned; called on all ranks before a loader is made."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Give back what should not outlive a call that ends with `exception`."""
+        """Release resources when a call ends with `exception`."""
 
     #: As of a `Module`; loggers get them.
     save_hyperparameters = Module.save_hyperparameters

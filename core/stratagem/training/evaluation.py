@@ -32,36 +32,38 @@ _STAGES = {
 def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
     """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
     run, (method, event) = state.run, _STAGES[stage]
-    before, book = (run.stage, state.book), StageMetrics(default_on_step=False, collectives=run.collectives)
-    run.stage, state.book = stage, book
+    before = run.stage, state.stage_metrics
+    stage_metrics = StageMetrics(default_on_step=False, collectives=run.collectives)
+    run.stage, state.stage_metrics = stage, stage_metrics
     results: list[Any] = []
     try:
         # What a sharded strategy gathers in inference mode could not be gathered again in training.
         inference = state.settings.inference_mode and not state.run.shards_parameters
         with _evaluating(state.module, inference, event):
-            book.closed, book.without_steps = "while predicting" if stage == "predict" else "", f"{event}_start"
+            stage_metrics.closed = "while predicting" if stage == "predict" else ""
+            stage_metrics.without_steps = f"{event}_start"
             state.events.emit(f"{event}_start")
             state.events.emit(f"{event}_epoch_start")
-            book.without_steps = ""
-            told = [state.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
+            stage_metrics.without_steps = ""
+            listeners = [state.events.listener(f"{event}_batch_{moment}") for moment in ("start", "end")]
             for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-                book.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
+                stage_metrics.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
                 state.dataloader_idx = index
                 call = _step_caller(state, method, index, len(loaders))
-                results.append(_pass_over(state, stage, loader, limit, index, call, *told))
-            book.loader, book.without_steps = "", f"{event}_epoch_end"
+                results.append(_pass_over(state, stage, loader, limit, index, call, *listeners))
+            stage_metrics.loader, stage_metrics.without_steps = "", f"{event}_epoch_end"
             if stage != "predict":
                 state.events.emit(f"{event}_epoch_end")
-                metrics = publish_epoch(state, book)
-                results = book.by_loader(metrics, len(loaders))
+                metrics = publish_epoch(state, stage_metrics)
+                results = stage_metrics.by_loader(metrics, len(loaders))
             else:
                 state.events.emit(f"{event}_epoch_end")
-            book.closed = book.closed or "after its metrics were reduced"
-            state.position.validated = True  # what is saved from here on need not do it again
+            stage_metrics.closed = stage_metrics.closed or "after its metrics were reduced"
+            state.position.validated = True  # a run that resumes from here need not do it again
             state.events.emit(f"{event}_end")
     finally:
-        book.reset()
-        run.stage, state.book = before
+        stage_metrics.reset()
+        run.stage, state.stage_metrics = before
         state.dataloader_idx = 0
     return results
 
@@ -77,32 +79,32 @@ def _pass_over(
         moved = run.transfer(batch)
         if run.shards_parameters:
             run.collectives.unchecked.any(True)
-        state.book.batch = moved
+        state.stage_metrics.batch = moved
         if batch_start is not None:
             batch_start(batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
         with run.step.evaluate_context(stage):
             outputs = call(moved, batch_idx)
-        state.book.reduce_step(batch_idx)
+        state.stage_metrics.reduce_step(batch_idx)
         if stage == "predict":
             outputs_kept.append(outputs)
         if batch_end is not None:
             batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)
         if stage != "predict":
-            state.book.reduce_step(batch_idx)  # what hooks logged at the batch's end
+            state.stage_metrics.reduce_step(batch_idx)  # what hooks logged at the batch's end
             log_evaluation_step(state, stage, loader_idx)
     if run.shards_parameters:
-        _keep_pace(state, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
+        _join_other_ranks(state, stage, loader_idx, call, moved if batch_idx >= 0 else None, batch_idx)
     if batch_idx < 0 and limit > 0:
         raise ConfigError(f"loader {loader_idx} of {stage} yielded no batch", expected="at least one")
     return outputs_kept
 
 
-def _keep_pace(
+def _join_other_ranks(
     state: FitState, stage: str, loader_idx: int, call: Callable[..., Any], batch: Any, batch_idx: int
 ) -> None:
-    """Go on with the last batch, for nothing, until all ranks are done: each needs this one's shards to compute."""
-    run, book = state.run, state.book
-    state.book = StageMetrics(default_on_step=False, collectives=run.collectives)
+    """Repeat the last batch until all ranks are done: their forwards need the shards of this one."""
+    run, stage_metrics = state.run, state.stage_metrics
+    state.stage_metrics = StageMetrics(default_on_step=False, collectives=run.collectives)
     try:
         while run.collectives.unchecked.any(False):
             if batch is None:
@@ -110,13 +112,13 @@ def _keep_pace(
                     f"loader {loader_idx} of {stage} yielded no batch on rank {run.rank}",
                     expected="at least one on every rank",
                 )
-            state.book.batch = batch
+            state.stage_metrics.batch = batch
             with run.step.evaluate_context(stage):
                 call(batch, 0)
             batch_idx += 1
-            state.book.reduce_step(batch_idx)  # as the ranks that have this batch
+            state.stage_metrics.reduce_step(batch_idx)  # as the ranks that have this batch
     finally:
-        state.book = book
+        state.stage_metrics = stage_metrics
 
 
 def _step_caller(state: FitState, method: str, loader_idx: int, num_loaders: int) -> Callable[..., Any]:

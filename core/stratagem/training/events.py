@@ -1,4 +1,4 @@
-"""Tell plugins and the module what happens around the loop."""
+"""Call the event hooks of plugins and of the module."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """The events of one call in one process. Who listens is looked up once for each event."""
+    """The events of one call in one process. Implementations are looked up once for each event."""
 
     def __init__(self, state: FitState) -> None:
         self.trainer, self.run, self.module = state.trainer, state.run, state.module
         self._known: dict[str, Callable[..., None] | None] = {}
 
     def listener(self, name: str) -> Callable[..., None] | None:
-        """Return a function that tells everybody of event `name`; None if nobody listens."""
+        """Return a function that calls all implementations of event `name`; None if there are none."""
         if name not in self._known:
             self._known[name] = self._find(name)
         return self._known[name]
 
     def emit(self, name: str, **arguments: Any) -> None:
-        """Tell everybody of event `name`: plugins in the order of the stack, then the module."""
+        """Call the implementations of event `name`: plugins in the order of the stack, then the module."""
         listener = self.listener(name)
         if listener is not None:
             listener(**arguments)
 
     def module_first(self, name: str, then: Callable[[], None]) -> None:
-        """Tell the module, do `then`, tell the plugins: what the module still logs is then there for them to read."""
+        """Call the module, `then`, then the plugins, which can read what the module has logged."""
         if overrides(self.module, name):
             getattr(self.module, name)()
         then()
@@ -49,12 +49,12 @@ class Events:
             given = {"trainer": self.trainer, "module": self.module, "run": self.run}
             return None if hook is None else functools.partial(hook, **given)
 
-        def tell(**arguments: Any) -> Any:
+        def call(**arguments: Any) -> Any:
             if hook is not None:
                 hook(trainer=self.trainer, module=self.module, run=self.run, **arguments)
             return own(**arguments)
 
-        return tell
+        return call
 
 
 def arguments_of(event: str) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def arguments_of(event: str) -> tuple[str, ...]:
 def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a function that calls `method` with those keyword arguments of `event` that it takes.
 
-    Where it calls them otherwise they are passed in order. None: it takes more than there is.
+    If their names differ they are passed in order. None: it takes more arguments than the event has.
     """
     names, parameters = arguments_of(event), inspect.signature(method).parameters.values()
     kinds = inspect.Parameter

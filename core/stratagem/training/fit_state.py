@@ -61,17 +61,17 @@ class FitState:
     logged_metrics: dict[str, Any] = field(factory=dict)
     bar_metrics: dict[str, Any] = field(factory=dict)
     #: Optimizer and scheduler states, and more, that a worker sent back.
-    carried: dict[str, Any] | None = None
+    worker_state: dict[str, Any] | None = None
 
     #: The metrics of the training epoch, and those of the stage that is under way.
-    training_book: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
-    book: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    train_metrics: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    stage_metrics: StageMetrics = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What callbacks logged in `on_train_epoch_end`, while that is called; for the loggers.
     late_metrics: dict[str, Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     last_logged_step: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=-1)
     events: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: The batches of the training loop.
-    feed: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    train_batches: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: What `training_step` returned last.
     last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: Number of the loader whose batches are used now.
@@ -105,12 +105,12 @@ class FitState:
     @property
     def at_step_boundary(self) -> bool:
         """Whether no gradients are waiting for more batches before the next optimizer step."""
-        return self.feed is None or not self.feed.window_is_open
+        return self.train_batches is None or not self.train_batches.window_is_open
 
     def begin(self, events: Any) -> None:
         """Begin a call in this process; `events` is an `Events` of this state."""
-        self.training_book = self.book = StageMetrics(True, self.run.collectives)
-        self.book.closed = "outside training, validation and testing"
+        self.train_metrics = self.stage_metrics = StageMetrics(True, self.run.collectives)
+        self.stage_metrics.closed = "outside training, validation and testing"
         self.late_metrics, self.last_logged_step, self.events, self.handles = None, -1, events, []
 
     def forget_metrics(self) -> None:

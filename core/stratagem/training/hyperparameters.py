@@ -1,4 +1,4 @@
-"""Hyper-parameters: what a module's constructor was given, as a dictionary with attributes."""
+"""Hyper-parameters: the arguments of a module's constructor, as a dictionary with attributes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def items_of(value: Any) -> dict[str, Any]:
 
 
 def constructor_arguments(module: nn.Module, frame: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return what the constructors of `module` that are running were given; the most derived class's stand.
+    """Return the arguments of the running constructors of `module`; those of a derived class replace its base's.
 
-    The second result names what the constructor that asks does not take, but one of a derived class.
+    The second result names arguments that only constructors of derived classes take, not the one that asks.
     """
     found: dict[str, Any] = {}
     mine: set[str] | None = None

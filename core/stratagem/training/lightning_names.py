@@ -1,6 +1,6 @@
 """Every name of Lightning's API that a module, a data module or a callback may define: called, or refused by name.
 
-A method that is defined and never called is the worst kind of mistake: training runs, and does something else. So what
+A method that is defined and never called is hard to notice: training runs, and does something else. So a method that
 stratagem does not call is refused when a run starts, with what to define instead. Names are those of Lightning 2.6 and
 of its earlier versions. `stratagem.training.module` and `stratagem.api.hooks` list what is called; below is the rest.
 """
@@ -73,7 +73,7 @@ DATA_MODULE: Final[dict[str, Instead]] = {
     **{name: MODULE[name] for name in MODULE if name.endswith("_dataloader")},
 }
 
-#: Arguments of Lightning's that are no longer passed, and what to do.
+#: Arguments of Lightning methods that are not passed here, and what to do.
 ARGUMENTS: Final[dict[str, str]] = {
     "optimizer_idx": "set automatic_optimization = False and step each of self.optimizers() in training_step",
     "opt_idx": "set automatic_optimization = False and step each of self.optimizers() in training_step",
@@ -81,7 +81,7 @@ ARGUMENTS: Final[dict[str, str]] = {
     "dataloader_iter": "take (self, batch, batch_idx), and read ahead in the loader",
 }
 
-#: What the methods of a module and a data module that are no events are called with, in order.
+#: The arguments of methods of a module and a data module that are not events, in order.
 CALLED_WITH: Final[dict[str, tuple[str, ...]]] = {
     "optimizer_step": ("epoch", "batch_idx", "optimizer", "optimizer_closure"),
     "optimizer_zero_grad": ("epoch", "batch_idx", "optimizer"),
@@ -102,7 +102,7 @@ CALLED_WITH: Final[dict[str, tuple[str, ...]]] = {
     "on_validation_model_zero_grad": (),
 }
 
-#: Of a data module alone.
+#: Those of a data module.
 DATA_CALLED_WITH: Final[dict[str, tuple[str, ...]]] = {
     name: CALLED_WITH[name]
     for name in ("setup", "teardown", "prepare_data", "on_before_batch_transfer", "transfer_batch_to_device",
@@ -119,7 +119,7 @@ NEEDS: Final[dict[str, str]] = {
 
 
 def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
-    """Refuse what `module` and `datamodule` define and nobody would call; before a run, and again when it is set up.
+    """Refuse methods of `module` and `datamodule` that would not be called; before a run, and again when it is set up.
 
     Raises:
         ConfigError: such a method, one that takes other arguments, or one that the strategy cannot call.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
-    def __init__(self, state: FitState, feed: ResumableBatches, validate: Callable[[], None]) -> None:
-        self.state, self.validate, self.run, self.feed = state, validate, state.run, feed
+    def __init__(self, state: FitState, train_batches: ResumableBatches, validate: Callable[[], None]) -> None:
+        self.state, self.validate, self.run, self.train_batches = state, validate, state.run, train_batches
         self.settings, self.position = state.settings, state.position
         module = state.module
         self.accumulate = state.accumulate_grad_batches
@@ -43,13 +43,13 @@ class TrainLoop:
         self.skips_rest = False
         #: The latest epoch that it ended before its first batch.
         self.skipped_epoch: int | None = None
-        #: All ranks know that training is to stop.
+        #: All ranks have reached the point where training is to stop.
         self.told_to_stop = False
-        #: Batches between two validations; None is at the end of an epoch whose length nobody knows.
+        #: Batches between two validations; None validates at the end of an epoch of unknown length.
         self.validate_every: float | None = None
         self.batch_start = state.events.listener("on_train_batch_start")
-        #: The module's own method may end the epoch; what plugins return means nothing.
-        self.heeds_answer = overrides(module, "on_train_batch_start")
+        #: Whether the module defines on_train_batch_start, which may end the epoch; plugins cannot.
+        self.module_may_skip = overrides(module, "on_train_batch_start")
         self.batch_end = state.events.listener("on_train_batch_end")
         self.before_step = state.events.listener("on_before_optimizer_step")
         self.before_zero_grad = state.events.listener("on_before_zero_grad")
@@ -66,16 +66,16 @@ class TrainLoop:
         return CustomStep(self, self.optimizer) if wanted else None
 
     def _listen_to_backward(self) -> None:
-        """Have the run tell of each backward, wherever it is called."""
-        custom, tell = self.custom_step, self.state.events.listener("on_before_backward")
+        """Have the run emit the events of each backward, wherever it is called."""
+        custom, emit = self.custom_step, self.state.events.listener("on_before_backward")
 
         def before_backward(loss: torch.Tensor) -> None:
             if custom is not None:
                 custom.before_backward()
-            if tell is not None:
-                tell(loss=loss)
+            if emit is not None:
+                emit(loss=loss)
 
-        self.run.step.before_backward = None if custom is None and tell is None else before_backward
+        self.run.step.before_backward = None if custom is None and emit is None else before_backward
         self.run.step.after_backward = self.state.events.listener("on_after_backward")
 
     def _check_optimizers(self) -> None:
@@ -108,17 +108,17 @@ class TrainLoop:
         state, position = self.state, self.position
         if position.epoch_ended:
             self._begin(position.epoch + 1)
-        state.book.closed = ""
+        state.stage_metrics.closed = ""
         state.events.emit("on_train_start")
         for optimizer in self.run.optimizers:
-            optimizer.zero_grad()  # what an earlier fit left in an open window is added up again
-        self.feed.set_out(position)
+            optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
+        self.train_batches.start(position)
         while not self._finished():
             self._epoch()
             if not position.epoch_ended:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
-        state.book.closed = "after the last epoch"
+        state.stage_metrics.closed = "after the last epoch"
         state.events.emit("on_train_end")
         state.last_outputs = None  # it holds the last graph
 
@@ -150,17 +150,17 @@ class TrainLoop:
             state.events.emit("on_train_epoch_start")
         between = state.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
-        if position.batches_done and position.batches_done >= self.feed.num_batches:
+        if position.batches_done and position.batches_done >= self.train_batches.num_batches:
             self._end_longer_epoch()  # an epoch had more batches in the run that is resumed
         if not position.validated:
-            self._validate()  # the run that is resumed was stopped before it
-            self.feed.go_on_from_here()
+            self._validate()  # the resumed run was stopped before it
+            self.train_batches.commit_position()
         self.skips_rest = False
         start, skipped = position.batches_done, self.run.step.skipped_batches
-        batches = () if position.epoch_done else self.feed.epoch(position, self.accumulate)
+        batches = () if position.epoch_done else self.train_batches.epoch(position, self.accumulate)
         for batch_idx, batch, is_last in batches:
-            if batch_idx < self.feed.replay_until:
-                self._again(batch, batch_idx)
+            if batch_idx < self.train_batches.replay_until:
+                self._replay(batch, batch_idx)
                 continue
             self._batch(batch, batch_idx, is_last)
             if self.skips_rest:
@@ -173,7 +173,7 @@ class TrainLoop:
                 break
             if self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()):
                 if not (validates or position.epoch_done):
-                    self._validate()  # what stops is judged by where it stopped
+                    self._validate()  # so that checkpoints and callbacks see metrics of this point
                 break
         if position.batches_done == start and start and not position.epoch_done:
             self._end_longer_epoch()
@@ -190,7 +190,7 @@ class TrainLoop:
             end_epoch(state, complete=position.epoch_done)
 
     def _end_longer_epoch(self) -> None:
-        position, now = self.position, self.feed.num_batches
+        position, now = self.position, self.train_batches.num_batches
         if not position.epoch_done and position.batches_done != now and self.run.is_global_zero:
             warnings.warn(
                 f"the checkpoint was saved after {position.batches_done} batches of epoch {position.epoch}, and "
@@ -201,7 +201,7 @@ class TrainLoop:
         position.epoch_done = True
 
     def _is_told_to_stop(self) -> bool:
-        """Whether a callback, or the module, wants to stop: on all ranks, or it is an error rather than a hang."""
+        """Whether a callback or the module has set should_stop. If only some ranks have, all raise an error."""
         state, run = self.state, self.run
         if state.should_stop and run.world_size > 1 and not self.told_to_stop:
             run.collectives.barrier_with_timeout("trainer.should_stop = True", fit_state.BARRIER_TIMEOUT_S)
@@ -212,25 +212,26 @@ class TrainLoop:
         self.validate()
         self.position.validated = True
 
-    def _again(self, batch: Any, batch_idx: int) -> None:
-        """Add up once more the gradients of a batch that the resumed run had used, in a window that was still open."""
+    def _replay(self, batch: Any, batch_idx: int) -> None:
+        """Compute the gradients of a batch again that the resumed run had used, in a window that was still open."""
         state, run = self.state, self.run
-        book, state.book = state.book, StageMetrics(default_on_step=True, collectives=run.collectives)
+        stage_metrics = state.stage_metrics
+        state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.collectives)
         try:
-            state.book.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
+            state.stage_metrics.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
             run.step.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
         finally:
-            state.book = book
+            state.stage_metrics = stage_metrics
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         state, run = self.state, self.run
         batch = run.hooks.transfer_batch(batch=batch, run=run)
-        state.book.batch = batch
+        state.stage_metrics.batch = batch
         if self.batch_start is not None:
             answer = self.batch_start(batch=batch, batch_idx=batch_idx)
-            if answer is not None and self.heeds_answer:
+            if answer is not None and self.module_may_skip:
                 self._check_answer(answer, batch_idx)
                 self._skip_rest(batch_idx)
                 return
@@ -250,9 +251,9 @@ class TrainLoop:
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
         every = self.validate_every
         position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
-        if state.book.metrics:
-            state.book.reduce_step(batch_idx)
-            state.callback_metrics.update(state.book.step_values())
+        if state.stage_metrics.metrics:
+            state.stage_metrics.reduce_step(batch_idx)
+            state.callback_metrics.update(state.stage_metrics.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
         log_step(state)
@@ -287,7 +288,7 @@ class TrainLoop:
         self.skipped_epoch = epoch
 
     def _skip_rest(self, batch_idx: int) -> None:
-        """End the epoch before batch `batch_idx`, as the module wants: on all ranks, or it is an error."""
+        """End the epoch before batch `batch_idx`, as the module asked. If only some ranks do so, all raise an error."""
         if self.run.world_size > 1:
             try:
                 self.run.collectives.barrier_with_timeout("on_train_batch_start", fit_state.BARRIER_TIMEOUT_S)
@@ -298,8 +299,8 @@ class TrainLoop:
                     do="decide by what all ranks know, or all-reduce it first",
                 ) from None
         for optimizer in self.run.optimizers:
-            optimizer.zero_grad()  # what an open window has added up
-        self.feed.close_window()
+            optimizer.zero_grad()  # those of an open window
+        self.train_batches.close_window()
         position = self.position
         position.batches_done, position.epoch_done, self.skips_rest = batch_idx, True, True
 
@@ -314,7 +315,7 @@ class TrainLoop:
         if self.before_zero_grad is not None:
             self.before_zero_grad(optimizer=optimizer)
         optimizer.zero_grad()
-        self.feed.close_window()
+        self.train_batches.close_window()
         self.count_step(stepped)
 
     def count_step(self, stepped: bool) -> None:
@@ -347,7 +348,7 @@ class TrainLoop:
             if self.clip is not None:
                 self.clip(optimizer)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-            # The optimizer decides on this number; ranks that decide differently would hang.
+            # The optimizer decides by this number: it must be the same on all ranks, or they hang.
             return run.collectives.all_reduce(loss.detach(), "mean")
 
         if self.before_step is not None:

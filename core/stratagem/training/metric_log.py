@@ -18,48 +18,49 @@ def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) 
     """Record what `Module.log` got."""
     if options.get("rank_zero_only") and not state.run.is_global_zero:
         return
-    book = state.book
-    if book.closed:
-        book = _book_for_one(state, name)
+    stage_metrics = state.stage_metrics
+    if stage_metrics.closed:
+        stage_metrics = _metrics_for_one(state, name)
     try:
-        book.log(name, value, **options)
+        stage_metrics.log(name, value, **options)
     except TypeError as error:
         known = [p for p in inspect.signature(StageMetrics.log).parameters if p not in ("self", "name", "value")]
         unknown = next((option for option in options if option not in known), "")
         raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
                           do=nearest(unknown, known)) from error  # fmt: skip
-    if book is not state.book:
-        _publish_late(state, name, book)
+    if stage_metrics is not state.stage_metrics:
+        _publish_late(state, name, stage_metrics)
 
 
-def _book_for_one(state: FitState, name: str) -> StageMetrics:
-    """Return a book for what a callback logs once the epoch's metrics are reduced; elsewhere it is too late."""
+def _metrics_for_one(state: FitState, name: str) -> StageMetrics:
+    """Return metrics for what a callback logs after those of the epoch were reduced; elsewhere it is too late."""
     if state.late_metrics is None:
         raise ConfigError(
-            f"log({name!r}) was called {state.book.closed}", expected="a call while metrics are collected: from the "
-            "start of training, of a validation or of a test until its metrics are reduced",
-            do="log it in a step or in an epoch's end, or hand it to self.logger",
+            f"log({name!r}) was called {state.stage_metrics.closed}",
+            expected="a call while metrics are collected: from the start of training, of a validation or of a test "
+            "until its metrics are reduced",
+            do="log it in a step or in an epoch's end, or pass it to self.logger",
         )  # fmt: skip
     if name in state.late_metrics:
         raise ConfigError(
             f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
         )
-    book = StageMetrics(default_on_step=False, collectives=state.run.collectives)
-    book.without_steps = "on_train_epoch_end"
-    return book
+    stage_metrics = StageMetrics(default_on_step=False, collectives=state.run.collectives)
+    stage_metrics.without_steps = "on_train_epoch_end"
+    return stage_metrics
 
 
-def _publish_late(state: FitState, name: str, book: StageMetrics) -> None:
-    (metric,) = book.metrics.values()
+def _publish_late(state: FitState, name: str, stage_metrics: StageMetrics) -> None:
+    (metric,) = stage_metrics.metrics.values()
     if not metric.on_epoch:
         raise ConfigError(
             f"log({name!r}, on_epoch=False) was called in on_train_epoch_end", expected="on_epoch=True",
             do="drop on_epoch",
         )  # fmt: skip
     if not metric.sync_dist:
-        book.collectives = Collectives()  # one rank may log alone
+        stage_metrics.collectives = Collectives()  # one rank may log alone
     assert state.late_metrics is not None
-    values = book.epoch_values()
+    values = stage_metrics.epoch_values()
     state.callback_metrics.update(values)
     state.bar_metrics.update(values if metric.prog_bar else {})
     state.late_metrics[name] = values[name] if metric.logger else None
@@ -67,14 +68,14 @@ def _publish_late(state: FitState, name: str, book: StageMetrics) -> None:
 
 def log_step(state: FitState) -> None:
     """After a training batch: hand step metrics to the loggers when it is their turn."""
-    if not state.book.metrics:
+    if not state.stage_metrics.metrics:
         return
     step = state.position.global_step
-    state.book.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
+    state.stage_metrics.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
     if step % state.settings.log_every_n_steps == 0 and step != state.last_logged_step and step:
         state.last_logged_step = step
-        values = state.book.step_values()
-        _to_loggers(state, {name: v for name, v in values.items() if state.book.shown(name, "logger")})
+        values = state.stage_metrics.step_values()
+        _to_loggers(state, {name: v for name, v in values.items() if state.stage_metrics.shown(name, "logger")})
 
 
 def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
@@ -87,23 +88,23 @@ def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
     batches = state.position.evaluated_batches
     key = f"{stage}.{loader_idx}"
     batches[key] = batches.get(key, 0) + 1
-    book = state.book
-    if book.logs_steps:
-        steps = book.step_values(book.loader)
-        _to_loggers(state, {name: v for name, v in steps.items() if book.shown(name, "logger")}, batches[key])
+    stage_metrics = state.stage_metrics
+    if stage_metrics.logs_steps:
+        steps = stage_metrics.step_values(stage_metrics.loader)
+        _to_loggers(state, {name: v for name, v in steps.items() if stage_metrics.shown(name, "logger")}, batches[key])
 
 
-def publish_epoch(state: FitState, book: StageMetrics) -> dict[str, Any]:
-    """Reduce `book` over the epoch (collective), publish the values, and return them."""
-    values = book.epoch_values()
-    state.callback_metrics.update(book.step_values())
+def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
+    """Reduce `stage_metrics` over the epoch (collective), publish the values, and return them."""
+    values = stage_metrics.epoch_values()
+    state.callback_metrics.update(stage_metrics.step_values())
     for name, value in values.items():
         state.callback_metrics[name] = value
-        state.callback_metrics[book.name(name)] = value
-        if book.shown(name, "prog_bar"):
+        state.callback_metrics[stage_metrics.name(name)] = value
+        if stage_metrics.shown(name, "prog_bar"):
             state.bar_metrics[name] = value
     if not state.sanity_checking:
-        _to_loggers(state, {name: value for name, value in values.items() if book.shown(name, "logger")})
+        _to_loggers(state, {name: value for name, value in values.items() if stage_metrics.shown(name, "logger")})
     return values
 
 
@@ -113,13 +114,13 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
     An epoch that is not `complete` was cut short: callbacks see its end, and resuming trains the rest of it, so neither
     schedulers nor the position move on.
     """
-    book = state.book
-    book.default_on_step, book.without_steps = False, "on_train_epoch_end"
+    stage_metrics = state.stage_metrics
+    stage_metrics.default_on_step, stage_metrics.without_steps = False, "on_train_epoch_end"
 
     def publish() -> None:
-        publish_epoch(state, book)
-        # What `lr_scheduler_step` logs comes late, too.
-        state.late_metrics, book.closed = {}, "in on_train_epoch_end"
+        publish_epoch(state, stage_metrics)
+        # What `lr_scheduler_step` logs is late, too.
+        state.late_metrics, stage_metrics.closed = {}, "in on_train_epoch_end"
         if complete:
             _step_epoch_schedulers(state)
             state.position.epoch_ended = True
@@ -127,9 +128,9 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
     state.events.module_first("on_train_epoch_end", then=publish)
     late, state.late_metrics = state.late_metrics or {}, None
     _to_loggers(state, late)
-    book.default_on_step, book.without_steps, book.closed = True, "", ""
+    stage_metrics.default_on_step, stage_metrics.without_steps, stage_metrics.closed = True, "", ""
     if complete:
-        book.reset()
+        stage_metrics.reset()
 
 
 def _step_epoch_schedulers(state: FitState) -> None:

@@ -71,7 +71,7 @@ class Metric:
     epoch_name: str = ""
 
     def take_names(self, name: str, suffix: str = "") -> None:
-        """Be shown as `name`: with "_step" and "_epoch" where both are logged, before `suffix`."""
+        """Set the names that are shown: `name`, with "_step" and "_epoch" if both are logged, then `suffix`."""
         both = self.on_step and self.on_epoch
         self.name = name + suffix
         self.step_name, self.epoch_name = (f"{name}{part if both else ''}{suffix}" for part in ("_step", "_epoch"))
@@ -111,7 +111,7 @@ class StageMetrics:
     def __init__(self, default_on_step: bool, collectives: Collectives) -> None:
         self.default_on_step, self.collectives = default_on_step, collectives
         self.metrics: dict[str, Metric] = {}
-        #: The batch that is being worked on; its size weighs means.
+        #: The present batch; its size is the weight in means.
         self.batch: Any = None
         #: What was logged on this step with ``sync_dist=True``.
         self._to_reduce: dict[str, Metric] = {}
@@ -185,14 +185,14 @@ class StageMetrics:
         ops = {name: getattr(metric.reduce_fx, "__name__", str(metric.reduce_fx)) for name, metric in metrics.items()}
         header = torch.tensor(fingerprint(f"{ops} {moment}"))
         values = _coded_on_cpu([metric.last for metric in metrics.values()])
-        # Of one size, whatever a rank logged: messages of different sizes abort.
+        # Of the same size on all ranks, whatever each logged: collectives on different sizes abort.
         padding = header.new_zeros(2 * max(0, _FIRST - len(values)))
         message = torch.cat([header, *values[:_FIRST], padding])
-        everybody = torch.stack(collectives.all_gather(message)).cpu()  # (ranks, numbers)
-        if bool((everybody[:, : len(header)] != everybody[0, : len(header)]).any()):
+        of_all_ranks = torch.stack(collectives.all_gather(message)).cpu()  # (ranks, numbers)
+        if bool((of_all_ranks[:, : len(header)] != of_all_ranks[0, : len(header)]).any()):
             self._check_same_names(list(metrics), collectives)
             _raise_difference(collectives.all_gather_object((ops, moment)))
-        coded = everybody[:, len(header) : len(message) - len(padding)]
+        coded = of_all_ranks[:, len(header) : len(message) - len(padding)]
         if more := values[_FIRST:]:
             coded = torch.cat([coded, torch.stack(collectives.all_gather(torch.cat(more))).cpu()], 1)
         for (name, metric), pair in zip(metrics.items(), coded.split(2, 1), strict=True):
@@ -239,7 +239,7 @@ class StageMetrics:
         self.logs_steps = self.logs_steps or (metric.on_step and metric.logger)
 
     def _effective(self, given: tuple[Any, ...]) -> dict[str, Any]:
-        """Return what the options in `given` amount to."""
+        """Return the options with defaults for those that are not in `given`."""
         options = dict(zip(_OPTIONS, given, strict=False))
         if options["on_step"] is None:
             options["on_step"] = self.default_on_step
@@ -300,7 +300,7 @@ class StageMetrics:
         return display_name in self._shown and bool(getattr(self._shown[display_name][1], where))
 
     def _check_same_names(self, synced: list[str], collectives: Collectives) -> None:
-        """Different names on different ranks would mix up their sums, or hang."""
+        """Refuse names that differ between ranks: their sums would be mixed up, or the ranks hang."""
         per_rank = collectives.all_gather_object(synced)
         for rank, names in enumerate(per_rank):
             if names != per_rank[0]:
@@ -312,7 +312,7 @@ class StageMetrics:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the epoch has seen so far; metrics with a reduction of the user's own are left out."""
+        """Return the state of the epoch so far, without metrics that have a reduction of the user's own."""
         kept = {
             name: m
             for name, m in self.metrics.items()
@@ -321,7 +321,7 @@ class StageMetrics:
         return {name: asdict(metric, filter=lambda field, _: field.name != "given") for name, metric in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an epoch that another process began."""
+        """Continue an epoch that another process began."""
         self.metrics, self._shown, self.logs_steps = {}, {}, False
         for name, fields in state.items():
             metric = Metric(**fields)
@@ -329,7 +329,7 @@ class StageMetrics:
             self._register(metric)
 
     def reset(self) -> None:
-        """Begin a new epoch; what was declared by `log` stays."""
+        """Begin a new epoch; the options of `log` are kept."""
         for metric in self.metrics.values():
             metric.reset()
 

@@ -43,11 +43,12 @@ EVENTS = (
 
 
 class Module(nn.Module):
-    """Override `training_step` and `configure_optimizers`, and whatever else you need.
+    """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
     A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
     and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
-    What it defines is called, or refused when a run starts (`stratagem.training.lightning_names`).
+    A method of Lightning's that would not be called is refused when a run starts: see
+    `stratagem.training.lightning_names`.
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
@@ -57,7 +58,7 @@ class Module(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Plain attributes: a trainer is no submodule, and it does not travel with a pickled or copied module.
+        # Plain attributes: not submodules, and the trainer is not pickled or copied with the module.
         self.__dict__["_fit"] = None
         self.__dict__["_hparams"] = Hyperparameters()
 
@@ -84,7 +85,7 @@ class Module(nn.Module):
         raise _missing(self, "configure_optimizers", "fit")
 
     def configure_model(self) -> None:
-        """Build layers once processes exist, under the strategy's and precision's contexts.
+        """Build layers after the processes have started, under the strategy's and precision's contexts.
 
         Called at the start of fit, validate, test and predict: build only what does not exist yet.
         """
@@ -93,7 +94,7 @@ class Module(nn.Module):
         """The earlier name of `configure_model`; define one of the two."""
 
     def configure_callbacks(self) -> Any:
-        """Return callbacks (one or a list) that this module brings; they replace the trainer's of the same class."""
+        """Return callbacks (one or a list) to add to the trainer's; they replace those of the same class."""
         return []
 
     def optimizer_step(
@@ -216,7 +217,7 @@ class Module(nn.Module):
         return self.trainer.logger
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 alone."""
+        """`print` on rank 0 only."""
         self.trainer.print(*values, **options)
 
     def log(self, name: str, value: Tensor | float, **options: Any) -> None:
@@ -232,7 +233,7 @@ class Module(nn.Module):
             batch_size: weight of this value in the mean; found from the batch if not given.
             add_dataloader_idx: append "/dataloader_idx_0" where several loaders are evaluated; without it each needs a
                 name of its own.
-            rank_zero_only: this metric exists on rank 0 alone; excludes sync_dist.
+            rank_zero_only: this metric exists only on rank 0; excludes sync_dist.
 
         A callback's `log` in ``on_train_epoch_end`` is reduced at once, so that callbacks after it can read it.
 
@@ -290,9 +291,9 @@ class Module(nn.Module):
         return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **limits)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let gradients flow to the parameters of `optimizer` alone, until `untoggle_optimizer`.
+        """Compute gradients of the parameters of `optimizer` only, until `untoggle_optimizer`.
 
-        For several optimizers stepped by hand: what belongs to the others costs no backward and collects nothing.
+        For several optimizers stepped by hand: parameters of the others get no gradients meanwhile.
         """
         self.untoggle_optimizer()
         every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]

@@ -1,7 +1,7 @@
 """How far training has come.
 
 [Note: position]
-``global_step`` counts optimizer steps (attempted: one that a loss scale skipped counts too). ``batches_done`` counts
+``global_step`` counts optimizer steps (including those that a loss scale skipped). ``batches_done`` counts
 the batches of the current epoch that are finished. A checkpoint holds both, and what `stratagem.training.batches`
 needs to continue with the same batches.
 """
@@ -15,7 +15,7 @@ from attrs import define, field
 
 @define(eq=False)
 class Position:
-    """Where training stands; see [Note: position]."""
+    """How far training has come; see [Note: position]."""
 
     epoch: int = 0
     global_step: int = 0

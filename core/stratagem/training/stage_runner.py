@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from stratagem.training.fit_state import FitState
 
-#: What a stage calls its loaders, and the words in its ``limit_*_batches``.
+#: The method that returns the loaders of a stage, and its name in ``limit_*_batches``.
 _LOADERS = {
     "fit": ("train_dataloader", "train"),
     "validate": ("val_dataloader", "val"),
@@ -45,7 +45,7 @@ _LOADERS = {
 
 @define(eq=False)
 class StageRequest:
-    """What the user asked for; travels to the processes that do it."""
+    """What the user called; sent to the processes that do it."""
 
     stage: str
     loaders: Any = None
@@ -53,54 +53,54 @@ class StageRequest:
     datamodule: Any = None
     ckpt_path: str | Path | None = None
     #: Optimizer states of an earlier fit of the same module, to go on with.
-    carried: dict[str, Any] | None = None
+    worker_state: dict[str, Any] | None = None
 
 
 class StageRunner:
-    """A job at work in this process."""
+    """Does a request in this process."""
 
-    def __init__(self, state: FitState, job: StageRequest) -> None:
-        self.state, self.run, self.settings, self.job = state, state.run, state.settings, job
+    def __init__(self, state: FitState, request: StageRequest) -> None:
+        self.state, self.run, self.settings, self.request = state, state.run, state.settings, request
         self.module: Module = state.module
         self.val_loaders: list[Any] = []
-        #: The checkpoint that the job begins with.
+        #: The checkpoint that the request begins with.
         self.read_from: Path | None = None
 
     def work(self) -> Any:
-        """Do the job; return what the user's call returns."""
+        """Do the request; return what the user's call returns."""
         agree(self.run.collectives, self._facts())
         self._build()
-        lightning_names.check(self.module, self.job.datamodule, self.run.stack, self.job.stage)
+        lightning_names.check(self.module, self.request.datamodule, self.run.stack, self.request.stage)
         result = None
-        use_custom_methods(self.state, self.job.datamodule)
+        use_custom_methods(self.state, self.request.datamodule)
         try:
-            if self.job.stage == "fit":
+            if self.request.stage == "fit":
                 self._fit()
             else:
-                result = self._evaluate(self.job.stage)
+                result = self._evaluate(self.request.stage)
         finally:
             forget_custom_methods(self.run)
-        for part in (self.module, self.job.datamodule):
+        for part in (self.module, self.request.datamodule):
             if callable(teardown := getattr(part, "teardown", None)):
-                teardown(self.job.stage)
+                teardown(self.request.stage)
         return result
 
     def _facts(self) -> dict[str, Any]:
-        """Return what all ranks must have been asked alike."""
-        job = self.job
+        """Return what must be the same on all ranks."""
+        request = self.request
         return {
-            "the call": job.stage,
+            "the call": request.stage,
             "the module": type(self.module).__qualname__,
-            "ckpt_path": None if job.ckpt_path is None else str(job.ckpt_path),
-            "dataloaders": job.loaders is not None,
-            "val_dataloaders": job.val_loaders is not None,
-            "datamodule": None if job.datamodule is None else type(job.datamodule).__qualname__,
+            "ckpt_path": None if request.ckpt_path is None else str(request.ckpt_path),
+            "dataloaders": request.loaders is not None,
+            "val_dataloaders": request.val_loaders is not None,
+            "datamodule": None if request.datamodule is None else type(request.datamodule).__qualname__,
         }
 
     def _build(self) -> None:
         """Prepare data once per node, then build what does not exist yet."""
         run = self.run
-        parts: list[Any] = [part for part in (self.job.datamodule, self.module) if part is not None]
+        parts: list[Any] = [part for part in (self.request.datamodule, self.module) if part is not None]
         preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
         if preparing:
             error = None
@@ -112,18 +112,18 @@ class StageRunner:
                 except Exception as caught:  # noqa: BLE001 - raised on all ranks
                     error = caught
             run.collectives.fail_together(error)
-        if self.job.datamodule is not None and callable(setup := getattr(self.job.datamodule, "setup", None)):
-            setup(self.job.stage)
-        run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.job.stage, run=run)
+        if self.request.datamodule is not None and callable(setup := getattr(self.request.datamodule, "setup", None)):
+            setup(self.request.stage)
+        run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.request.stage, run=run)
         if callable(setup := getattr(self.module, "setup", None)):
-            setup(self.job.stage)
+            setup(self.request.stage)
         with run.init_context(empty=run.shards_parameters):
             build(self.module)
 
     # --- Fit -----------------------------------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        state, run, job = self.state, self.run, self.job
+        state, run, request = self.state, self.run, self.request
         resumed = self._read_checkpoint()
         run.manual = not self.module.automatic_optimization
         if run.manual and run.is_global_zero:
@@ -135,14 +135,15 @@ class StageRunner:
         loader = self._share(self._loaders()[0], "train")
         self.val_loaders = self._validation_loaders()
         self._size_epochs(loader)
-        earlier, feed = state.feed, ResumableBatches(loader, state.num_training_batches, run, self.module)
+        earlier = state.train_batches
+        train_batches = ResumableBatches(loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
-            feed.resume(earlier.state_dict(state.position), earlier.random_state())
-        state.feed, state.use_loader = feed, self.use_loader
+            train_batches.resume(earlier.state_dict(state.position), earlier.random_state())
+        state.train_batches, state.use_loader = train_batches, self.use_loader
         if resumed is not None:
             trainer_state.restore(state, resumed, self.read_from)
-        elif job.carried is not None:
-            trainer_state.restore_carried(state, job.carried)
+        elif request.worker_state is not None:
+            trainer_state.restore_worker_state(state, request.worker_state)
         state.should_stop, run.step.skipped_batches = False, 0
         if run.is_global_zero:
             _tell_modes(self.module)
@@ -155,7 +156,7 @@ class StageRunner:
         state.fitting = True
         try:
             with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-                TrainLoop(state, feed, self.validate).fit()
+                TrainLoop(state, train_batches, self.validate).fit()
         finally:
             state.fitting = False
         run.saver.wait()
@@ -163,13 +164,13 @@ class StageRunner:
 
     def _hyperparameters(self) -> dict[str, Any]:
         """Return those of the module and of the data module."""
-        data = logged_hyperparameters(self.job.datamodule) if hasattr(self.job.datamodule, "hparams") else {}
+        data = logged_hyperparameters(self.request.datamodule) if hasattr(self.request.datamodule, "hparams") else {}
         own = logged_hyperparameters(self.module)
         for name in own.keys() & data.keys():
             if own[name] is not data[name] and own[name] != data[name]:
                 raise ConfigError(
                     f"hyper-parameter {name!r} is {own[name]!r} in {type(self.module).__name__} and {data[name]!r} in "
-                    f"{type(self.job.datamodule).__name__}",
+                    f"{type(self.request.datamodule).__name__}",
                     expected="the same value, or two names",
                     do="leave it out of one with save_hyperparameters(ignore=...)",
                 )
@@ -200,11 +201,11 @@ class StageRunner:
                 )
 
     def use_loader(self, loader: Any) -> None:
-        """Train with `loader`, this process's share, in place of the one that is there."""
+        """Train with `loader`, this process's share, instead of the present one."""
         state = self.state
         self._size_epochs(loader)
-        assert state.feed is not None
-        state.feed.loader, state.feed.num_batches = loader, state.num_training_batches
+        assert state.train_batches is not None
+        state.train_batches.loader, state.train_batches.num_batches = loader, state.num_training_batches
         state.batch_size = getattr(loader, "batch_size", None)
 
     def _size_epochs(self, loader: Any) -> None:
@@ -228,7 +229,7 @@ class StageRunner:
         state.batches_between_validations = _validation_interval(settings.val_check_interval, size)
 
     def _sanity_check(self) -> None:
-        """Try validation before training; its randomness and its metrics leave no trace."""
+        """Try validation before training; random state and metrics are as before afterwards."""
         state, steps = self.state, self.settings.num_sanity_val_steps
         if not self.val_loaders or steps == 0 or self.settings.fast_dev_run or self.settings.barebones:
             return
@@ -245,7 +246,7 @@ class StageRunner:
         state.forget_metrics()
 
     def validate(self) -> None:
-        """Validate where the training loop says it is due."""
+        """Validate, if this epoch does. Called by the training loop."""
         state = self.state
         if self.val_loaders and (
             self.settings.fast_dev_run or (state.position.epoch + 1) % self.settings.check_val_every_n_epoch == 0
@@ -259,7 +260,7 @@ class StageRunner:
     def _evaluate(self, stage: str) -> list[Any]:
         state, run = self.state, self.run
         checkpoint = self._read_checkpoint()
-        # What training wrapped is used as it is; a fresh module is wrapped for evaluation.
+        # A module that was wrapped for training is used as it is; another one is wrapped for evaluation.
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
         if checkpoint is not None:
@@ -274,14 +275,14 @@ class StageRunner:
     # --- Loaders -------------------------------------------------------------------------------------------------
 
     def _loaders(self) -> list[Any]:
-        """Return the loaders of this job: those given, else the data module's, else the module's own."""
-        method, _ = _LOADERS[self.job.stage]
-        given = self.job.loaders if self.job.loaders is not None else self._ask_for(method)
+        """Return the loaders of this request: those given, else the data module's, else the module's own."""
+        method, _ = _LOADERS[self.request.stage]
+        given = self.request.loaders if self.request.loaders is not None else self._ask_for(method)
         if given is None:
             raise ConfigError(
-                f"{self.job.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
+                f"{self.request.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
             )
-        if self.job.stage != "fit":
+        if self.request.stage != "fit":
             return several(given)
         if isinstance(given, list | tuple) and len(several(given)) > 1:
             raise ConfigError(
@@ -290,7 +291,7 @@ class StageRunner:
         return [given]
 
     def _validation_loaders(self) -> list[Any]:
-        given = self.job.val_loaders if self.job.val_loaders is not None else self._ask_for("val_dataloader")
+        given = self.request.val_loaders if self.request.val_loaders is not None else self._ask_for("val_dataloader")
         if given is None or self.settings.limit_val_batches == 0:
             return []
         if not overrides(self.module, "validation_step"):
@@ -302,7 +303,7 @@ class StageRunner:
         return [self._share(loader, "validate") for loader in several(given)]
 
     def _ask_for(self, method: str) -> Any:
-        data = self.job.datamodule
+        data = self.request.datamodule
         left_out = data is None or (isinstance(data, DataModule) and not overrides(data, method, DataModule))
         source = self.module if left_out and (data is None or overrides(self.module, method)) else data
         return getattr(source, method)() if callable(getattr(source, method, None)) else None
@@ -342,14 +343,14 @@ class StageRunner:
         return int(size * limit)
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        found = trainer_state.find(self.state, self.job.ckpt_path)
+        found = trainer_state.find(self.state, self.request.ckpt_path)
         if found is None:
             return None
         self.read_from = found
         state = state_io.read_checkpoint(self.run, found)
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
-        if "datamodule" in state and overrides(self.job.datamodule, "load_state_dict", DataModule):
-            self.job.datamodule.load_state_dict(state["datamodule"])
+        if "datamodule" in state and overrides(self.request.datamodule, "load_state_dict", DataModule):
+            self.request.datamodule.load_state_dict(state["datamodule"])
         return state
 
 

@@ -265,44 +265,44 @@ class Trainer(View):
             loaders, datamodule = None, loaders
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
-        job = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path)
+        request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path)
         state = self._state
         if model is not state.module:
-            state.carried = None
+            state.worker_state = None
         if stage == "fit":
             if model is not state.module:
-                state.position, state.feed = Position(), None
+                state.position, state.train_batches = Position(), None
             elif ckpt_path is None:
                 with self.run.making_whole():
                     held = trainer_state.dump_optimizers(state) if self.run.optimizers else None
-                    job.carried = state.carried or held
+                    request.worker_state = state.worker_state or held
         outer = model.__dict__.get("_fit")
         state.module, state.datamodule, self._call_at_work = model, datamodule, stage
         model.__dict__["_fit"] = state
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
-            home = launch(self.run, functools.partial(self._main, job))
+            home = launch(self.run, functools.partial(self._main, request))
         finally:
             self._call_at_work = None
             if outer is not None and outer.trainer._call_at_work is not None:
                 model.__dict__["_fit"] = outer  # whose call this one was made in
         return home.unpack(state) if isinstance(home, trainer_state.WorkerResult) else home
 
-    def _main(self, job: StageRequest, run: Context) -> Any:
-        """Do `job` in this process, one of those that the launcher started."""
-        self._state.module.__dict__["_fit"], self._call_at_work = self._state, job.stage
-        if isinstance(job.datamodule, DataModule):
-            job.datamodule.trainer = self
+    def _main(self, request: StageRequest, run: Context) -> Any:
+        """Do `request` in this process, one of those that the launcher started."""
+        self._state.module.__dict__["_fit"], self._call_at_work = self._state, request.stage
+        if isinstance(request.datamodule, DataModule):
+            request.datamodule.trainer = self
         self._enter()
         try:
-            result = StageRunner(self._state, job).work()
+            result = StageRunner(self._state, request).work()
         except BaseException as error:
             self._state.events.emit("on_exception", exception=error)
-            if callable(tell := getattr(job.datamodule, "on_exception", None)):
+            if callable(tell := getattr(request.datamodule, "on_exception", None)):
                 tell(error)
             raise
-        return trainer_state.WorkerResult.pack(self._state, result, job.stage == "fit") if run.is_worker else result
+        return trainer_state.WorkerResult.pack(self._state, result, request.stage == "fit") if run.is_worker else result
 
     def _use_callbacks_of(self, model: Module) -> None:
         """Let the callbacks that `model` brings take part, until another model is given."""

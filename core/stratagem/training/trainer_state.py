@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 #: Elements up to which a buffer is taken for statistics that may differ between ranks.
 _SMALL = 1 << 16
 #: What a process that launched others keeps of the state of a fit, beside the weights: all that resuming needs.
-_CARRIED = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins")
+_OF_WORKER = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins")
 
 
 def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
     run = fit.run
-    # What other processes trained has come home as a plain module, which no strategy has wrapped here.
-    at_home = not run.connected and not run.stack.launcher.plugin.parent_trains
-    ask = functools.partial(run.ask, "model_state") if not at_home else default_hooks.model_state
+    # What other processes trained is a plain module here, which no strategy has wrapped.
+    trained_elsewhere = not run.connected and not run.stack.launcher.plugin.parent_trains
+    ask = functools.partial(run.ask, "model_state") if not trained_elsewhere else default_hooks.model_state
     state: dict[str, Any] = {
         "state_dict": ask(module=fit.module),
         "format": format_tag(run.stack),
@@ -59,15 +59,15 @@ def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
     }
     if weights_only:
         return state
-    if not run.connected and not at_home:
+    if not run.connected and not trained_elsewhere:
         raise ConfigError(
             "save_checkpoint was called after close(), when optimizers are gone", expected="a fit that is open",
             do="save before close(), or pass weights_only=True",
         )  # fmt: skip
     if overrides(fit.datamodule, "state_dict", DataModule):
         state["datamodule"] = fit.datamodule.state_dict()
-    if at_home and fit.carried is not None:
-        return state | fit.carried
+    if trained_elsewhere and fit.worker_state is not None:
+        return state | fit.worker_state
     plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(fit.run.stack)}
     return (
         state
@@ -82,17 +82,17 @@ def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _of_this_rank(fit: FitState) -> dict[str, Any]:
-    """Return what is different on every rank: random states, the loader's place, what the epoch's metrics saw."""
-    position, feed = fit.position, fit.feed
+    """Return what differs between ranks: random states, the loader's position, the metrics of the epoch so far."""
+    position, train_batches = fit.position, fit.train_batches
     # Where a strategy leaves buffers to each rank (running statistics), the model's state is rank 0's.
     others = fit.module.named_buffers() if fit.run.rank else ()
     return {
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
-        "random": random_state(fit.run.devices) if feed is None else feed.random_state(),
+        "random": random_state(fit.run.devices) if train_batches is None else train_batches.random_state(),
         "epoch_start": position.epoch_random_state,
-        "metrics": {} if position.epoch_ended else fit.training_book.state_dict(),
+        "metrics": {} if position.epoch_ended else fit.train_metrics.state_dict(),
         "callback_metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
-        "feed": {} if feed is None else feed.state_dict(position),
+        "feed": {} if train_batches is None else train_batches.state_dict(position),
         "plugins": state_io.rank_states(fit.run),
     }
 
@@ -107,7 +107,7 @@ def dump_optimizers(fit: FitState) -> dict[str, Any]:
 
 
 def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") -> None:
-    """Apply `state`, which `path` holds. Weights alone make a fresh start. Collective.
+    """Apply `state`, which `path` holds. With weights only, training begins at step 0. Collective.
 
     Raises:
         CheckpointError: something in it is not what a run like this one saves; on all ranks.
@@ -150,15 +150,15 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
 
     def load_metrics() -> None:
         with applying(f"{path}: ranks[{fit.run.rank}].metrics"):
-            fit.training_book.load_state_dict(mine["metrics"])
+            fit.train_metrics.load_state_dict(mine["metrics"])
 
     together(run.collectives, load_metrics)
-    if fit.feed is not None:
-        fit.feed.resume(mine["feed"], mine["random"])
+    if fit.train_batches is not None:
+        fit.train_batches.resume(mine["feed"], mine["random"])
 
 
 def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> None:
-    """Go on where as many samples are used as `ranks`, of another number, have used."""
+    """Continue after as many samples as `ranks`, which are more or fewer, have used."""
     position = fit.position
     window = ranks[0]["feed"].get("window")
     if window is not None:
@@ -166,8 +166,8 @@ def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> Non
     if not position.epoch_done:
         position.batches_done = position.batches_done * len(ranks) // fit.run.world_size
     saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
-    if fit.feed is not None:
-        known = fit.feed.resume_at_another_size(saved, position)
+    if fit.train_batches is not None:
+        known = fit.train_batches.resume_at_another_size(saved, position)
     lost = not known and position.batches_done and not position.epoch_done
     if fit.run.is_global_zero:
         warnings.warn(
@@ -195,7 +195,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     _check_optimizers(fit, state, path)
     if not state["ranks"]:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
-    now = random_state(fit.run.devices) if fit.feed is None else fit.feed.random_state()
+    now = random_state(fit.run.devices) if fit.train_batches is None else fit.train_batches.random_state()
     for number, rank in enumerate(state["ranks"]):
         where = f"{path}: ranks[{number}]"
         for key in ("buffers", "random", "epoch_start", "metrics", "callback_metrics", "feed", "plugins"):
@@ -206,14 +206,14 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     mine = state["ranks"][fit.run.rank % len(state["ranks"])]
     where = f"{path}: ranks[{fit.run.rank % len(state['ranks'])}]"
     restore = functools.partial(restore_random_state, devices=fit.run.devices)
-    put_back = restore if fit.feed is None else fit.feed.restore_random_state
+    restore_random = restore if fit.train_batches is None else fit.train_batches.restore_random_state
     try:
         for key in ("random", "epoch_start"):
             if mine[key] is not None:
                 with applying(f"{where}.{key}"):
-                    put_back(mine[key])
+                    restore_random(mine[key])
     finally:
-        put_back(now)
+        restore_random(now)
 
 
 def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
@@ -246,21 +246,23 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
             config.scheduler.load_state_dict(scheduler)
 
 
-def restore_carried(fit: FitState, carried: dict[str, Any]) -> None:
-    """Apply what an earlier fit of this module brought home to the process that launches. Collective."""
-    restore_optimizers(fit, carried)
-    identity.restore(fit.run.stack, carried.get("plugins", {}))  # where training was here, plugins remember
-    ranks, position = carried.get("ranks", []), fit.position
+def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
+    """Apply what the workers of an earlier fit of this module sent back. Collective."""
+    restore_optimizers(fit, worker_state)
+    identity.restore(
+        fit.run.stack, worker_state.get("plugins", {})
+    )  # if this process trained, its plugins have their state
+    ranks, position = worker_state.get("ranks", []), fit.position
     state_io.load_rank_states(fit.run, ranks)
     within_an_epoch = position.batches_done and not position.epoch_done
-    if within_an_epoch and len(ranks) == fit.run.world_size and fit.feed is not None:
+    if within_an_epoch and len(ranks) == fit.run.world_size and fit.train_batches is not None:
         mine = ranks[fit.run.rank]
         position.epoch_random_state = mine["epoch_start"]
-        fit.feed.resume(mine["feed"], mine["random"])
+        fit.train_batches.resume(mine["feed"], mine["random"])
 
 
 def restore_plugins(fit: FitState, state: dict[str, Any]) -> None:
-    """Apply the states of the plugins that are here and were there."""
+    """Apply the states of the plugins that both this run and the saved one have."""
     identity.restore(fit.run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
 
 
@@ -292,7 +294,7 @@ def find(fit: FitState, path: str | Path | None) -> Path | None:
 def _best(fit: FitState) -> Path:
     if best := getattr(fit.trainer.checkpoint_callback, "best_model_path", ""):
         return as_path(best)
-    for folder in _folders(fit):  # an earlier process's callback wrote down which one it was
+    for folder in _folders(fit):  # the callback of an earlier process has saved its path
         newest = newest_whole(folder, fit.run.checkpoint_format)
         if newest is None:
             continue
@@ -321,7 +323,7 @@ def _last(fit: FitState) -> Path | None:
     if found:
         return max(found, key=lambda path: saved_at(path, fit.run.checkpoint_format))
     if fit.run.place.generation != "0":
-        return None  # restarted before the first checkpoint: start afresh
+        return None  # restarted before the first checkpoint: begin at step 0
     places = " or ".join(map(str, folders))
     raise CheckpointError(
         'ckpt_path is "last"', expected=f"a whole checkpoint in {places}, in a format that is installed",
@@ -329,12 +331,12 @@ def _last(fit: FitState) -> Path | None:
     )  # fmt: skip
 
 
-# --- Travelling --------------------------------------------------------------------------------------------------
+# --- From workers --------------------------------------------------------------------------------------------------
 
 
 @define(eq=False)
 class WorkerResult:
-    """What a process that trained on its parent's behalf brings back: the result, and the state of the run."""
+    """What a worker sends back to the launching process: the result, and the state of the run."""
 
     result: Any
     state: dict[str, Any]
@@ -361,5 +363,5 @@ class WorkerResult:
             restore_plugins(fit, self.state)
             if "datamodule" in self.state and overrides(fit.datamodule, "load_state_dict", DataModule):
                 fit.datamodule.load_state_dict(self.state["datamodule"])
-            fit.carried = {key: self.state[key] for key in _CARRIED}
+            fit.worker_state = {key: self.state[key] for key in _OF_WORKER}
         return self.result

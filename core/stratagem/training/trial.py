@@ -1,4 +1,4 @@
-"""Make optimizer steps for a trial, and leave no trace."""
+"""Make optimizer steps for a trial, and restore the state afterwards."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TrialStep = Callable[[Any, int], torch.Tensor]
 def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
     """Within: steps may be made; see `Trainer.trial_steps`."""
     _check(state, who)
-    module, run, feed = state.module, state.run, state.feed
-    assert feed is not None, "a trial is made during a fit"
+    module, run, train_batches = state.module, state.run, state.train_batches
+    assert train_batches is not None, "a trial is made during a fit"
     tensors = [*module.parameters(), *module.buffers()]
     saved = [tensor.detach().clone() for tensor in tensors]
     (optimizer,) = state.run.optimizers
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     plugins = [(plugin, copy.deepcopy(plugin.state_dict())) for key, plugin in identity.stateful(run.stack)
                if not key.startswith("callback.")]  # fmt: skip
-    random, book = feed.random_state(), state.book
+    random, stage_metrics = train_batches.random_state(), state.stage_metrics
     modes = [(part, part.training) for part in module.modules()]
-    state.book = StageMetrics(default_on_step=True, collectives=run.collectives)
+    state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.collectives)
     try:
         yield lambda batch, number: _step(state, batch, number)
     finally:
@@ -46,8 +46,8 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
         optimizer.load_state_dict(optimizer_state)
         for plugin, plugin_state in plugins:
             plugin.load_state_dict(plugin_state)
-        feed.restore_random_state(random)
-        state.book = book
+        train_batches.restore_random_state(random)
+        state.stage_metrics = stage_metrics
         for part, training in modes:
             part.training = training
 
@@ -72,12 +72,12 @@ def _check(state: FitState, who: str) -> None:
 
 def _step(state: FitState, batch: Any, number: int) -> torch.Tensor:
     run = state.run
-    state.book.batch = batch = run.transfer(batch)
+    state.stage_metrics.batch = batch = run.transfer(batch)
     outputs = run.step.train_step(batch, number, 1, True, takes(state.module.training_step, 2))
     if outputs is None:
         raise ConfigError(
             f"training_step returned None for batch {number} of a trial", expected="a loss: a trial skips no batch",
-            do="drop the callback that tries, or return the loss",
+            do="remove the callback, or return the loss",
         )  # fmt: skip
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     (optimizer,) = state.run.optimizers

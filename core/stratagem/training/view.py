@@ -189,8 +189,8 @@ class View:
         outputs = self._state.last_outputs
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         shown = {"loss": loss.detach()} if isinstance(loss, torch.Tensor) and loss.numel() == 1 else {}
-        for name, value in self._state.book.step_values().items():
-            if self._state.book.shown(name, "prog_bar"):
+        for name, value in self._state.stage_metrics.step_values().items():
+            if self._state.stage_metrics.shown(name, "prog_bar"):
                 shown[name] = value
         return shown | self._state.bar_metrics
 
@@ -211,8 +211,8 @@ class View:
     @property
     def train_dataloader(self) -> Any:
         """The training loader of this process's share, during a fit."""
-        assert self._state.feed is not None, "known during a fit"
-        return self._state.feed.loader
+        assert self._state.train_batches is not None, "known during a fit"
+        return self._state.train_batches.loader
 
     def replace_train_loader(self, loader: Any) -> None:
         """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
