@@ -163,7 +163,7 @@ class Conformance:
     def test_its_state_comes_back_under_every_spelling(self, world_size: int) -> None:
         """By name, alias, mapping, instance and a subclass that adds no state: resuming gives it what it had saved."""
         cls = type(self._with_state())
-        self._needs_state(world_size)
+        self._require_saving(world_size)
         chosen = self._arguments(world_size)
         others = [(repr(each), self._choosing(each)._arguments(world_size)) for each in self._spellings()]
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
@@ -197,7 +197,7 @@ class Conformance:
         """Return the arguments of a Trainer in `world_size` processes that choose the plugin, `arguments` added."""
         return QUIET | self.choose(devices=world_size, **arguments)
 
-    def _needs_state(self, world_size: int) -> None:
+    def _require_saving(self, world_size: int) -> None:
         """Skip where nothing can be saved at `world_size`."""
 
     def _state_methods(self) -> list[str]:

@@ -14,7 +14,7 @@ from stratagem.stack import lock
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem_testing.training import QUIET, belongings, in_empty_folder, outcome, share, train, weights_of
+from stratagem_testing.training import QUIET, in_empty_folder, outcome, resources_held, share, train, weights_of
 
 _BATCH = 24
 
@@ -134,7 +134,7 @@ def _two_lives(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, A
             trainer.fit(Net(), mine, mine)
             trainer.close()
             del trainer
-            lives.append(belongings())
+            lives.append(resources_held())
     return lives[1:]
 
 

@@ -169,6 +169,22 @@ class BranchingInSize(Branching):
         return nn.Sequential(net(2)[2], nn.Tanh(), net(3)[2])
 
 
+class Indexed(Net):
+    """Records the indices of the samples it reads, which are the third tensor of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[int] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        x, y, index = batch
+        self.indices += [int(each) for each in index]
+        return super().training_step((x, y), batch_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
+        return batch[2], self(batch[0])
+
+
 class Dropped(Net):
     """Draws random numbers in every forward."""
 

@@ -123,7 +123,7 @@ def _bytes_sent_on(descriptor: int) -> int:
     return sent
 
 
-def belongings() -> dict[str, Any]:
+def resources_held() -> dict[str, Any]:
     """Return what this process holds: descriptors (files and ports), threads, a process group, files in its folder."""
     gc.collect()
     descriptors = Path("/proc/self/fd")

@@ -1,0 +1,138 @@
+"""What all checks of a strategy share: training with it, and what happens where it does not claim a capability."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+
+import stratagem as sg
+from stratagem.api.capabilities import FULL_STATE, MULTI_PROCESS
+from stratagem.errors import StratagemError
+from stratagem_testing.conformance import Conformance, refusal
+from stratagem_testing.reference import Batch, Net, Scheduled, joined_batches, relative_difference
+from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
+
+#: Can be split into equal parts for up to four ranks.
+BATCH = 24
+#: Why a check of an outer strategy is skipped.
+_OUTER = "an outer strategy does not train as one process would: compare it with a reference loop of your own"
+
+
+class StrategyChecks(Conformance):
+    """Trains with the strategy under test in real processes, and compares with plain PyTorch on one process."""
+
+    kind = "strategy"
+    #: Largest relative difference of any weight from plain PyTorch, in fp32.
+    tolerance: ClassVar[float] = 1e-6
+
+    def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        self.choice().plugin.preload(self.accelerator)
+        return super().run_in(function, world_size, *arguments)
+
+    @property
+    def _is_outer(self) -> bool:
+        outer: bool = self.choice().plugin.outer
+        return outer
+
+    def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(rank, world_size, choose, *arguments)`` in processes; skip if the strategy has only one."""
+        if world_size > 1:
+            self._require(MULTI_PROCESS, world_size)
+        elif self._is_outer:
+            pytest.skip(_OUTER)
+        return self.run_in(function, world_size, self._arguments(world_size), *arguments)
+
+    def _train(
+        self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any
+    ) -> list[dict[str, Any]]:
+        return self._run(world_size, _train, make, batches, arguments)
+
+    def _compare(
+        self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None
+    ) -> None:
+        """Assert that all ranks have the same weights, and that these equal the reference."""
+        if self._is_outer:
+            pytest.skip(_OUTER)
+        first = weights_on_all_ranks(results)
+        if reference is not None:
+            difference = relative_difference(first, reference)
+            assert difference < (tolerance or self.tolerance), f"weights differ by {difference:.1e} from one process"
+
+    def _require(self, word: str, world_size: int, make: Callable[[], sg.Module] = Net, **arguments: Any) -> None:
+        """Return if the strategy claims `word`; otherwise assert that `arguments` or the module fail, and skip."""
+        if word != MULTI_PROCESS and world_size > 1:
+            self._require(MULTI_PROCESS, world_size)
+        if self.claims(word):
+            return
+        if self._is_outer:
+            pytest.skip(_OUTER)
+        reason = refusal(lambda: sg.Trainer(**self._arguments(world_size, **arguments)))
+        if reason is None:
+            outcomes = self.run_in(_fit_outcome, world_size, self._arguments(world_size, **arguments), make)
+            assert len(set(outcomes)) == 1, f"{word!r} is not claimed, and ranks disagree about it: {outcomes}"
+            reason = outcomes[0]
+            assert reason.startswith("refused: "), f"{word!r} is not claimed, and was not refused: {reason}"
+        assert repr(word) in reason, f"{word!r} is not claimed, and was refused for another reason: {reason}"
+        pytest.skip(reason)
+
+    def _trained_or_refused(self, world_size: int, make: Any, batches: list[Any]) -> list[dict[str, Any]]:
+        """Return what each rank trained; if all ranks refused the module, skip with the error message."""
+        results = self._run(world_size, _train_or_refuse, make, batches)
+        refused = [result for result in results if isinstance(result, str)]
+        assert len(refused) in (0, world_size), f"some ranks refused, others trained: {results}"
+        if refused:
+            assert all(text.startswith("refused: ") for text in refused), refused[0]
+            pytest.skip(refused[0])
+        return results
+
+    def _require_saving(self, world_size: int) -> None:
+        """Return if the strategy can save at `world_size`; otherwise assert that saving is refused, and skip."""
+        if world_size > 1:
+            self._require(MULTI_PROCESS, world_size)
+        elif self._is_outer:
+            pytest.skip(_OUTER)
+        if not self.claims(FULL_STATE) and not self._is_outer:
+            outcomes = self.run_in(_save_outcome, world_size, self._arguments(world_size))
+            assert all(repr(FULL_STATE) in text for text in outcomes), f"{FULL_STATE!r} is not claimed: {outcomes}"
+            pytest.skip(outcomes[0])
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, arguments: Any) -> Any:
+    return train(rank, size, make, batches, choose | arguments)
+
+
+def _train_or_refuse(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
+    try:
+        return train(rank, size, make, batches, choose)
+    except StratagemError as error:
+        return f"refused: {error}"
+
+
+def _fit_outcome(rank: int, size: int, choose: dict[str, Any], make: Any) -> str:
+    return outcome(lambda: train(rank, size, make, joined_batches(2, BATCH), choose))
+
+
+def train_and_save(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
+    """Train `Scheduled` on this rank's share of `batches`, save a checkpoint to `path`, return the weights."""
+    trainer = sg.Trainer(**choose)
+    trainer.fit(Scheduled(), share(trainer, batches))
+    trainer.save_checkpoint(path)
+    return {"weights": weights_of(trainer)}
+
+
+def _save_outcome(rank: int, size: int, choose: dict[str, Any]) -> str:
+    with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
+        return outcome(lambda: train_and_save(rank, size, choose, joined_batches(1, BATCH), Path(folder) / "x.ckpt"))
+
+
+def run_arguments(choose: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a Trainer's arguments that a Run accepts."""
+    return {name: choose[name] for name in ("accelerator", "devices", "num_nodes", "strategy") if name in choose}

@@ -1,0 +1,97 @@
+"""Checks of the strategy with other plugins: precisions and comm hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import stratagem as sg
+from stratagem.api.capabilities import ACCUMULATION, GRADIENT_BUCKETS, SHARDED_PARAMETERS
+from stratagem.stack import registry
+from stratagem_testing.conformance import refusal
+from stratagem_testing.precision import tolerance_of
+from stratagem_testing.reference import Net, joined_batches, train_module_plainly
+from stratagem_testing.strategy.base import BATCH, StrategyChecks
+from stratagem_testing.training import EveryBatch, train
+
+
+class CombinationChecks(StrategyChecks):
+    """Every installed precision, and a comm hook that counts what it is given."""
+
+    @classmethod
+    def parameters(cls) -> dict[str, Sequence[Any]]:
+        return super().parameters() | {"precision": _precisions()}
+
+    def test_precisions(self, world_size: int, precision: str) -> None:
+        """Every installed precision trains within its rounding error, or is refused with a reason."""
+        if reason := refusal(lambda: sg.Trainer(**self._arguments(world_size, precision=precision))):
+            pytest.skip(reason)
+        batches = joined_batches(8, BATCH)
+        policy = sg.Run(precision=precision, accelerator=self.accelerator).context.policy
+
+        results = self._train(world_size, Net, batches, precision=precision)
+
+        used = [batches[index] for index in results[0]["used"]]
+        assert len(used) >= 2, "almost every step was skipped"
+        self._compare(results, train_module_plainly(Net(), used)[0], tolerance_of(policy))
+
+    def test_gradient_buckets(self, world_size: int) -> None:
+        """Comm hooks are given every gradient once in each synchronized step, and what they return is applied."""
+        self._require(GRADIENT_BUCKETS, world_size, comm_hook=[_CountingHook()])
+        batches = joined_batches(4, BATCH)
+        accumulate = 2 if self.claims(ACCUMULATION) else 1
+        reference, _ = train_module_plainly(Net(), batches, accumulate)
+
+        results = self._run(world_size, _train_counting_buckets, batches, accumulate)
+
+        self._compare(results, reference)
+        size = sum(parameter.numel() for parameter in Net().parameters())
+        for result in results:
+            if self.claims(SHARDED_PARAMETERS):  # hooks are given only what is averaged over replicas, by shards
+                assert min(result["elements"]) >= size / world_size
+                assert min(result["last"]) >= 1, "no bucket of a backward sets is_last"
+                continue
+            assert result["elements"] == [size] * (4 // accumulate)
+            assert result["last"] == [1] * (4 // accumulate), "expected exactly one bucket of a backward to set is_last"
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _precisions() -> tuple[str, ...]:
+    """Return the installed precisions, each once, under the longest of its names."""
+    found: dict[str, str] = {}
+    for entry in sorted(registry.entries("precision"), key=lambda entry: -len(entry.name)):
+        found.setdefault(entry.value, entry.name)
+    return tuple(sorted(found.values()))
+
+
+class _CountingHook(sg.CommHook):
+    """Counts the elements that it is given, and the buckets that set `is_last`."""
+
+    def __init__(self) -> None:
+        self.elements, self.last = 0, 0
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket: Any) -> Any:
+        self.elements += bucket.buffer.numel()
+        self.last += bool(bucket.is_last)
+        return (yield bucket.buffer)
+
+
+def _train_counting_buckets(rank: int, size: int, choose: dict[str, Any], batches: Any, accumulate: int) -> Any:
+    hook = _CountingHook()
+
+    def read(trainer: sg.Trainer) -> tuple[int, int]:
+        seen = hook.elements, hook.last
+        hook.elements = hook.last = 0
+        return seen
+
+    reader = EveryBatch(read)
+    arguments = {"comm_hook": [hook], "callbacks": [reader], "accumulate_grad_batches": accumulate}
+    result = train(rank, size, Net, batches, choose | arguments)
+    closing = reader.results[accumulate - 1 :: accumulate]
+    result["elements"], result["last"] = [seen for seen, _ in closing], [last for _, last in closing]
+    return result

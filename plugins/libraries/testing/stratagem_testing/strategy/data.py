@@ -1,0 +1,80 @@
+"""Checks of how data is divided among the ranks: in training, prediction and validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem_testing.reference import Indexed, Net, data, joined_batches, loss_of, train_module_plainly
+from stratagem_testing.strategy.base import BATCH, StrategyChecks
+from stratagem_testing.training import loader, share, weights_of
+
+
+class DataChecks(StrategyChecks):
+    """Every sample is read by one data shard, and results cover the whole set."""
+
+    def test_every_sample_is_read_once(self, world_size: int) -> None:
+        """The shares of a training loader that the data shards read are disjoint and complete."""
+        seen = self._run(world_size, _indices_read, world_size * 12)
+        by_shard = dict(seen)  # ranks of one data shard (a tensor-parallel group) read the same samples
+
+        assert all(indices == by_shard[shard] for shard, indices in seen)
+        assert sorted(index for indices in by_shard.values() for index in indices) == list(range(world_size * 12))
+
+    def test_predictions_are_complete_and_in_order(self, world_size: int) -> None:
+        """Each sample is predicted once, on each rank in the order of the data, also if ranks have unequal numbers."""
+        count = 4 * world_size + world_size - 1
+        results = self._run(world_size, _predict, count)
+        x, _ = data(count, seed=9)
+        expected = Net().net(x)
+
+        by_shard = {result["shard"]: result["indices"] for result in results}
+        indices = [index for indices in by_shard.values() for index in indices]
+        assert sorted(indices) == list(range(count))
+        for result in results:
+            assert result["indices"] == sorted(result["indices"])
+            assert torch.allclose(result["outputs"], expected[result["indices"]], atol=1e-5)
+
+    def test_validation_measures_the_whole_set(self, world_size: int) -> None:
+        """The loss is the mean over all samples, before a fit and after it, and validation changes no weights."""
+        samples = data(world_size * 8, seed=8)
+        batches = joined_batches(4, BATCH)
+        untrained, trained = Net(), Net()
+        reference, _ = train_module_plainly(trained, batches)
+        wanted = [loss_of(module.eval()(samples[0]), samples[1]).item() for module in (untrained, trained)]
+
+        results = self._run(world_size, _validate, samples, batches)
+
+        self._compare(results, reference)
+        for result in results:
+            assert result["losses"] == pytest.approx(wanted, rel=1e-5)
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _indices_read(rank: int, size: int, choose: dict[str, Any], count: int) -> tuple[int, list[int]]:
+    trainer, module = sg.Trainer(**choose), Indexed()
+    trainer.fit(module, loader((*data(count), torch.arange(count)), 4))
+    return trainer.run.mesh.data_shard, module.indices
+
+
+def _predict(rank: int, size: int, choose: dict[str, Any], count: int) -> Any:
+    trainer = sg.Trainer(**choose)
+    results = trainer.predict(Indexed(), loader((*data(count, seed=9), torch.arange(count)), 2))
+    outputs = torch.cat([out for _, out in results]).detach().cpu()
+    indices = torch.cat([index for index, _ in results]).tolist()
+    return {"shard": trainer.run.mesh.data_shard, "indices": indices, "outputs": outputs}
+
+
+def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any, batches: Any) -> Any:
+    module, held_out = Net(), loader(samples, 4)
+    before = sg.Trainer(**choose).validate(module, held_out)[0]["val_loss"]
+    trainer = sg.Trainer(**(choose | {"num_sanity_val_steps": 2}))
+    trainer.fit(module, share(trainer, batches), held_out)
+    weights = weights_of(trainer)
+    after = trainer.validate(module, held_out)[0]["val_loss"]
+    return {"weights": weights, "losses": [before, after]}

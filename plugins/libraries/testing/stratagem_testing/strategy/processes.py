@@ -1,0 +1,136 @@
+"""Checks of the processes: collectives, errors on one rank, and what remains after a run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import stratagem as sg
+from stratagem.api.capabilities import MULTI_PROCESS
+from stratagem_testing.reference import Batch, Net, joined_batches, relative_difference
+from stratagem_testing.strategy.base import BATCH, StrategyChecks, run_arguments
+from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, train, weights_of
+
+
+class ProcessChecks(StrategyChecks):
+    """Collectives, errors that end all ranks, teardown, and a second run in the same process."""
+
+    def test_collectives(self, world_size: int) -> None:
+        """All methods of `Collectives`, with tensors and with objects, give their documented results."""
+        for problems in self._run(world_size, _collective_errors):
+            assert problems == []
+
+    def test_an_error_on_one_rank_ends_all(self, several: int) -> None:
+        """All ranks end within seconds, and the other ranks' errors name the cause."""
+        *others, raiser = self._run(several, _raise_on_last_rank)
+
+        assert raiser == "ValueError: out of order"
+        for error in others:
+            assert "out of order" in error or "onnection" in error or "peer" in error, error
+
+    def test_leaves_nothing_behind(self, world_size: int) -> None:
+        """After three runs in one process no process group, thread, file descriptor, port or file remains."""
+        for first, second, third in self._run(world_size, _run_three_times):
+            assert not third["process group"], "the process group still exists"
+            # The peer may close a connection later than after another run; a leak grows with each run.
+            more = {name for name, value in third.items() if not _at_most(value, second[name])}
+            assert not more, f"after the first run {first}, the second {second}, the third {third}"
+
+    def test_a_second_run_is_like_the_first(self, world_size: int) -> None:
+        """The same instance trains twice in one process, and the first run does not affect the second."""
+        for first, second in self._run(world_size, _train_twice, joined_batches(3, BATCH)):
+            assert relative_difference(second, first) < self.tolerance
+
+    def test_more_processes_than_it_can_are_refused(self, several: int) -> None:
+        """A strategy for one process refuses two before it starts any."""
+        if self.claims(MULTI_PROCESS):
+            return
+        self._require(MULTI_PROCESS, several)
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _raise_on_last_rank(rank: int, size: int, choose: dict[str, Any]) -> str:
+    class Raises(Net):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            if batch_idx == 2 and rank == size - 1:
+                raise ValueError("out of order")
+            return super().training_step(batch, batch_idx)
+
+    return outcome(lambda: train(rank, size, Raises, joined_batches(5, BATCH), choose))
+
+
+def _run_three_times(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+    after_each = []
+    with in_empty_folder() as folder:
+        for _ in range(3):
+            trainer = sg.Trainer(**(choose | {"default_root_dir": folder}))
+            trainer.fit(Net(), share(trainer, joined_batches(2, BATCH)))
+            trainer.run.close()
+            trainer.run.close()  # safe to call twice
+            del trainer
+            after_each.append(_stable_resources())
+    return after_each
+
+
+def _at_most(value: Any, other: Any) -> bool:
+    return bool(value <= other) if type(value) is int and type(other) is int else bool(value == other)
+
+
+def _stable_resources() -> dict[str, Any]:
+    """Return what this process holds once it no longer changes, since the peer may close a connection later."""
+    held, since, deadline = resources_held(), time.monotonic(), time.monotonic() + 5
+    while time.monotonic() < min(since + 0.5, deadline):
+        time.sleep(0.1)
+        now = resources_held()
+        if now != held:
+            held, since = now, time.monotonic()
+    return held
+
+
+def _train_twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    run = sg.Run(**run_arguments(choose))
+    instance = run.stack.strategies[0].plugin
+    weights = []
+    for _ in range(2):
+        trainer = sg.Trainer(**(choose | {"strategy": instance}))
+        trainer.fit(Net(), share(trainer, batches))
+        weights.append(weights_of(trainer))
+        trainer.close()
+    return weights
+
+
+def _collective_errors(rank: int, size: int, choose: dict[str, Any]) -> list[str]:
+    """Return a message for each collective whose result is wrong."""
+    run = sg.Run(**run_arguments(choose))
+    run.connect()
+    collectives, problems = run.collectives, list[str]()
+    mine = torch.full((3,), float(rank + 1), device=run.device)
+    sums = float(sum(range(1, size + 1)))
+
+    def expect(what: str, got: Any, wanted: Any) -> None:
+        if got != wanted:
+            problems.append(f"{what} returned {got}; expected {wanted}")
+
+    for op, wanted in {"mean": sums / size, "sum": sums, "max": float(size), "min": 1.0}.items():
+        expect(f"all_reduce {op}", collectives.all_reduce(mine, op).tolist(), [wanted] * 3)  # type: ignore[arg-type]
+    expect("all_reduce's argument afterwards", mine.tolist(), [float(rank + 1)] * 3)
+    expect("average_async", collectives.average_async(mine.clone()).wait().tolist(), [sums / size] * 3)
+    expect(
+        "all_gather",
+        [part.tolist() for part in collectives.all_gather(mine)],
+        [[float(r + 1)] * 3 for r in range(size)],
+    )
+    expect("broadcast", collectives.broadcast(mine.clone(), size - 1).tolist(), [float(size)] * 3)
+    expect("broadcast_object", collectives.broadcast_object({"rank": rank}, size - 1), {"rank": size - 1})
+    expect("all_gather_object", collectives.all_gather_object(rank), list(range(size)))
+    expect("any", (collectives.any(rank == size - 1), collectives.any(False)), (True, False))
+    error = outcome(lambda: collectives.fail_together(ValueError("mine") if rank == size - 1 else None))
+    expect("fail_together names the error", "mine" in error, True)
+    expect("world_size", (collectives.world_size, run.world_size), (size, size))
+    collectives.barrier()
+    run.close()
+    return problems

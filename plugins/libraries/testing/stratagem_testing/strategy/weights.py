@@ -1,0 +1,172 @@
+"""Checks of the weights: training gives those of one process that reads the joined batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stratagem as sg
+from stratagem.api.capabilities import CLIP_BY_NORM, SHARDED_PARAMETERS
+from stratagem_testing.reference import (
+    Branching,
+    BranchingInSize,
+    BranchingLater,
+    Buffered,
+    Double,
+    Dropped,
+    Frozen,
+    Net,
+    Scalar,
+    Scheduled,
+    Shifted,
+    Tied,
+    Unused,
+    branching_batches,
+    data,
+    joined_batches,
+    loss_of,
+    part,
+    train_branching_plainly,
+    train_module_plainly,
+)
+from stratagem_testing.strategy.base import BATCH, StrategyChecks, run_arguments
+from stratagem_testing.training import loader, train, weights_of
+
+
+class WeightChecks(StrategyChecks):
+    """Training in several processes gives the weights of plain PyTorch on one."""
+
+    @classmethod
+    def parameters(cls) -> dict[str, Sequence[Any]]:
+        return super().parameters() | {
+            "model": (Frozen, Tied, Scalar, Buffered, Scheduled),
+            "branching": (Branching, BranchingLater, BranchingInSize),
+        }
+
+    def test_weights_equal_one_process(self, world_size: int) -> None:
+        """SGD with momentum, since Adam would hide a gradient that is scaled wrongly."""
+        batches = joined_batches(12, BATCH)
+        reference, norms = train_module_plainly(Net(), batches)
+        assert max(norms) > 1, "the reference has small gradients, with which errors would not be seen"
+
+        results = self._train(world_size, Net, batches)
+
+        assert [result["steps"] for result in results] == [12] * world_size
+        self._compare(results, reference)
+
+    def test_a_loop_of_your_own(self, world_size: int) -> None:
+        """`Run.setup`, `backward`, `clip_gradients` (which returns the norm before clipping) and `optimizer_step`.
+
+        Gradients that `zero_grad` drops before a step have no effect.
+        """
+        batches = joined_batches(6, BATCH)
+        clip = 0.5 if self.claims(CLIP_BY_NORM) else None
+        reference, norms = train_module_plainly(Net(), batches, max_norm=clip)
+
+        results = self._run(world_size, _train_in_own_loop, batches, clip)
+
+        self._compare(results, reference)
+        for result in results:
+            if clip is not None:
+                assert result["norms"] == pytest.approx(norms, rel=1e-5)
+
+    def test_unusual_models(self, world_size: int, model: type[Net]) -> None:
+        """Frozen, tied and scalar parameters, buffers, and a schedule of the learning rate."""
+        batches = joined_batches(6, BATCH)
+
+        self._compare(self._train(world_size, model, batches), train_module_plainly(model(), batches)[0])
+
+    def test_double_precision_is_kept(self, world_size: int) -> None:
+        """Nothing is rounded to fp32, or the module is refused on every rank."""
+        batches = [tuple(tensor.double() for tensor in batch) for batch in joined_batches(4, BATCH)]
+
+        self._compare(
+            self._trained_or_refused(world_size, Double, batches), train_module_plainly(Double(), batches)[0], 1e-12
+        )
+
+    def test_unused_parameters(self, world_size: int) -> None:
+        """The module trains as in one process, or is refused on every rank; it never hangs or gives other weights."""
+        batches = joined_batches(4, BATCH)
+        reference, _ = train_module_plainly(Unused(), batches)
+
+        self._compare(self._trained_or_refused(world_size, Unused, batches), reference)
+
+    def test_branching_models(self, several: int, branching: type[Branching]) -> None:
+        """Ranks whose batches use different layers train as in one process, or the module is refused on every rank.
+
+        It never hangs, and never adds the gradient of one layer to another's.
+        """
+        batches = branching_batches(5, BATCH, several)
+        reference, norms = train_branching_plainly(branching(), batches, several)
+        assert max(norms) > 1, "the reference has small gradients, with which errors would not be seen"
+
+        self._compare(self._trained_or_refused(several, branching, batches), reference)
+
+    def test_an_uneven_last_batch(self, world_size: int) -> None:
+        """The last batch of the loader is smaller than the others, by the same number on every rank."""
+        samples = data(world_size * 11, seed=7)
+        x, y = samples
+        joined: list[tuple[Tensor, ...]] = list(zip(x.split(4 * world_size), y.split(4 * world_size), strict=True))
+
+        self._compare(self._run(world_size, _train_from_loader, samples, 4), train_module_plainly(Net(), joined)[0])
+
+    def test_training_starts_from_the_weights_of_rank_0(self, several: int) -> None:
+        """Ranks that begin with different weights and buffers, as without a seed, all train from those of rank 0."""
+        batches = joined_batches(4, BATCH)
+
+        results = self._run(several, _train_from_different_weights, batches)
+
+        if self.claims(SHARDED_PARAMETERS):  # the shards of different ranks may come from different models
+            self._compare(results, None)
+        else:
+            self._compare(results, train_module_plainly(Shifted(seed=0), batches)[0])
+
+    def test_random_numbers_are_left_alone(self, alone: int) -> None:
+        """One process draws exactly the random numbers that plain PyTorch draws from the same seed."""
+        batches = joined_batches(6, BATCH)
+        torch.manual_seed(11)
+        reference, _ = train_module_plainly(Dropped(), batches)
+
+        self._compare(self._run(alone, _train_seeded, batches), reference)
+
+
+# --- In each process ---------------------------------------------------------------------------------------------
+
+
+def _train_in_own_loop(rank: int, size: int, choose: dict[str, Any], batches: Any, clip: float | None) -> Any:
+    with sg.Run(**run_arguments(choose)) as run:
+        module = Net()
+        model, optimizer = run.setup(module, module.configure_optimizers())
+        norms = []
+        mine = part(batches, run.context.mesh.data_shard, run.context.mesh.num_data_shards)
+        for number, (x, y) in enumerate(run.dataloader(mine)):
+            if number == 2:  # gradients that are dropped before the step
+                run.backward(loss_of(model(-x), y))
+                optimizer.zero_grad()
+            run.backward(loss_of(model(x), y))
+            if clip is not None:
+                norms.append(float(run.clip_gradients(optimizer, max_norm=clip)))
+            run.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        with run.context.making_whole():
+            state = run.context.ask("model_state", module=module)
+        return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
+
+
+def _train_from_loader(rank: int, size: int, choose: dict[str, Any], samples: Any, batch_size: int) -> Any:
+    trainer = sg.Trainer(**choose)
+    trainer.fit(Net(), loader(samples, batch_size))
+    return {"weights": weights_of(trainer)}
+
+
+def _train_from_different_weights(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    return train(rank, size, lambda: Shifted(seed=rank), batches, choose)
+
+
+def _train_seeded(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+    torch.manual_seed(11)
+    return train(rank, size, Dropped, batches, choose)
