@@ -386,7 +386,7 @@ def test_an_object_that_collects_does_so_at_the_end_of_a_step():
 
 @pytest.mark.parametrize("where", ["update", "call", "log"])
 def test_an_object_that_collects_is_refused_in_a_part(where):
-    with pytest.raises(ConfigError, match="a part of a batch used a BinaryAccuracy.*validation_step_end"):
+    with pytest.raises(ConfigError, match="a step used a BinaryAccuracy.*validation_step_end"):
         trainer_of(2).validate(Measured(where), UNEVEN)
 
 
@@ -419,8 +419,8 @@ def test_manual_optimization_is_refused():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ("text", "no tensor with a dimension to cut for 2 devices"),
-        ((torch.tensor(1.0), 3), "no tensor with a dimension to cut"),
+        ("text", "no tensor that can be split for 2 devices"),
+        ((torch.tensor(1.0), 3), "no tensor that can be split"),
         ((torch.zeros(4, 16), torch.zeros(3, 1)), "tensors of 4 and of 3 in dimension 0"),
     ],
 )
@@ -461,8 +461,8 @@ class Strange(Net):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("sets", "Strange.training_step set seen on a copy"),
-        ("sets a buffer", "Strange.training_step set running_mean on a copy"),
+        ("sets", "Strange.training_step set seen on a replica"),
+        ("sets a buffer", "Strange.training_step set running_mean on a replica"),
         ("differs", "returned a tensor without dimensions and NoneType"),
         ("is ragged", r"of the shapes \(12, 12\) and \(11, 11\)"),
     ],
@@ -500,7 +500,7 @@ def test_an_error_in_a_part_surfaces_once_with_its_traceback():
     assert str(caught.value) == "out of order"
     assert "in culprit" in text
     assert text.count("Traceback") == 1
-    assert "in part 3 of 3 of a batch, on cpu" in text
+    assert "in chunk 3 of 3 of a batch, on cpu" in text
 
 
 # --- What a copy is ----------------------------------------------------------------------------------------------
