@@ -10,7 +10,7 @@ from torch import Tensor
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_outer.messages import SENDER, flat, in_messages, pieces
-from stratagem_outer.teams import OuterStrategy
+from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -12,7 +12,7 @@ from stratagem.api.validators import at_least, between, more_than
 from stratagem.errors import ConfigError
 from stratagem_outer.compressed import mean_in_fp16, mean_in_int8
 from stratagem_outer.messages import local, means, plain_mean
-from stratagem_outer.teams import OuterStrategy
+from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

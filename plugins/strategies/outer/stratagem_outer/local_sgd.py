@@ -8,7 +8,7 @@ from attrs import define, field
 
 from stratagem.api.validators import at_least
 from stratagem_outer.messages import means
-from stratagem_outer.teams import OuterStrategy
+from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

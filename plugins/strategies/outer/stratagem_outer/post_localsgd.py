@@ -10,7 +10,7 @@ from attrs import define, field
 from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, CommHook, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_outer.apart import Apart
+from stratagem_outer.diverging_replicas import Apart
 from stratagem_outer.messages import means
 
 if TYPE_CHECKING:

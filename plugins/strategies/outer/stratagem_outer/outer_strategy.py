@@ -10,7 +10,7 @@ from attrs import define, field
 from stratagem.api import MULTI_PROCESS, TEAMS, WITHIN_TEAM, Capabilities, Strategy, hookimpl
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
-from stratagem_outer.apart import Apart
+from stratagem_outer.diverging_replicas import Apart
 
 if TYPE_CHECKING:
     from collections.abc import Generator
