@@ -746,8 +746,8 @@ TOGETHER = {
     "one node": (["diloco", "ddp"], Net, {}, "team_size is 4 by default"),
     "teams of one strategy for one": ({"name": "diloco", "team_size": 2}, Net, {}, "trains in one process"),
     "LBFGS": ("local_sgd", Lbfgs, {}, "LBFGS, which evaluates the model"),
-    "a distributed optimizer": ("local_sgd", Zero, {}, "makes all processes' parameters the same"),
-    "shards by hand": ([{"name": "local_sgd", "team_size": 2}, "fsdp"], ByHand, {}, "optimizes by hand"),
+    "a distributed optimizer": ("local_sgd", Zero, {}, "synchronizes the parameters of all ranks itself"),
+    "shards by hand": ([{"name": "local_sgd", "team_size": 2}, "fsdp"], ByHand, {}, "uses manual optimization"),
     "thawed": ({"name": "local_sgd", "period": 2}, Thaws, {}, "was frozen when training began"),
     "16 bits": ({"name": "diloco", "compress": "fp16"}, Half, {}, "16 bits already"),
     "one subgroup": ("ddp", Net, {"comm_hook": POST | {"subgroup_size": 4}}, "one subgroup"),
@@ -785,7 +785,7 @@ def test_two_modules_in_a_loop_of_ones_own_are_refused():
 
 
 def _short(rank, size):
-    with pytest.warns(UserWarning, match="without a meeting") if rank == 0 else pytest.MonkeyPatch.context():
+    with pytest.warns(UserWarning, match="without a sync") if rank == 0 else pytest.MonkeyPatch.context():
         train(rank, size, Net, BATCHES[:3], {"strategy": "diloco"})
 
 

@@ -1,1 +1,1 @@
-"""Strategies whose processes train models of their own for a while: start reading in `stratagem_outer.diverging_replicas`."""
+"""Strategies whose replicas diverge between syncs: start reading in `stratagem_outer.diverging_replicas`."""

@@ -1,4 +1,4 @@
-"""Average with a neighbour or two instead of with everybody: no step waits for the slowest of all."""
+"""Average with one or two other teams instead of all: a step does not wait for the slowest team."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import means
+from stratagem_outer.messages import averages
 from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 class DecentralizedStrategy(OuterStrategy):
     """Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
 
-    Models differ all the time; how far depends on the learning rate and on how fast news travels in the topology.
+    Replicas always differ; how much depends on the learning rate and on how fast the topology mixes parameters.
     """
 
     path: ClassVar[str] = "strategy.decentralized"
 
-    #: "ring" mixes with both neighbours, by thirds (two teams: by halves). "random" halves with one other, drawn anew
-    #: for each meeting: half the messages, and news gets around in fewer steps; of an odd number one team rests.
+    #: "ring" averages with both neighbors (two teams: with the other one). "random" averages in pairs that are drawn
+    #: again for each sync: half the messages, and faster mixing; with an odd number of teams one is left out.
     topology: Literal["ring", "random"] = "ring"
-    #: Optimizer steps between two meetings.
+    #: Optimizer steps between two syncs.
     period: int = field(default=1, validator=at_least(1))
 
-    def _meets(self) -> bool:
+    def _is_sync_step(self) -> bool:
         return self._steps % self.period == 0
 
-    def _meet(self, run: RunContext) -> None:
-        mine = self._local()
-        mix = self._with_partner if self.topology == "random" else _with_both_neighbours
-        for name, mixed in means(mine, self._across, run.device, mix):
+    def _sync(self, run: RunContext) -> None:
+        mine = self._local_parameters()
+        mix = self._mix_with_partner if self.topology == "random" else _mix_with_both_neighbors
+        for name, mixed in averages(mine, self._sync_group, run.device, mix):
             mine[name].copy_(mixed)
 
-    def _with_partner(self, message: Tensor, across: Collectives) -> Tensor:
-        other = partner(across.rank, across.world_size, self._steps)
-        if other == across.rank:
+    def _mix_with_partner(self, message: Tensor, group: Collectives) -> Tensor:
+        other = partner(group.rank, group.world_size, self._steps)
+        if other == group.rank:
             return message
-        return message.add_(across.send_recv(message, to=other, source=other)).div_(2)
+        return message.add_(group.send_recv(message, to=other, source=other)).div_(2)
 
 
-def _with_both_neighbours(message: Tensor, across: Collectives) -> Tensor:
-    left, right = (across.rank - 1) % across.world_size, (across.rank + 1) % across.world_size
-    from_left = across.send_recv(message, to=right, source=left)
+def _mix_with_both_neighbors(message: Tensor, group: Collectives) -> Tensor:
+    left, right = (group.rank - 1) % group.world_size, (group.rank + 1) % group.world_size
+    from_left = group.send_recv(message, to=right, source=left)
     if left == right:
         return message.add_(from_left).div_(2)
-    from_right = across.send_recv(message, to=left, source=right)
+    from_right = group.send_recv(message, to=left, source=right)
     return message.add_(from_left).add_(from_right).div_(3)
 
 
 def partner(rank: int, size: int, step: int) -> int:
-    """Return whom `rank` meets after `step`; itself if it rests. All ranks draw the same pairs."""
+    """Return the partner of `rank` after `step`; `rank` itself if it has none. All ranks draw the same pairs."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(step)).tolist()
-    place = order.index(rank) ^ 1
-    return order[place] if place < size else rank
+    index = order.index(rank) ^ 1
+    return order[index] if index < size else rank

@@ -1,4 +1,4 @@
-"""Average the parameters every so many steps, instead of the gradients in every one."""
+"""Average the parameters every few steps, instead of the gradients in every step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import define, field
 
 from stratagem.api.validators import at_least
-from stratagem_outer.messages import means
+from stratagem_outer.messages import averages
 from stratagem_outer.outer_strategy import OuterStrategy
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ class LocalSGDStrategy(OuterStrategy):
 
     path: ClassVar[str] = "strategy.local_sgd"
 
-    #: Optimizer steps between two averages. More of them send less, and the average is of models further apart.
+    #: Optimizer steps between two averages. A longer period sends less, and averages replicas that differ more.
     period: int = field(default=8, validator=at_least(1))
-    #: Until this step the parameters are averaged after every step: early steps are large, and lead far apart.
+    #: Until this step the parameters are averaged after every step: early steps are large, and replicas would diverge.
     start_step: int = field(default=0, validator=at_least(0))
 
-    def _meets(self) -> bool:
+    def _is_sync_step(self) -> bool:
         return self._steps <= self.start_step or (self._steps - self.start_step) % self.period == 0
 
-    def _meet(self, run: RunContext) -> None:
-        mine = self._local()
-        for name, mean in means(mine, self._across, run.device):
+    def _sync(self, run: RunContext) -> None:
+        mine = self._local_parameters()
+        for name, mean in averages(mine, self._sync_group, run.device):
             mine[name].copy_(mean)
-        self._met = True
+        self._parameters_in_sync = True

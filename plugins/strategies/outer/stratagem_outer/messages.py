@@ -1,4 +1,4 @@
-"""Many tensors in a few flat messages: each message costs a latency, and a model has hundreds of tensors."""
+"""Communicate many tensors in a few flat messages, since each message costs a latency."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from torch import Tensor
 
 from stratagem.api import Collectives
 
-#: Bytes of a message: enough that its latency does not count, and little enough that a copy of it does not either.
+#: Bytes of a message: large compared with the cost of its latency, small compared with the memory of a model.
 MESSAGE_BYTES = 25 << 20
-#: What `traffic` calls the sender.
+#: The sender under which `traffic` counts the bytes.
 SENDER = "models"
 
 Average = Callable[[Tensor, Collectives], Tensor]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a (sharded) tensor, in its memory, as real numbers without a gradient."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a (sharded) tensor, detached and sharing its memory; complex numbers as real ones."""
     part: Any = tensor
     part = (part.to_local() if hasattr(part, "to_local") else part).detach()
     return torch.view_as_real(part) if part.is_complex() else part
 
 
-def in_messages(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def is_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def group_into_messages(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield the names of `tensors` that share a message: one dtype, and `MESSAGE_BYTES` or a single larger tensor.
 
-    Ranks that hold the same shapes get the same messages. Nobody sends what is empty.
+    Ranks with tensors of the same shapes get the same messages. Empty tensors are left out.
     """
     open_messages: dict[torch.dtype, list[str]] = {}
     sizes: dict[torch.dtype, int] = {}
@@ -45,48 +49,48 @@ def in_messages(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     yield from open_messages.values()
 
 
-def flat(tensors: Mapping[str, Tensor], names: list[str], device: torch.device) -> Tensor:
-    """Return a message of the named tensors, on `device`, in memory of its own: 1-D."""
+def flatten(tensors: Mapping[str, Tensor], names: list[str], device: torch.device) -> Tensor:
+    """Return the named tensors concatenated into a new 1-D tensor on `device`."""
     return torch.cat([tensors[name].reshape(-1).to(device) for name in names])
 
 
-def pieces(message: Tensor, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of `message`, shaped like the named tensors that it was made of."""
+def unflatten(message: Tensor, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of `message` with the names and shapes of the tensors that were concatenated."""
     parts = message.split([tensors[name].numel() for name in names])
     for name, part in zip(names, parts, strict=True):
         yield name, part.view(tensors[name].shape)
 
 
-def plain_mean(message: Tensor, across: Collectives) -> Tensor:
-    """Return the average of `message`, in its place."""
-    return across.average_async(message).wait()
+def plain_mean(message: Tensor, group: Collectives) -> Tensor:
+    """Return the average of `message` over `group`; overwrites `message`."""
+    return group.average_async(message).wait()
 
 
-def mean_where_different(message: Tensor, across: Collectives) -> Tensor:
-    """Return the average of `message`, whose elements stay as they are, to the bit, where they are the same everywhere.
+def mean_where_different(message: Tensor, group: Collectives) -> Tensor:
+    """Return the average of `message` over `group`; elements that are equal on all ranks stay unchanged to the bit.
 
-    So a constant stays one: a third of a number, three times, need not be that number.
+    The mean of three equal numbers, rounded, need not be that number.
     """
-    low, high = across.all_reduce(message, "min"), across.all_reduce(message, "max")
-    return torch.where(low == high, message, across.all_reduce(message, "mean"))
+    low, high = group.all_reduce(message, "min"), group.all_reduce(message, "max")
+    return torch.where(low == high, message, group.all_reduce(message, "mean"))
 
 
-def means(
-    tensors: Mapping[str, Tensor], across: Collectives, device: torch.device, average: Average = plain_mean
+def averages(
+    tensors: Mapping[str, Tensor], group: Collectives, device: torch.device, average: Average = plain_mean
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `average` makes of each of `tensors`, message by message: one of them is in memory at a time."""
-    for names in in_messages(tensors):
-        message = flat(tensors, names, device)
-        with across.traffic.sent_by(SENDER):
-            message = average(message, across)
-        yield from pieces(message, tensors, names)
+    """Yield the `average` of each tensor over `group`; one message is in memory at a time. Collective."""
+    for names in group_into_messages(tensors):
+        message = flatten(tensors, names, device)
+        with group.traffic.sent_by(SENDER):
+            message = average(message, group)
+        yield from unflatten(message, tensors, names)
 
 
-def follow_first(tensors: Mapping[str, Tensor], across: Collectives, device: torch.device) -> None:
-    """Overwrite `tensors` with those of the first rank of `across`."""
-    for names in in_messages(tensors):
-        message = flat(tensors, names, device)
-        with across.traffic.sent_by(SENDER):
-            across.broadcast(message)
-        for name, piece in pieces(message, tensors, names):
+def broadcast_from_first(tensors: Mapping[str, Tensor], group: Collectives, device: torch.device) -> None:
+    """Overwrite `tensors` with those of the first rank of `group`. Collective."""
+    for names in group_into_messages(tensors):
+        message = flatten(tensors, names, device)
+        with group.traffic.sent_by(SENDER):
+            group.broadcast(message)
+        for name, piece in unflatten(message, tensors, names):
             tensors[name].copy_(piece)

@@ -1,4 +1,4 @@
-"""A strategy around another one: the teams in which that one trains, and who meets whom."""
+"""A strategy around another one, which trains within teams: how ranks are divided into teams and sync groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import define, field
 from stratagem.api import MULTI_PROCESS, TEAMS, WITHIN_TEAM, Capabilities, Strategy, hookimpl
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError
-from stratagem_outer.diverging_replicas import Apart
+from stratagem_outer.diverging_replicas import DivergingReplicas
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 @define(eq=False, kw_only=True)
-class OuterStrategy(Apart, Strategy):
-    """Teams of processes, each with a model of its own between two meetings."""
+class OuterStrategy(DivergingReplicas, Strategy):
+    """Teams of processes, each of which trains its own replica of the model between two syncs."""
 
     outer: ClassVar[bool] = True
 
-    #: Processes that train one model together, by the strategy inside. By default those of a node, whose link is fast,
-    #: or each by itself where the strategy inside is for one process.
+    #: Number of processes that train one replica with the strategy inside. By default those of a node, or 1 if the
+    #: strategy inside is for one process. Larger teams send gradients over more links, and there are fewer replicas.
     team_size: int | None = field(default=None, validator=at_least(1))
-    #: How long a process waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: How long a process waits for the others before it raises an error, in seconds or as a timedelta; by default
     #: 10 minutes over NCCL and 30 otherwise.
     timeout: timedelta | None = field(default=None, validator=duration)
 
@@ -49,7 +49,7 @@ class OuterStrategy(Apart, Strategy):
             raise ConfigError(
                 found + " and the strategy inside it trains in one process",
                 expected="1",
-                do="drop it, or put a strategy for several processes inside",
+                do="drop team_size, or use a strategy for several processes inside",
             )
         if world.world_size % size:
             raise ConfigError(f"{found} and the run has {world.world_size} processes", expected="a divisor of that")
@@ -60,8 +60,8 @@ class OuterStrategy(Apart, Strategy):
             )
         if size == world.world_size:
             raise ConfigError(
-                f"{found}, which makes one team of the run's {world.world_size} process{'es' * (size > 1)}: it would "
-                "meet nobody",
+                f"{found}, which makes one team of the run's {world.world_size} process{'es' * (size > 1)}, with no "
+                "other replica to average with",
                 expected="at least two teams",
                 do="start more processes, or set team_size to a divisor of their number",
             )
@@ -71,6 +71,6 @@ class OuterStrategy(Apart, Strategy):
     def connect(self, world: World, run: RunContext) -> Generator[None, Collectives, Collectives]:
         collectives = yield
         size = run.peers_world.world_size
-        self._across = collectives.split([list(range(place, world.world_size, size)) for place in range(size)])
-        self._first = world.rank % size
+        self._sync_group = collectives.split([list(range(first, world.world_size, size)) for first in range(size)])
+        self._first_of_group = world.rank % size
         return collectives

@@ -1,4 +1,4 @@
-"""A comm hook of DDP's: after a while, average gradients within a node alone, and parameters now and then."""
+"""A comm hook for DDP: after some steps, average gradients within a node only, and parameters periodically."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from attrs import define, field
 from stratagem.api import GRADIENT_BUCKETS, LOCAL_STEPS, TEAMS, Capabilities, Collectives, CommHook, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_outer.diverging_replicas import Apart
-from stratagem_outer.messages import means
+from stratagem_outer.diverging_replicas import DivergingReplicas
+from stratagem_outer.messages import averages
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @define(eq=False, kw_only=True)
-class PostLocalSGD(Apart, CommHook):
-    """Gradients are averaged by all until a step, then within subgroups; parameters by all, now and then.
+class PostLocalSGD(DivergingReplicas, CommHook):
+    """Averages gradients over all ranks until a given step, then within subgroups; parameters periodically over all.
 
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
     """
@@ -31,13 +31,13 @@ class PostLocalSGD(Apart, CommHook):
     path: ClassVar[str] = "comm_hook.post_localsgd"
     innermost: ClassVar[bool] = True
 
-    #: Optimizer steps between two averages of the parameters; must be set. More of them send less, and the average is
-    #: of models further apart.
+    #: Optimizer steps between two averages of the parameters; must be set. A longer period sends less, and averages
+    #: replicas that differ more.
     model_averaging_period: int | None = field(default=None, validator=at_least(1))
-    #: Until this step gradients are averaged over all processes: early steps are large, and lead far apart.
-    start_localSGD_iter: int = field(default=8, validator=at_least(0))  # noqa: N815 - what DDP's users know it by
-    #: Processes that average their gradients in every step. By default those of a node, as with torch's subgroup=None:
-    #: on one node that is all of them, and parameters never differ.
+    #: Until this step gradients are averaged over all processes: early steps are large, and replicas would diverge.
+    start_localSGD_iter: int = field(default=8, validator=at_least(0))  # noqa: N815 - torch's name
+    #: Number of processes that average their gradients in every step. By default those of a node, as with torch's
+    #: subgroup=None: on one node these are all processes, and parameters never differ.
     subgroup_size: int | None = field(default=None, validator=at_least(1))
 
     _subgroup: Collectives = field(init=False, factory=Collectives)
@@ -48,14 +48,14 @@ class PostLocalSGD(Apart, CommHook):
         if self.model_averaging_period is None:
             raise ConfigError(
                 f"{self.path}.model_averaging_period is not set",
-                expected="how many optimizer steps lie between two averages of the parameters",
-                do='say comm_hook={"name": "post_localsgd", "model_averaging_period": 4}',
+                expected="the number of optimizer steps between two averages of the parameters",
+                do='pass comm_hook={"name": "post_localsgd", "model_averaging_period": 4}',
             )
 
     @hookimpl(wrapper=True)
     def connect(self, world: World) -> Generator[None, Collectives, Collectives]:
         size = self._size_of_subgroup(world)
-        self._across = collectives = yield
+        self._sync_group = collectives = yield
         if size == world.world_size:
             self._subgroup = collectives
             if world.rank == 0 and size > 1:
@@ -74,7 +74,7 @@ class PostLocalSGD(Apart, CommHook):
         size = self.subgroup_size or world.local_world_size
         found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
         if world.world_size % size:
-            raise ConfigError(found, expected="a divisor of that")
+            raise ConfigError(found, expected="a divisor of the number of processes")
         if size == self.subgroup_size == world.world_size:
             raise ConfigError(
                 f"{found}, one subgroup: averaging parameters would change nothing",
@@ -85,20 +85,20 @@ class PostLocalSGD(Apart, CommHook):
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
-        sent = self._subgroup.average_async(bucket.buffer) if self._drifts() else bucket.buffer
+        sent = self._subgroup.average_async(bucket.buffer) if self._diverges() else bucket.buffer
         average: Tensor = yield sent
         return average
 
-    def _drifts(self) -> bool:
-        return self._steps >= self.start_localSGD_iter and self._subgroup is not self._across
+    def _diverges(self) -> bool:
+        return self._steps >= self.start_localSGD_iter and self._subgroup is not self._sync_group
 
-    def _meets(self) -> bool:
+    def _is_sync_step(self) -> bool:
         assert self.model_averaging_period is not None, "the constructor refuses None"
-        apart = self._steps - self.start_localSGD_iter
-        return apart > 0 and apart % self.model_averaging_period == 0
+        diverged = self._steps - self.start_localSGD_iter
+        return diverged > 0 and diverged % self.model_averaging_period == 0
 
-    def _meet(self, run: RunContext) -> None:
-        mine = {} if self._subgroup is self._across else self._local()
-        for name, mean in means(mine, self._across, run.device):
+    def _sync(self, run: RunContext) -> None:
+        mine = {} if self._subgroup is self._sync_group else self._local_parameters()
+        for name, mean in averages(mine, self._sync_group, run.device):
             mine[name].copy_(mean)
-        self._met = True
+        self._parameters_in_sync = True
