@@ -137,6 +137,15 @@ def test_every_hook_is_documented_with_its_exact_signature():
     assert [signature for signature in signatures if f"### `{signature}`" not in text] == []
 
 
+def test_every_hook_is_documented_with_its_docstring():
+    text = " ".join((ROOT / "docs" / "hooks.md").read_text().split())
+    docstrings = {
+        hook: " ".join(inspect.getdoc(getattr(hooks, hook)).replace("``", "`").split()) for hook in hook_specifications()
+    }
+
+    assert [hook for hook, docstring in docstrings.items() if f")` {docstring}" not in text] == []
+
+
 def test_docs_describe_no_hook_that_does_not_exist():
     documented = set(re.findall(r"^### `(\w+)\(", (ROOT / "docs" / "hooks.md").read_text(), re.MULTILINE))
 

@@ -1,6 +1,6 @@
-"""The contract: every hook of a run, in the order in which they are called.
+"""Every hook of a run, in the order in which they are called.
 
-Read it with `stratagem.api.kinds` and `stratagem.api.context`: a plugin author needs nothing else.
+Plugin authors need this module, `stratagem.api.kinds` and `stratagem.api.context`.
 
 [Note: answering, acting, wrapping]
 * An **answer** hook (``firstresult``) is answered by exactly one plugin, and the answer is never None. Where no plugin
@@ -11,9 +11,9 @@ Read it with `stratagem.api.kinds` and `stratagem.api.context`: a plugin author 
   first), precision, comm hooks, environment, launcher, accelerator, checkpoint format, then callbacks as listed, then
   loggers. "All enter" means that each returned context manager is entered, in that order.
 
-An implementation names only the arguments it wants. `run` is a `stratagem.api.context.RunContext`, `trainer` a
-`TrainerView`: together with the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. Unless said
-otherwise a hook runs in every process.
+An implementation names only the arguments that it uses. `run` is a `stratagem.api.context.RunContext`, `trainer` a
+`TrainerView`: together with the bases of `stratagem.api.kinds` that is all of the core that a plugin uses. A hook runs
+in every process, unless its description says otherwise.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ if TYPE_CHECKING:
 
 @hookspec(firstresult=True)
 def setup_environment(run: RunContext) -> World:
-    """Answer (environment): this process's place. The first hook of every process; nothing is connected yet.
+    """Answer (environment): the ranks of this process. The first hook of every process; nothing is connected yet.
 
-    Also called in the process that the user started, before `launch`: the answer is then local rank 0's place, with
-    ``main_port=None`` if the port is still to be chosen. Raise `ConfigError` if the processes found are not those that
-    ``run.settings`` asks for (``run.num_processes`` on this node, ``run.settings.num_nodes`` nodes).
+    Also called in the process that the user started, before `launch`: the answer is then the `World` of local rank 0,
+    with ``main_port=None`` if no port is chosen yet. Raise `ConfigError` if the processes found are not those that
+    ``run.settings`` requests (``run.num_processes`` on this node, ``run.settings.num_nodes`` nodes).
     """
 
 
 @hookspec(firstresult=True)
 def launch(main: Callable[[], Any], run: RunContext) -> Any:
-    """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return what rank 0's returned.
+    """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return the result of rank 0.
 
-    Called once, in the process that the user started, unless the environment says that all processes exist
-    (`Environment.processes_exist`); ``run.world`` is local rank 0's place. Every process started must learn its own
-    through the variables of `stratagem.distributed.process_variables`. This answer alone may be None: it is the user's.
+    Called once, in the process that the user started, unless all processes exist already
+    (`Environment.processes_exist`); ``run.world`` is that of local rank 0. Set the variables of
+    `stratagem.distributed.process_variables` for every started process. Only this answer may be None: `main` is the
+    user's function.
     """
 
 
@@ -86,8 +87,8 @@ def prepare_module(module: nn.Module, run: RunContext) -> None:
 def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
     """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 
-    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hangs its
-    work on ``forward`` sees the whole step. Outer strategies wrap. Called for every stage; ``run.stage`` tells which.
+    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hooks
+    into ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
     """
 
 
@@ -106,7 +107,7 @@ def wrap_dataloader(loader: DataLoader[Any], stage: str, run: RunContext) -> Dat
 
 @hookspec(firstresult=True)
 def transfer_batch(batch: Any, run: RunContext) -> Any:
-    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor in it. A precision wraps, to convert."""
+    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor. A precision wraps to convert dtypes."""
 
 
 # --- The step ----------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def transfer_batch(batch: Any, run: RunContext) -> Any:
 def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
     """All enter: contexts around one forward (and, when training, backward); None enters none.
 
-    `sync` is False when the gradients of this micro-batch are only accumulated, or when the module optimizes by hand.
+    `sync` is False when the gradients of this micro-batch are only accumulated, or under manual optimization.
     """
 
 
@@ -124,14 +125,15 @@ def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextMana
 def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: RunContext) -> Any:
     """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
 
-    Return what ``training_step`` would, and differentiate with `Run.backward`, which tells of `on_before_backward` and
-    `on_after_backward`. No default implementation: the loop calls forward and `Run.backward` when nobody answers.
+    Return what ``training_step`` returns, and differentiate with `Run.backward`, which calls the hooks
+    `on_before_backward` and `on_after_backward`. There is no default: if no plugin answers, the loop calls forward and
+    `Run.backward`.
     """
 
 
 @hookspec(firstresult=True)
 def scale_loss(loss: Tensor, run: RunContext) -> Tensor:
-    """Answer (precision): the loss to differentiate. Default: as it is."""
+    """Answer (precision): the loss to differentiate. Default: unchanged."""
 
 
 @hookspec(firstresult=True)
@@ -146,10 +148,10 @@ def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
 def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
     """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
 
-    What it yields is sent, and comes back as the value of the ``yield``: a tensor through the next hook, at the bottom
-    of the stack an all-reduce mean over the ranks of `collectives`; a future, such as that of
-    ``collectives.all_to_all_async``, as what it holds. It may yield several times, equally often on all ranks. A plain
-    function, without ``yield``, returns its result at once. The run composes the stack once
+    If it yields a tensor, the value of the ``yield`` is the tensor averaged by the next hook of the stack, after the
+    last hook by an all-reduce over the ranks of `collectives`. If it yields a future, such as that of
+    ``collectives.all_to_all_async``, the value is the future's result. It may yield several times, equally often on all
+    ranks. A plain function, without ``yield``, returns its result at once. The run composes the stack once
     (`RunContext.bucket_reducer`) and calls the implementations directly, not through pluggy.
     """
 
@@ -160,8 +162,8 @@ def clip_gradients(
 ) -> Tensor | float:
     """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
 
-    Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. When clipping by
-    value the answer is 0.0: nobody pays for a norm that nobody asked for.
+    Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. The answer to
+    clipping by value is 0.0, since the norm is not needed.
     """
 
 
@@ -169,8 +171,8 @@ def clip_gradients(
 def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
     """Answer (an engine, or a precision that scales): step; return whether parameters changed.
 
-    False is a step skipped because gradients overflowed: all ranks must then agree. `closure` is set only for
-    optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
+    False means that the step was skipped because gradients overflowed; all ranks must return the same. `closure` is set
+    only for optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
     """
 
 
@@ -179,11 +181,11 @@ def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, r
 
 @hookspec(firstresult=True)
 def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
-    """Answer (strategy): logical state of the model: plain names, whole tensors. `module` is the user's. Collective.
+    """Answer (strategy): logical state of the user's `module`: its parameter names, full tensors. Collective.
 
-    Where ``run.needs_values`` is False (on other ranks than the one that writes) a tensor may be on the meta device.
-    Where ``run.whole_state`` is False the checkpoint format takes parts, and nobody should make them whole: shards are
-    DTensors, and a tensor that is whole on some ranks only is on the meta device of the others.
+    If ``run.needs_values`` is False (on a rank that does not write), a tensor may be on the meta device. If
+    ``run.whole_state`` is False, the checkpoint format writes shards: return DTensors and do not gather them; a tensor
+    that is unsharded on some ranks only is on the meta device of the others.
     """
 
 
@@ -196,7 +198,7 @@ def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, 
 def optimizer_state(optimizer: Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
     """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
 
-    ``run.whole_state`` and ``run.needs_values`` as for `model_state`.
+    ``run.whole_state`` and ``run.needs_values`` have the same meaning as for `model_state`.
     """
 
 
@@ -207,22 +209,22 @@ def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn
 
 @hookspec(firstresult=True)
 def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
-    """Answer (checkpoint format): write `state` to `path`, whole or not at all; return True. Called on all ranks."""
+    """Answer (checkpoint format): write `state` to `path` atomically; return True. Called on all ranks."""
 
 
 @hookspec(firstresult=True)
 def load_checkpoint(path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
-    """Answer (checkpoint format): read and verify `path`. `into` offers tensors to read into, where a format can."""
+    """Answer (checkpoint format): read and verify `path`. A format may read into the tensors of `into`."""
 
 
 # --- Events ------------------------------------------------------------------------------------------------------
-# Acted on by callbacks, loggers and other plugins. A Module may define a method of the same name (without `trainer`,
+# For callbacks, loggers and other plugins. A Module may define a method of the same name (without `trainer`,
 # `module` and `run`); it is called after the plugins.
 
 
 @hookspec
 def setup(trainer: TrainerView, module: nn.Module, stage: str, run: RunContext) -> None:
-    """A call begins in this process: data is prepared, the data module is set up, the model may not be built.
+    """A call starts in this process: data is prepared, the data module is set up, the model may not be built yet.
 
     `stage` is "fit", "validate", "test" or "predict". The module's own ``setup(stage)`` is called after it.
     """
@@ -240,12 +242,12 @@ def on_fit_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None
 
 @hookspec
 def on_sanity_check_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """Before validation is tried, with ``trainer.sanity_checking`` set."""
+    """Before the sanity check, with ``trainer.sanity_checking`` set."""
 
 
 @hookspec
 def on_sanity_check_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """After validation was tried, its metrics forgotten when this returns."""
+    """After the sanity check, whose metrics are cleared when this returns."""
 
 
 @hookspec
@@ -267,15 +269,15 @@ def on_train_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContex
 def on_train_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
     """After the epoch's last batch and its validation, metrics reduced.
 
-    Also where training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`): then
-    ``trainer.position.epoch_ended`` is False, and it is called again when resuming has trained the rest. What
-    `module.log` gets here is reduced at once.
+    Also when training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`):
+    ``trainer.position.epoch_ended`` is then False, and it is called again after a resumed run has trained the rest. A
+    metric that is logged here is reduced at once.
     """
 
 
 @hookspec
 def on_train_batch_start(trainer: TrainerView, module: nn.Module, batch: Any, batch_idx: int, run: RunContext) -> None:
-    """Before a batch is used; it is on the device. A module's own returns -1 to skip the rest of the epoch."""
+    """Before a batch is used; it is on the device. The module's method may return -1 to skip the rest of the epoch."""
 
 
 @hookspec
@@ -287,12 +289,12 @@ def on_train_batch_end(
 
 @hookspec
 def on_before_backward(trainer: TrainerView, module: nn.Module, loss: Tensor, run: RunContext) -> None:
-    """Before a loss is differentiated; `loss` is divided by the accumulation, and not scaled yet."""
+    """Before backward; `loss` is divided by the number of accumulated batches, and not scaled yet."""
 
 
 @hookspec
 def on_after_backward(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """Gradients of a batch were added up; they still carry the loss scale."""
+    """The gradients of a batch are accumulated; they still carry the loss scale."""
 
 
 @hookspec
@@ -307,7 +309,7 @@ def on_before_zero_grad(trainer: TrainerView, module: nn.Module, optimizer: Opti
 
 @hookspec
 def on_validation_start(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """Before validation; ``trainer.sanity_checking`` tells a sanity check from the real thing."""
+    """Before validation, also in a sanity check (``trainer.sanity_checking``)."""
 
 
 @hookspec
@@ -337,7 +339,7 @@ def on_validation_batch_end(
 
 @hookspec
 def on_validation_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """After the last validation batch, before its metrics are reduced: the place to log over the whole set."""
+    """After the last validation batch, before its metrics are reduced: log values of the whole set here."""
 
 
 @hookspec
@@ -437,7 +439,7 @@ def on_load_checkpoint(trainer: TrainerView, module: nn.Module, checkpoint: dict
 
 @hookspec
 def on_exception(trainer: TrainerView, module: nn.Module, exception: BaseException, run: RunContext) -> None:
-    """The loop is about to end with `exception`, on this rank; the others may not know yet: no collectives here."""
+    """The loop ends with `exception` on this rank. The other ranks may not know it yet: call no collectives."""
 
 
 @hookspec
@@ -447,7 +449,7 @@ def log_hyperparams(params: dict[str, Any], run: RunContext) -> None:
 
 @hookspec
 def log_metrics(metrics: dict[str, float], step: int, run: RunContext) -> None:
-    """Loggers, rank 0 only: numbers at optimizer step `step`."""
+    """Loggers, rank 0 only: values at optimizer step `step`."""
 
 
 # --- The end -----------------------------------------------------------------------------------------------------
@@ -455,4 +457,4 @@ def log_metrics(metrics: dict[str, float], step: int, run: RunContext) -> None:
 
 @hookspec
 def teardown(run: RunContext) -> None:
-    """All act: give back what this process holds; the processes are still connected. Must be safe to call twice."""
+    """All act: release what this process holds; the processes are still connected. Must be safe to call twice."""
