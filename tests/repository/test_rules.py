@@ -140,7 +140,8 @@ def test_every_hook_is_documented_with_its_exact_signature():
 def test_every_hook_is_documented_with_its_docstring():
     text = " ".join((ROOT / "docs" / "hooks.md").read_text().split())
     docstrings = {
-        hook: " ".join(inspect.getdoc(getattr(hooks, hook)).replace("``", "`").split()) for hook in hook_specifications()
+        hook: " ".join(inspect.getdoc(getattr(hooks, hook)).replace("``", "`").split())
+        for hook in hook_specifications()
     }
 
     assert [hook for hook, docstring in docstrings.items() if f")` {docstring}" not in text] == []
