@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from attrs import define, field
 
 from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, CommHook, hookimpl
+from stratagem.api.per_run import PerRun
 
 
 @define(eq=False, kw_only=True)
@@ -19,20 +17,14 @@ class BF16Feedback(CommHook):
     """
 
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
-    #: What is still to be sent, by run and bucket: a run begins with nothing, and leaves nothing.
-    _owed: Any = field(init=False, factory=weakref.WeakKeyDictionary)
+    #: What is still to be sent, by bucket.
+    _residuals: PerRun[dict[tuple[int, int], torch.Tensor]] = field(init=False, factory=lambda: PerRun(dict))
 
     @hookimpl
     def reduce_bucket(self, bucket, run):
-        owed = self._owed.setdefault(run, {})
-        place = (bucket.index, bucket.buffer.numel())
-        wanted = bucket.buffer + owed[place] if place in owed else bucket.buffer
+        residuals = self._residuals.of(run)
+        key = (bucket.index, bucket.buffer.numel())
+        wanted = bucket.buffer + residuals[key] if key in residuals else bucket.buffer
         sent = wanted.bfloat16()
-        owed[place] = torch.nan_to_num(wanted - sent, 0.0, 0.0, 0.0)  # an overflow is not owed
+        residuals[key] = torch.nan_to_num(wanted - sent, 0.0, 0.0, 0.0)  # an overflow leaves none
         return bucket.buffer.copy_((yield sent))
-
-    def __getstate__(self):
-        return {}
-
-    def __setstate__(self, state):
-        self._owed = weakref.WeakKeyDictionary()

@@ -380,8 +380,8 @@ class TrainerView(Protocol):
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None: ...
 
-    def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Log a metric, as `Module.log` does with `options`."""
+    def log_metric(self, name: str, value: Any, **options: Any) -> None:
+        """Log a metric, as `Module.log` does with `options`: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""

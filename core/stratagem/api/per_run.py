@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext
+    from stratagem.api.context import RunContext
 
 T = TypeVar("T")
 
@@ -15,7 +15,11 @@ T = TypeVar("T")
 class PerRun(Generic[T]):
     """Keeps a value for each run and the module it trains; a new module gets a new value, a closed run keeps none.
 
-    A copy of the plugin, also one in another process, remembers nothing.
+    A field of the plugin: ``_seen: PerRun[dict[int, Tensor]] = field(init=False, factory=lambda: PerRun(dict))``. A
+    copy of the plugin, also one in another process, has no values.
+
+    Args:
+        make: makes the value; a class, or a function that can be imported.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

@@ -194,8 +194,8 @@ class View:
                 shown[name] = value
         return shown | self._state.bar_metrics
 
-    def log_metric(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Log a metric, as `Module.log` does with `options`."""
+    def log_metric(self, name: str, value: Any, **options: Any) -> None:
+        """Log a metric, as `Module.log` does with `options`: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
         log_metric(self._state, name, value, options)
 
     # --- Training --------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import hookimpl
+from stratagem.api.per_run import PerRun
 from stratagem_comm_hooks.lossy import Lossy
 from stratagem_comm_hooks.owed import Owed
-from stratagem_comm_hooks.per_run import PerRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -13,9 +13,9 @@ from attrs import define, field
 from torch import Tensor
 
 from stratagem.api import CommHook, hookimpl
+from stratagem.api.per_run import PerRun
 from stratagem.api.readback import Readback
 from stratagem.errors import ConfigError, StratagemError
-from stratagem_comm_hooks.per_run import PerRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from stratagem.api import Bucket, hookimpl
+from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_comm_hooks.feedback import Feedback
 from stratagem_comm_hooks.lossy import is_finite
 from stratagem_comm_hooks.owed import Layout, as_real
-from stratagem_comm_hooks.per_run import PerRun
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
