@@ -70,7 +70,7 @@ def test_the_snippets_about_devices_run():
 
 
 def plugins() -> dict[str, type]:
-    """The three plugins of docs/writing-a-plugin.md."""
+    """The plugins of docs/writing-a-plugin.md."""
     found: dict[str, type] = {}
     for source in snippets("docs/writing-a-plugin.md"):
         module = types.ModuleType("snippet")
@@ -83,14 +83,14 @@ def plugins() -> dict[str, type]:
 def test_plugins_of_the_docs_are_short():
     sources = snippets("docs/writing-a-plugin.md")
 
-    assert len(sources) == 3
+    assert len(sources) == 4
     assert all(len(source.splitlines()) < 35 for source in sources)
 
 
 def _train(rank, world_size, batches, kind):
     arguments = {
-        "strategy": {"strategy": plugins()["Averaging"]()},
-        "comm_hook": {"strategy": "ddp", "comm_hook": plugins()["Truncate"]()},
+        "strategy": {"strategy": plugins()["PlainAveraging"]()},
+        "comm_hook": {"strategy": "ddp", "comm_hook": plugins()["ScaledFP16"]()},
     }[kind]
     model = Net()
     trainer = sg.Trainer(max_epochs=1, devices=world_size, gradient_clip_val=1.0, **arguments, **QUIET)
@@ -191,12 +191,12 @@ def with_function_replaced(module: str, function: str) -> str:
 @pytest.mark.slow
 def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeypatch):
     source, test = snippets("docs/comm-hook-in-25-lines.md")
-    (tmp_path / "truncate.py").write_text(source + test)
+    (tmp_path / "scaled.py").write_text(source + test)
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("truncate")
+    module = importlib.import_module("scaled")
 
     assert len(source.splitlines()) <= 25
-    for _, check in module.TestTruncate.checks():
+    for _, check in module.TestScaledFP16.checks():
         with contextlib.suppress(pytest.skip.Exception):
             check()
 

@@ -76,7 +76,12 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 
 PACKAGES = {
     package.name: package
-    for pattern in ("pyproject.toml", "plugins/*/*/pyproject.toml", "contrib/*/pyproject.toml")
+    for pattern in (
+        "pyproject.toml",
+        "plugins/*/*/pyproject.toml",
+        "contrib/*/pyproject.toml",
+        "examples/*/*/pyproject.toml",
+    )
     for package in map(read, sorted(ROOT.glob(pattern)))
 }
 #: The module of each of our distributions, installed or not.
