@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.distributed import tuning
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
+from stratagem_process_group import nccl, variables
+from stratagem_process_group.remarks import remarks
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 from stratagem_testing.training import weights_of
@@ -25,7 +26,7 @@ STRATEGIES = ["ddp", "fsdp", "ddp_sharded"]
 @pytest.fixture(autouse=True)
 def nothing_was_read_yet(monkeypatch):
     """Each test begins as a process whose NCCL and gloo have read no variable, and that has none of theirs."""
-    monkeypatch.setattr(tuning, "_first", {})
+    monkeypatch.setattr(variables, "_first", {})
     for name in tuning_variables():
         monkeypatch.delenv(name)
 
@@ -40,7 +41,7 @@ def a_run(**options):
 
 def connect(run, backend="nccl"):
     """Let `run` set its variables as if it met others over `backend`; return those in force then."""
-    with tuning.in_force(run.stack.strategy, run, backend):
+    with variables.variables_set(run.stack.strategy, run, backend):
         return tuning_variables()
 
 
@@ -95,24 +96,24 @@ def test_options_may_come_as_text(monkeypatch):
     ],
 )  # fmt: skip
 def test_options_that_the_installed_release_does_not_read_are_refused(monkeypatch, installed, options, said):
-    monkeypatch.setattr(tuning, "_installed_nccl", lambda: installed)
+    monkeypatch.setattr(nccl, "_installed_nccl", lambda: installed)
     run = a_run(nccl=options)
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         assert len(connect(run)) == len(options)
-    tuning.take_back(run)
+    variables.unset_variables(run)
     assert tuning_variables() == {}
 
 
 def test_a_variable_that_the_installed_release_does_not_read_is_remarked(monkeypatch):
-    monkeypatch.setattr(tuning, "_installed_nccl", lambda: (2, 28, 9))
-    found = tuning.remarks(["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_ENV_PLUGIN"])
+    monkeypatch.setattr(nccl, "_installed_nccl", lambda: (2, 28, 9))
+    found = remarks(["NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_ENV_PLUGIN"])
 
     assert list(found) == ["NCCL_MULTI_RANK_GPU_ENABLE"]
     assert found["NCCL_MULTI_RANK_GPU_ENABLE"].text == "NCCL 2.28.9 does not read it; 2.30 is the first that does"
 
 
 def test_the_release_is_that_of_the_library_which_is_loaded(monkeypatch):
-    assert torch.distributed.is_nccl_available() or tuning._installed_nccl() is None
+    assert torch.distributed.is_nccl_available() or nccl._installed_nccl() is None
 
     class Library:
         def ncclGetVersion(self, number):  # noqa: N802 - NCCL's
@@ -120,18 +121,18 @@ def test_the_release_is_that_of_the_library_which_is_loaded(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    assert tuning._installed_nccl() == (2, 28, 9)
+    assert nccl._installed_nccl() == (2, 28, 9)
 
     def absent(name):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5, "suffix"))
-    assert tuning._installed_nccl() == (2, 27, 5)
+    assert nccl._installed_nccl() == (2, 27, 5)
 
 
 def test_every_option_with_a_first_release_is_one():
-    assert all(tuning.NCCL.reads(option) for option in tuning._NCCL_SINCE)
+    assert all(nccl.NCCL.reads(option) for option in nccl._NCCL_SINCE)
 
 
 # --- In force ----------------------------------------------------------------------------------------------------
@@ -152,8 +153,8 @@ def test_options_become_variables_and_are_taken_back():
         "NCCL_SOCKET_NTHREADS": "2",
         "TORCH_GLOO_LAZY_INIT": "0",
     }
-    tuning.take_back(run)
-    tuning.take_back(run)
+    variables.unset_variables(run)
+    variables.unset_variables(run)
     assert tuning_variables() == {}
 
 
@@ -161,7 +162,7 @@ def test_nothing_stays_of_a_connection_that_failed():
     run = a_run(nccl={"debug": "INFO"})
     with (
         pytest.raises(OSError, match="no route"),
-        tuning.in_force(run.stack.strategy, run, "nccl"),
+        variables.variables_set(run.stack.strategy, run, "nccl"),
     ):
         raise OSError("no route")
 
@@ -173,7 +174,7 @@ def test_the_same_value_in_the_environment_is_fine_and_stays(monkeypatch):
     run = a_run(nccl={"debug": "INFO", "min_nchannels": 2})
 
     assert connect(run) == {"NCCL_DEBUG": "INFO", "NCCL_MIN_NCHANNELS": "2"}
-    tuning.take_back(run)
+    variables.unset_variables(run)
     assert tuning_variables() == {"NCCL_DEBUG": "INFO"}
 
 
@@ -194,7 +195,7 @@ def test_another_value_of_an_open_run_is_refused_with_its_option():
 
     with pytest.raises(ConfigError, match=r"set to 'INFO' by strategy.ddp.nccl.debug of a run that is still open"):
         connect(second)
-    tuning.take_back(first)
+    variables.unset_variables(first)
     assert tuning_variables() == {}
 
 
@@ -203,7 +204,7 @@ def test_what_nccl_has_read_already_cannot_be_changed(earlier):
     first, same, other = a_run(nccl=earlier), a_run(nccl=earlier), a_run(nccl={"debug": "WARN"})
     for run in (first, same):
         connect(run)
-        tuning.take_back(run)
+        variables.unset_variables(run)
 
     with pytest.raises(ConfigError, match=r"when this process first connected, which NCCL goes by"):
         connect(other)
@@ -215,7 +216,7 @@ def test_nccl_may_choose_interfaces_by_pattern(value):
     run = a_run(nccl={"socket_ifname": value})
 
     assert connect(run) == {"NCCL_SOCKET_IFNAME": value}
-    tuning.take_back(run)
+    variables.unset_variables(run)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +35,13 @@ from stratagem.api import (
     Bucket,
     Capabilities,
     Collectives,
-    Strategy,
     hookimpl,
 )
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
-from stratagem.api.validators import duration, more_than, not_empty
+from stratagem.api.options import options
+from stratagem.api.validators import more_than
 from stratagem.distributed.bucket_reducer import check_dense
-from stratagem.distributed.process_group import TorchCollectives
-from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
+from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,14 +50,12 @@ if TYPE_CHECKING:
 
 #: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
-#: What a copy in another process is made of.
-_OPTIONS = ("bucket_cap_mb", "timeout", "process_group_backend", "nccl", "gloo")
 #: Numbers up to which a tensor of the optimizer's is sent along with the outline of its state.
 _SMALL = 64
 
 
-@define(eq=False, kw_only=True)
-class ShardedDDPStrategy(Strategy):
+@define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
+class ShardedDDPStrategy(ProcessGroupStrategy):
     """Each process owns a share of the parameters: it alone keeps their gradients and optimizer state, and steps them.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 2.
@@ -68,16 +64,6 @@ class ShardedDDPStrategy(Strategy):
     #: Gradients, and parameters after a step, that are sent in one message, in megabytes: larger buckets mean fewer
     #: messages, and more memory while they are under way.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
-    #: 10 minutes over NCCL and 30 otherwise.
-    timeout: timedelta | None = field(default=None, validator=duration)
-    #: torch.distributed backend; by default the one that fits the device.
-    process_group_backend: str | None = field(default=None, validator=not_empty)
-    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
-    #: slows down another; by default NCCL finds out by itself.
-    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
-    #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
-    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
 
     #: Which rank owns a parameter.
     _owners: Any = field(init=False, factory=WeakTensorKeyDictionary)
@@ -93,31 +79,20 @@ class ShardedDDPStrategy(Strategy):
         }
     )  # fmt: skip
 
-    def __attrs_post_init__(self) -> None:
-        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
-            self.timeout = timedelta(seconds=self.timeout)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
+        return {name: getattr(self, name) for name in options(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # attrs made it
 
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
-
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
-        if world.world_size == 1:
-            return Collectives()
-        backend = self.process_group_backend or run.backend
-        with in_force(self, run, backend):
-            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
+        return Collectives() if world.world_size == 1 else super().connect(world, run)
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:
         self._stop_sending()
-        take_back(run)
+        super().teardown(run)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

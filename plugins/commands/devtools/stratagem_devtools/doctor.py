@@ -19,10 +19,10 @@ from stratagem import __version__
 from stratagem.api.kinds import KINDS
 from stratagem.api.redaction import redact
 from stratagem.cli import GROUPS
-from stratagem.distributed import tuning
 from stratagem.errors import PluginError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
+from stratagem_process_group.remarks import remarks
 
 #: Variables that change what a run does begin with one of these.
 _PREFIXES = (
@@ -64,9 +64,9 @@ def examine(machine: bool = False) -> dict[str, Any]:
     """
     packages = _packages()
     smoke = _smoke_run()
-    remarks = tuning.remarks(os.environ)
+    found = remarks(os.environ)
     problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
-    problems += [f"{name} is set and {remark.text}" for name, remark in remarks.items() if remark.is_mistake]
+    problems += [f"{name} is set and {remark.text}" for name, remark in found.items() if remark.is_mistake]
     if smoke["status"] != "ok":
         problems.append(f"two gloo processes could not talk to each other: {smoke['reason']}")
     return {
@@ -80,7 +80,7 @@ def examine(machine: bool = False) -> dict[str, Any]:
         "packages": packages,
         **({"machine": _machine()} if machine else {}),
         "environment": _variables(),
-        "remarks": {name: remark.text for name, remark in remarks.items()},
+        "remarks": {name: remark.text for name, remark in found.items()},
         "smoke run": smoke,
         "problems": problems,
     }  # fmt: skip

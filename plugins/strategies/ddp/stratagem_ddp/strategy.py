@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,28 +25,26 @@ from stratagem.api import (
     NO_SYNC,
     WITHIN_TEAM,
     Capabilities,
-    Strategy,
     hookimpl,
 )
 from stratagem.api.options import options
-from stratagem.api.validators import at_least, duration, more_than, not_empty
-from stratagem.distributed.process_group import TorchCollectives
-from stratagem.distributed.tuning import gloo_options, in_force, nccl_options, take_back
+from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_ddp import literal
 from stratagem_ddp.words import REACHED, advice, check_complete, explain, names_of, reached
+from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stratagem.api import Collectives, RunContext, TrainerView, World
+    from stratagem.api import RunContext, TrainerView
     from stratagem.api.traffic import Traffic
 
 _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn", "fork": "fork"}
 
 
-@define(eq=False, kw_only=True)
-class DDPStrategy(Strategy):
+@define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
+class DDPStrategy(ProcessGroupStrategy):
     """Every process holds the whole model and its own share of the data; their gradients are averaged while backward
     still runs. Li et al., "PyTorch Distributed", VLDB 2020.
     """
@@ -62,16 +59,6 @@ class DDPStrategy(Strategy):
     find_unused_parameters: bool | None = None
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
-    #: 10 minutes over NCCL and 30 otherwise.
-    timeout: timedelta | None = field(default=None, validator=duration)
-    #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
-    process_group_backend: str | None = field(default=None, validator=not_empty)
-    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
-    #: slows down another; by default NCCL finds out by itself.
-    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
-    #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
-    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
     #: A hook of torch's, or a callable of (state, bucket) that returns a future of the averaged bucket. ``comm_hook=``
     #: of the trainer chooses by name, and works under other strategies, too.
     ddp_comm_hook: Any = None
@@ -107,8 +94,7 @@ class DDPStrategy(Strategy):
     )
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
-            self.timeout = timedelta(seconds=self.timeout)
+        super().__attrs_post_init__()
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
                 "strategy.ddp.static_graph and strategy.ddp.find_unused_parameters are both true",
@@ -134,19 +120,6 @@ class DDPStrategy(Strategy):
 
     def default_launcher(self) -> str | None:
         return None if self.start_method is None else _LAUNCHERS[self.start_method]
-
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
-
-    @hookimpl
-    def connect(self, world: World, run: RunContext) -> Collectives:
-        backend = self.process_group_backend or run.backend
-        with in_force(self, run, backend):
-            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
-
-    @hookimpl
-    def teardown(self, run: RunContext) -> None:
-        take_back(run)
 
     @hookimpl
     def wrap_model(self, module: torch.nn.Module, run: RunContext) -> torch.nn.Module:

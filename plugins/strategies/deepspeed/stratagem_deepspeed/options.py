@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from stratagem.api import PrecisionPolicy, Strategy
+from stratagem.api import PrecisionPolicy
 from stratagem.api.options import check, options
-from stratagem.api.validators import at_least, duration, not_empty
-from stratagem.distributed.tuning import gloo_options, nccl_options
+from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_deepspeed import config as configuration
 from stratagem_deepspeed import given as user
+from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +49,8 @@ def _count(instance: Any, attribute: Any, value: Any) -> None:
     at_least(1)(instance, attribute, value)
 
 
-@define(eq=False, kw_only=True)
-class DeepSpeedOptions(Strategy):
+@define(eq=False, kw_only=True, field_transformer=group_options_after("state_dict_type"))
+class DeepSpeedOptions(ProcessGroupStrategy):
     """The options. Those that describe the engine are replaced as a whole by a `config` of the user's."""
 
     #: Share out what `stage` says. False is stage 0: every process keeps everything.
@@ -148,23 +147,12 @@ class DeepSpeedOptions(Strategy):
     #: "deepspeed" saves its own directory, which only DeepSpeed reads and only at the same world size. By default what
     #: ``Trainer(checkpoint=)`` says, which every strategy reads.
     state_dict_type: Literal["deepspeed"] | None = None
-    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
-    #: 10 minutes over NCCL and 30 otherwise.
-    timeout: timedelta | None = field(default=None, validator=duration)
-    #: torch.distributed backend; by default the one that fits the device.
-    process_group_backend: str | None = field(default=None, validator=not_empty)
-    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
-    #: slows down another; by default NCCL finds out by itself.
-    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
-    #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
-    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
 
     _given: Mapping[str, Any] | None = field(init=False, default=None)
     _origin: str = field(init=False, default=_PATH)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
-            self.timeout = timedelta(seconds=self.timeout)
+        super().__attrs_post_init__()
         check(self, _PATH)
         if isinstance(self.logging_level, str) and self.logging_level.upper() not in logging.getLevelNamesMapping():
             raise ConfigError(

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,6 @@ from stratagem.api import (
     hookimpl,
 )
 from stratagem.api.named_state import logical_optimizer_state, parameter_names, physical_optimizer_state
-from stratagem.distributed.process_group import TorchCollectives
-from stratagem.distributed.tuning import in_force, take_back
 from stratagem.errors import ConfigError
 from stratagem_deepspeed import in_engine, native, start
 from stratagem_deepspeed import state as logical
@@ -45,6 +42,7 @@ from stratagem_deepspeed.engine import (
 )
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.shares import Shares, check_not_compiled, share_out
+from stratagem_process_group import group_options_after
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
     from stratagem.api import Collectives, PrecisionPolicy, RunContext, World
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, kw_only=True, field_transformer=group_options_after("state_dict_type"))
 class DeepSpeedStrategy(DeepSpeedOptions):
     """ZeRO: each process keeps a share of the optimizer's state (stage 1), the gradients (2) and the parameters (3).
 
@@ -80,9 +78,6 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return Capabilities(provides=provides | own)
 
     # --- Before any process starts -------------------------------------------------------------------------------
-
-    def join_timeout(self) -> timedelta | None:
-        return self.timeout
 
     def default_checkpoint(self) -> str | None:
         return self.state_dict_type
@@ -111,11 +106,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def connect(self, world: World, run: RunContext) -> Collectives:
         self._deepspeed = start.load(run.device.type, self.logging_level)
         self._layers = CheckpointedLayers()
-        backend = self.process_group_backend or run.backend
-        with in_force(self, run, backend):
-            joined = TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
+        collectives = super().connect(world, run)
         start.join(run)  # a model may ask things of deepspeed while it is built
-        return joined
+        return collectives
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:
@@ -136,7 +129,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         gc.collect()  # the engine is full of cycles, and must not outlive the group
         if self._deepspeed is not None:
             start.leave(run)
-        take_back(run)
+        super().teardown(run)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

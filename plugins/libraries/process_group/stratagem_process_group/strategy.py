@@ -1,0 +1,72 @@
+"""The base class of strategies that connect a torch process group with options of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, fields
+
+from stratagem.api import Strategy, hookimpl
+from stratagem.api.validators import duration, not_empty
+from stratagem.distributed.process_group import TorchCollectives
+from stratagem_process_group.options import gloo_options, nccl_options
+from stratagem_process_group.variables import unset_variables, variables_set
+
+if TYPE_CHECKING:
+    from attrs import Attribute
+
+    from stratagem.api import Collectives, RunContext, World
+
+
+@define(eq=False, kw_only=True)
+class ProcessGroupStrategy(Strategy):
+    """Connects the process group with the user's timeout, backend and options for NCCL and gloo.
+
+    A subclass with a `connect`, `teardown` or `__attrs_post_init__` of its own calls this one's.
+    """
+
+    #: How long a rank waits for the others before it gives up, in seconds or as a timedelta; by default
+    #: 10 minutes over NCCL and 30 otherwise.
+    timeout: timedelta | None = field(default=None, validator=duration)
+    #: torch.distributed backend; by default the one that fits the device (nccl for CUDA, gloo for the CPU).
+    process_group_backend: str | None = field(default=None, validator=not_empty)
+    #: NCCL's variables, in lower case and without the prefix: {"socket_ifname": "eth0"}. What speeds up one network
+    #: slows down another; by default NCCL chooses them.
+    nccl: dict[str, Any] | None = field(default=None, validator=nccl_options)
+    #: gloo's variables, given in the same way. Beside NCCL, gloo sends objects and decisions.
+    gloo: dict[str, Any] | None = field(default=None, validator=gloo_options)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.timeout, timedelta) and isinstance(self.timeout, int | float):
+            self.timeout = timedelta(seconds=self.timeout)
+
+    def join_timeout(self) -> timedelta | None:
+        return self.timeout
+
+    @hookimpl
+    def connect(self, world: World, run: RunContext) -> Collectives:
+        backend = self.process_group_backend or run.backend
+        with variables_set(self, run, backend):
+            return TorchCollectives.connect(world, run.device, backend=backend, timeout=run.join_timeout)
+
+    @hookimpl
+    def teardown(self, run: RunContext) -> None:
+        unset_variables(run)
+
+
+def group_options_after(option: str) -> Callable[[type, list[Attribute[Any]]], list[Attribute[Any]]]:
+    """Return a `field_transformer` that lists the options of `ProcessGroupStrategy` behind `option`.
+
+    attrs lists a base class's options first; people read those that make a strategy what it is first. A subclass of
+    an attrs class that has this transformer needs it again.
+    """
+
+    def reorder(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
+        shared = {each.name for each in fields(ProcessGroupStrategy)}
+        own = [each for each in attributes if each.name not in shared]
+        place = 1 + next(index for index, each in enumerate(own) if each.name == option)
+        return [*own[:place], *(each for each in attributes if each.name in shared), *own[place:]]
+
+    return reorder
