@@ -9,14 +9,16 @@ import typing
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor
 
 import stratagem as sg
-import stratagem_fsdp
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
+from stratagem_fsdp import comm_hooks
+from stratagem_fsdp.shards import shard_like
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
@@ -437,7 +439,7 @@ def _meshes_and_shards(rank, world_size):
     made = []
     from_local = DTensor.from_local
     DTensor.from_local = lambda *_, **__: made.append("moved to the mesh's device")
-    like = stratagem_fsdp._like(torch.arange(6, dtype=torch.bfloat16).view(3, 2), model)
+    like = shard_like(torch.arange(6, dtype=torch.bfloat16).view(3, 2), model)
     DTensor.from_local = from_local
     run.close()
     return timeouts, ranks, made, like.to_local().tolist(), str(like.dtype)
@@ -454,7 +456,7 @@ def test_the_groups_of_several_axes_have_the_runs_timeout_and_shards_stay_where_
 
 def test_offload_over_a_group_of_the_users_without_a_cpu_backend_is_refused(monkeypatch):
     monkeypatch.setattr(TorchCollectives, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(stratagem_fsdp, "backends_of", lambda group: {"cuda": "nccl"})
+    monkeypatch.setattr("stratagem_fsdp.strategy.backends_of", lambda group: {"cuda": "nccl"})
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "nccl")
     run = sg.Run(strategy="fsdp_cpu_offload", accelerator="cpu", devices=1)
 
@@ -465,7 +467,7 @@ def test_offload_over_a_group_of_the_users_without_a_cpu_backend_is_refused(monk
 # --- Streams -----------------------------------------------------------------------------------------------------
 
 
-class _Unit(stratagem_fsdp.FSDPModule):
+class _Unit(FSDPModule):
     """Stands for a unit on a GPU: keeps the hook that FSDP calls on the stream of its all-reduce."""
 
     def __init__(self):
@@ -496,7 +498,7 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
     average = torch.futures.Future()
     average.set_result(torch.full((3,), 5.0))
     unit, reduced = _Unit(), torch.ones(3).as_subclass(_OnCUDA)
-    stratagem_fsdp._send_through_hooks([unit], lambda bucket: average)
+    comm_hooks.send_through_hooks([unit], lambda bucket: average)
     unit.hook(reduced)
 
     assert reduced.tolist() == [5.0] * 3
@@ -505,4 +507,4 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
 
 def test_on_the_cpu_there_is_no_stream_to_keep_it_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", None)
-    stratagem_fsdp._keep_for_this_stream(torch.ones(3))
+    comm_hooks.keep_for_this_stream(torch.ones(3))

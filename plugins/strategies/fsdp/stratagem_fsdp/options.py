@@ -1,0 +1,128 @@
+"""The options of FSDP, and what follows from them before any process starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import define, field
+
+from stratagem.api import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
+    FULL_STATE,
+    GRADIENT_BUCKETS,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    SHARDED_PARAMETERS,
+    WITHIN_TEAM,
+    Capabilities,
+    Mesh,
+)
+from stratagem.errors import ConfigError, shown
+from stratagem.transforms.wrap_policy import check_policy
+from stratagem_process_group import ProcessGroupStrategy, group_options_after
+
+if TYPE_CHECKING:
+    from stratagem.api import PrecisionPolicy, World
+
+
+@define(eq=False, kw_only=True, field_transformer=group_options_after("mixed_precision"))
+class FSDPOptions(ProcessGroupStrategy):
+    """The options, checked when they are set, and the answers that depend on them alone."""
+
+    #: What becomes a unit of its own: a set of classes, a torch policy, or a callable. Units are gathered one by one:
+    #: smaller ones need less memory and more messages. Without any, the model is one unit and whole in every step.
+    auto_wrap_policy: Any = None
+    #: What is computed again in backward instead of being kept: a set of classes or a torch policy. Memory for time.
+    activation_checkpointing_policy: Any = None
+    #: FULL_SHARD shards everything. SHARD_GRAD_OP keeps units whole between forward and backward: fewer messages, more
+    #: memory. HYBRID_SHARD shards within a group of processes and replicates over groups. NO_SHARD replicates.
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    #: For HYBRID_SHARD: (replicas, processes that share one). By default a replica for each node.
+    device_mesh: tuple[int, int] | None = None
+    #: Keep shards, gradients and optimizer on the CPU, and step there: very little device memory, very slow.
+    cpu_offload: bool = False
+    #: "sharded" saves with the checkpoint format of that name, each rank its part; "full" makes one file. By default
+    #: what ``Trainer(checkpoint=)`` chooses.
+    state_dict_type: Literal["full", "sharded"] | None = None
+    #: Dtypes to compute and to reduce in: a torch MixedPrecisionPolicy (or MixedPrecision); else the precision decides.
+    mixed_precision: Any = None
+    #: Of the first FSDP; its second implementation always limits them.
+    limit_all_gathers: bool = field(default=True)
+    #: Of the first FSDP; its second implementation always keeps the original parameters.
+    use_orig_params: bool = field(default=True)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        for name in ("limit_all_gathers", "use_orig_params"):
+            if getattr(self, name) is False:
+                raise ConfigError(
+                    f"strategy.fsdp.{name} is False",
+                    expected="True: torch's second FSDP cannot do without",
+                    do="drop it",
+                )
+        for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+            if getattr(self, name) is not None:
+                check_policy(getattr(self, name), f"strategy.fsdp.{name}")
+        if self.mixed_precision is not None and not hasattr(self.mixed_precision, "param_dtype"):
+            raise ConfigError(
+                f"strategy.fsdp.mixed_precision is {shown(self.mixed_precision)}",
+                expected="a torch.distributed.fsdp.MixedPrecisionPolicy",
+                do="drop it: Trainer(precision=...) decides otherwise",
+            )
+        if self.device_mesh is not None and self.sharding_strategy != "HYBRID_SHARD":
+            raise ConfigError(
+                f"strategy.fsdp.device_mesh is {self.device_mesh} with sharding_strategy={self.sharding_strategy!r}",
+                expected="HYBRID_SHARD, which alone has replicas of shards",
+            )
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
+        """Averages over replicas are sent through comm hooks; FSDP's reduce-scatter over shards is not."""
+        provides = {
+            CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS,
+            MULTIPLE_OPTIMIZERS, NO_SYNC, SHARDED_PARAMETERS, WITHIN_TEAM,
+        }  # fmt: skip
+        replicates = self.sharding_strategy in ("HYBRID_SHARD", "NO_SHARD")
+        return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
+
+    def how_to_provide(self, word: str) -> str:
+        if word == GRADIENT_BUCKETS:
+            return 'set strategy.fsdp.sharding_strategy to "HYBRID_SHARD": averages over replicas pass comm hooks'
+        return ""
+
+    def default_checkpoint(self) -> str | None:
+        return self.state_dict_type
+
+    def absorbs(self, policy: PrecisionPolicy) -> bool:
+        """FSDP applies mixed precision without loss scaling itself: it also gathers in fewer bits."""
+        return self.mixed_precision is not None or (policy.compute_dtype is not None and policy.param_dtype is None
+                                                    and not policy.loss_scaling)  # fmt: skip
+
+    def mesh(self, world: World) -> Mesh:
+        replicas, shards = self._layout(world)
+        return Mesh(axes={"data": replicas, "shard": shards}, rank=world.rank)
+
+    def _layout(self, world: World) -> tuple[int, int]:
+        """Return how many replicas there are, and how many processes share each."""
+        if self.sharding_strategy == "NO_SHARD":
+            return world.world_size, 1
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return 1, world.world_size
+        replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
+        if replicas * shards != world.world_size:
+            raise ConfigError(
+                f"strategy.fsdp.device_mesh is {(replicas, shards)} and the run has {world.world_size} processes",
+                expected="a product equal to the number of processes",
+            )
+        if self.device_mesh is None and replicas == 1:
+            raise ConfigError(
+                "strategy.fsdp.sharding_strategy is HYBRID_SHARD on one node",
+                expected="device_mesh=(replicas, processes that share one)",
+                do="give one, or use FULL_SHARD",
+            )
+        return replicas, shards

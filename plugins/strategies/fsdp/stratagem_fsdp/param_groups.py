@@ -1,0 +1,49 @@
+"""The groups in which FSDP2 gathers and reduces a unit's parameters; torch keeps them private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def param_groups(state: Any) -> list[Any]:
+    """Return the groups in which a unit with this `state` sends its parameters; torch before 2.13 has one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def with_gradients(parameters: list[Any]) -> int:
+    """Return which of a group's `parameters` have gradients to reduce, a bit for each."""
+    reached = 0
+    for index, each in enumerate(parameters):
+        unsharded = getattr(each, "_unsharded_param", None)
+        if each.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
+            reached |= 1 << index
+    return reached
+
+
+def shards_in(unit: FSDPModule, reduced: torch.Tensor) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """Return the parameters whose gradients' shards are in `reduced`, and views of these shards.
+
+    Both are empty if some of the unit's parameters have no gradient.
+    """
+    groups = param_groups(unit._get_fsdp_state())
+    trained = [each for group in groups for each in group.fsdp_params if each.sharded_param.requires_grad]
+    shapes = [each.padded_sharded_param_size for each in trained]
+    sizes = [shape.numel() for shape in shapes]
+    if sum(sizes) != reduced.numel():
+        return (), ()
+    views = [part.view(shape) for part, shape in zip(reduced.split(sizes), shapes, strict=True)]
+    return tuple(each.sharded_param for each in trained), tuple(views)
+
+
+def reshard(root: nn.Module) -> None:
+    """Reshard every unit: an evaluation, or a backward within a forward, may have left some unsharded."""
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -1,0 +1,251 @@
+"""Check that all ranks gather and reduce the same units in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from stratagem.errors import ConfigError
+from stratagem_fsdp.param_groups import with_gradients
+from stratagem_fsdp.wording import few
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
+
+#: How long a rank that diverges from the order waits for the others, as a part of the timeout of a collective.
+_PART_OF_TIMEOUT = 0.9
+#: How often the thread of a rank that waits looks whether another one has diverged.
+_LOOK_S = 0.5
+#: So many orders are kept for a kind of step.
+_MAX_ORDERS = 16
+_END: tuple[Any, ...] = ("end",)
+_orders = itertools.count()
+
+_Event = tuple[Any, ...]
+
+
+class UnitOrder:
+    """Which units a step gathers and which gradients it reduces, in order: the same on all ranks.
+
+    [Note: the order of units]
+    FSDP's collectives carry no names. If one rank gathers or reduces another unit than the others do, or gradients of
+    other parameters of a unit, one layer's numbers are added to another's; where sizes differ, gloo aborts the process.
+    So each collective is an *event*, and no rank may begin one that the others do not begin.
+
+    The ranks compare the events of the first step of a kind, one by one, before each collective. That step's *order*
+    is then known to all of them, and a rank follows it without messages: as long as its events are the expected ones
+    it only compares two tuples. A rank whose event is another one *diverges* from the order. It writes that to the
+    store, before it begins a collective, and waits until the others have diverged at the same place with the same
+    event, which is how a model may change from step to step. If they have not, it raises. The others may wait by then
+    in a collective that it does not join: on each rank a thread answers for them, which looks at the store when
+    nothing has happened for a while.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
+        self._limit_s = _PART_OF_TIMEOUT * run.join_timeout.total_seconds()
+        self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
+        #: The same on all ranks, as they wrap the same models in the same order.
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._names: list[str] = []
+        #: By unit: the names of the parameters that its gradients are numbered by.
+        self._parameters: dict[int, list[str]] = {}
+        self._known: dict[Hashable, list[tuple[_Event, ...]]] = {}
+        self._open, self._steps = False, 0
+        self._board: Any = None
+        self._exchanging, self._closing = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        #: The orders of the steps of this kind, the latest last.
+        self._kind: list[tuple[_Event, ...]] = []
+        self._seen: list[_Event] = []
+        #: None: the ranks compare each event.
+        self._expected: tuple[_Event, ...] | None = None
+
+    def add(self, root: nn.Module) -> None:
+        """Number the units of `root`."""
+        parts: Iterator[tuple[str, nn.Module]] = root.named_modules()
+        for name, part in parts:
+            if isinstance(part, FSDPModule) and part not in self._numbers:
+                self._numbers[part] = len(self._names)
+                self._names.append(name.removeprefix("module").removeprefix("."))
+
+    def number(self, unit: nn.Module) -> int:
+        return self._numbers[unit]
+
+    def watch_gradients(self, unit: nn.Module, group: Any) -> None:
+        """Compare which parameters of `group` have gradients before it reduces them."""
+        number = self._numbers[unit]
+        names = {id(parameter): name for name, parameter in unit.named_parameters(self._names[number])}
+        own = [names[id(each.sharded_param)].removeprefix("module.") for each in group.fsdp_params]
+        self._parameters[number] = own
+        reduce = type(group).post_backward
+
+        def compare_and_reduce(*arguments: Any) -> None:
+            if group.reduce_grads and (reached := with_gradients(group.fsdp_params)):
+                self.next(("gradients", number, reached))
+            reduce(group, *arguments)
+
+        group.post_backward = compare_and_reduce
+
+    @contextlib.contextmanager
+    def compared(self, kind: Hashable) -> Iterator[None]:
+        """Compare the events within, which are a step of this `kind`; within another step they are part of that."""
+        if self._open or self._peers.world_size == 1:
+            yield
+            return
+        known = self._kind = self._known.setdefault(kind, [])
+        self._open, self._seen, self._expected = True, [], known[-1] if known else None
+        self._steps += 1
+        if known and self._thread is None:
+            arguments = (weakref.ref(self), self._closing)
+            self._thread = threading.Thread(
+                target=_answer_while_open, args=arguments, name="stratagem-fsdp-order", daemon=True
+            )
+            self._thread.start()
+        try:
+            yield
+            self.next(_END)
+        finally:
+            self._open = False
+        if not known or self._expected is not known[-1]:
+            order = tuple(self._seen)
+            known[:] = [*[each for each in known if each != order][1 - _MAX_ORDERS :], order]
+
+    def next(self, event: _Event) -> None:
+        """Return once all ranks are about to begin `event`.
+
+        Raises:
+            ConfigError: others begin another one.
+        """
+        if not self._open:
+            return
+        place, expected = len(self._seen), self._expected
+        self._seen.append(event)
+        if expected is not None and place < len(expected) and expected[place] == event:
+            return
+        self._compare(event, together=expected is None)
+        same = (each for each in reversed(self._kind) if list(each[: place + 1]) == self._seen)
+        self._expected = next(same, None)
+
+    def close(self) -> None:
+        """End the thread that answers for this rank."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._board = None
+
+    def _compare(self, event: _Event, *, together: bool) -> None:
+        mine = (self._steps, len(self._seen) - 1, *event)
+        if together:
+            checksum = torch.tensor([zlib.crc32(repr(mine).encode())])
+            with self._peers.traffic.sent_by("comparison of ranks"):
+                checksums = self._peers.all_gather(checksum)
+            if len({int(each) for each in checksums}) == 1:
+                return
+            found = dict(enumerate(self._peers.all_gather_object(mine)))
+        else:
+            with self._exchanging:
+                found = self._exchange(mine)
+        if len(found) < self._peers.world_size or len(set(found.values())) > 1:
+            raise self._error(found)
+
+    def _exchange(self, mine: _Event) -> dict[int, _Event]:
+        """Write to the store where this rank is; return where those are that write it within the limit, by rank."""
+        key, rank, size = f"{self._key}/{self._round}", self._peers.rank, self._peers.world_size
+        self._board = self._board or self._collectives.board()
+        self._round += 1
+        self._board.put(f"{key}/{rank}", json.dumps(mine))
+        self._board.put(f"{key}/left", json.dumps(mine[:2]))
+        deadline = time.monotonic() + self._limit_s
+        if rank == 0:  # one rank reads what all have written
+            written = {each: self._read(f"{key}/{each}", deadline) for each in range(1, size)}
+            self._board.put(f"{key}/all", json.dumps([mine, *written.values()]))
+        else:
+            written = dict(enumerate(self._read(f"{key}/all", deadline + 1) or []))
+        written[rank] = mine
+        return {each: _tuples(where) for each, where in written.items() if where is not None}
+
+    def _read(self, key: str, deadline: float) -> Any:
+        """Return what is put under `key` until the `deadline`; None if nothing is."""
+        pause_s = 0.0005
+        while (text := self._board.get(key)) is None:
+            if time.monotonic() > deadline or self._closing.is_set():
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        return json.loads(text)
+
+    def answer(self, before: tuple[int, int]) -> tuple[int, int]:
+        """Return where this rank is, as a step and a place in it.
+
+        Also write it to the store, if the rank was there `before` and another one has diverged at that place or sooner.
+        """
+        step, place = where = self._steps, len(self._seen) - 1
+        if where != before or place < 0:
+            return where
+        with contextlib.suppress(Exception), self._exchanging:  # the store may be gone with the rank that hosts it
+            self._board = self._board or self._collectives.board()
+            left = self._board.get(f"{self._key}/{self._round}/left")
+            if left is not None and tuple(json.loads(left)) <= where:
+                if json.loads(left)[0] == step:  # write what it did there, not where it is since
+                    place = json.loads(left)[1]
+                self._exchange((step, place, *self._seen[place]))
+        return where
+
+    def _error(self, found: Mapping[int, tuple[Any, ...]]) -> ConfigError:
+        reached = [set(self._reached(event)) for _, _, *event in found.values() if event[0] in ("gradients", "scalars")]
+        some: set[str] = set().union(*reached)
+        differing = some - some.intersection(*reached) if len(reached) > 1 else some
+        groups: dict[str, list[int]] = {}
+        for rank in range(self._peers.world_size):
+            event = found[rank][2:] if rank in found else None
+            groups.setdefault(self._describe(event, differing), []).append(self._first + rank)
+        ranks = "; ".join(f"rank{'s' * (len(members) > 1)} {few(members)} {text}" for text, members in groups.items())
+        return ConfigError(
+            f"ranks use different layers in one step: {ranks}",
+            expected="the same ones on every rank, in the same order: FSDP adds up what comes at the same place",
+            do='add the others to the loss with a factor of zero, or choose strategy="ddp_find_unused_parameters_true"',
+        )
+
+    def _reached(self, event: Any) -> list[str]:
+        if event[0] == "gradients":
+            return [name for index, name in enumerate(self._parameters[event[1]]) if event[2] >> index & 1]
+        return list(event[1:]) if event[0] == "scalars" else []
+
+    def _describe(self, event: Any, differing: set[str]) -> str:
+        if event is None:
+            return f"did not say within {self._limit_s:g} s what comes next"
+        if event[0] == "end":
+            return "came to the end of the step"
+        if event[0] == "unit":
+            name = self._names[event[1]]
+            return f"came to {name!r}" if name else "came to the parameters outside of all units"
+        names = [repr(name) for name in self._reached(event) if name in differing]
+        return f"has gradients for {few(names)}" if names else f"has none for {few(sorted(map(repr, differing)))}"
+
+
+def _answer_while_open(order: weakref.ref[UnitOrder], closing: threading.Event) -> None:
+    """Answer for a rank that waits in a collective, until `closing` is set or the order is deleted."""
+    where = (0, 0)
+    while not closing.wait(_LOOK_S):
+        held = order()
+        if held is None:
+            return
+        where = held.answer(where)
+        del held
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
