@@ -145,7 +145,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(process_group, "_default_store", lambda: None)
+    monkeypatch.setattr(process_group, "default_store", lambda: None)
     monkeypatch.setattr(process_group, "_comparing", None)
     monkeypatch.setattr(type(dist.group), "WORLD", _Group())
     yield calls
@@ -298,7 +298,7 @@ def test_nccl_writes_its_last_calls_when_it_times_out_unless_told_not_to(recorde
 def test_the_variables_that_are_set_are_not_warned_of():
     """torch tells every process of names that are out of date."""
     program = (
-        "import torch.distributed as dist; from stratagem.distributed.process_group import _trace_calls; _trace_calls();"
+        "import torch.distributed as dist; from stratagem.distributed.default_group import trace_calls; trace_calls();"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

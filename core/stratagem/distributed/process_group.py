@@ -9,7 +9,7 @@ have NCCL alone; then they go by way of the GPU.
 [Note: comparing calls]
 Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
 sizes). So all ranks first sum a fingerprint of what they are about to call, over a gloo group of its own: parts h of a
-hash, and their squares. All ranks brought the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
+hash, and their squares. All ranks have the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
 have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
 """
 
@@ -19,8 +19,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import gc
-import os
 import sys
 import time
 import weakref
@@ -32,11 +30,12 @@ from attrs import evolve
 from stratagem.api.world import DEFAULT_TIMEOUT, Collectives
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.call_site import where
+from stratagem.distributed.default_group import check_adoptable, default_store, leave_group, not_joined, trace_calls
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.distributed.interfaces import allow_connections, choose_interface, listen_anywhere
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
 from stratagem.distributed.store import StoreBoard, connect_store
-from stratagem.errors import ConfigError, LaunchError
+from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,7 +53,7 @@ class TorchCollectives(Collectives):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:  # fmt: skip
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
-        self.rank, self._store, self._meetings = world.rank, _default_store(), 0
+        self.rank, self._store, self._num_barriers = world.rank, default_store(), 0
         self._world, self.group = world, group
         #: How long a message may take.
         self.timeout = timeout
@@ -79,7 +78,7 @@ class TorchCollectives(Collectives):
         import torch.distributed as dist
 
         if dist.is_initialized():
-            _check_adoptable(device, backend, world.world_size)
+            check_adoptable(device, backend, world.world_size)
             chose = choose_interface(world)  # for the groups that the run adds
             adopted = cls(world, device, owns_group=False, timeout=timeout)._compare()
             adopted._chose_interface = chose
@@ -88,7 +87,7 @@ class TorchCollectives(Collectives):
         allow_connections(world.world_size)
         choose_interface(world)
         if "nccl" in whole:
-            _trace_calls()
+            trace_calls()
         try:
             dist.init_process_group(
                 whole, store=connect_store(world, timeout), timeout=timeout,
@@ -98,12 +97,12 @@ class TorchCollectives(Collectives):
             )  # fmt: skip
             joined = cls(world, device, owns_group=True, timeout=timeout)._compare()
         except RuntimeError as error:
-            _leave_group()
+            leave_group()
             if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-                raise _not_joined(world, error) from error
+                raise not_joined(world, error) from error
             raise
         # A group may outlive its run: a script that drops its trainer must leave in order all the same.
-        atexit.register(_leave_group)
+        atexit.register(leave_group)
         return joined
 
     def _compare(self) -> TorchCollectives:
@@ -343,8 +342,8 @@ class TorchCollectives(Collectives):
     def barrier_with_timeout(self, what: str, limit_s: float) -> None:
         import torch.distributed as dist
 
-        self._meetings += 1
-        key = f"stratagem/meeting/{self._meetings}"
+        self._num_barriers += 1
+        key = f"stratagem/barrier/{self._num_barriers}"
         self._store.set(f"{key}/{self.rank}", "")
         arrived = self._store.add(key, 1)
         if arrived == self.world_size:
@@ -360,13 +359,13 @@ class TorchCollectives(Collectives):
             raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
 
     def leave_note(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # the store may be gone with the rank that hosted it
+        with contextlib.suppress(Exception):  # the store ends with the rank that hosts it
             self._store.compare_set("stratagem/note", "", text)
 
     def read_note(self, limit_s: float = 2.0) -> str | None:
         deadline = time.monotonic() + limit_s
         with contextlib.suppress(Exception):
-            while not self._store.check(["stratagem/note"]):  # to wait in the store is to complain on stderr
+            while not self._store.check(["stratagem/note"]):  # a wait in the store prints an error on stderr
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.05)
@@ -393,8 +392,8 @@ class TorchCollectives(Collectives):
             listen_anywhere()
         if self._owns_group:
             self._owns_group = False
-            atexit.unregister(_leave_group)
-            _leave_group()
+            atexit.unregister(leave_group)
+            leave_group()
 
 
 #: The default group, and the group over which the runs of this process compare calls. Both are torch's: references that
@@ -402,61 +401,7 @@ class TorchCollectives(Collectives):
 _comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
-def _default_store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    listen_anywhere()
-    if dist.is_initialized():
-        # A DDP reducer that outlives its group takes the interpreter down at exit (std::terminate, seen with torch 2.13
-        # and gloo, in plain PyTorch too): wrapped models in reference cycles have to go first.
-        gc.collect()
-        dist.destroy_process_group()
-
-
 def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
     """Return what all ranks must have in common when they send `tensor` from `place`."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     return (shape, dtype) if place.type == "cpu" else (shape, dtype, place.type)
-
-
-def _not_joined(world: World, error: Exception) -> LaunchError:
-    """Return the error for a rank whose process group could not be made."""
-    text = str(error)
-    last = text.partition("Last error:")[2].strip().splitlines()
-    if "NCCL" not in text:
-        do = "check that all ranks were started and can reach that address"
-    elif "duplicate gpu" in text.lower():
-        do = "give each rank a GPU of its own (devices, CUDA_VISIBLE_DEVICES)"
-    else:
-        do = "set NCCL_DEBUG=INFO to see where NCCL stopped; strategy option nccl.socket_ifname chooses an interface"
-    return LaunchError(
-        f"rank {world.rank} of {world.world_size} could not join the process group at "
-        f"{world.main_address}:{world.main_port} ({last[0] if last else text})",
-        do=do,
-    )
-
-
-def _trace_calls() -> None:
-    """Let each rank write its last calls to a file when a collective of NCCL times out, unless the user decided."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name, which every process warns of where it is set
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
-def _check_adoptable(device: torch.device, backend: str, size: int) -> None:
-    """Refuse the process group that exists if it has another size, or another backend for `device`."""
-    import torch.distributed as dist
-
-    found, wanted = backends_of(None), backends_in(with_gloo(backend, device))
-    if dist.get_world_size() != size or found.get(device.type) != wanted.get(device.type):
-        raise ConfigError(
-            f"this process already belongs to a {dist.get_backend()} process group of {dist.get_world_size()}",
-            expected=f"a {backend} group of {size} or none",
-            do="close the earlier run (trainer.close()) or give both the same devices and strategy",
-        )

@@ -1,0 +1,72 @@
+"""The default process group of torch.distributed: its store, adopting an existing one, joining errors, leaving it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import TYPE_CHECKING, Any
+
+from stratagem.distributed.backends import backends_in, backends_of, with_gloo
+from stratagem.distributed.interfaces import listen_anywhere
+from stratagem.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from stratagem.api.world import World
+
+
+def default_store() -> Any:
+    """Return the store that the ranks of the default group connected through."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def leave_group() -> None:
+    """Destroy the default group, if there is one, and unset the interface that was chosen for it."""
+    import torch.distributed as dist
+
+    listen_anywhere()
+    if dist.is_initialized():
+        # A DDP reducer that outlives its group aborts the interpreter at exit (std::terminate, seen with torch 2.13 and
+        # gloo, in plain PyTorch too): wrapped models in reference cycles have to be freed first.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def not_joined(world: World, error: Exception) -> LaunchError:
+    """Return the error for a rank whose process group could not be made."""
+    text = str(error)
+    last = text.partition("Last error:")[2].strip().splitlines()
+    if "NCCL" not in text:
+        do = "check that all ranks were started and can reach that address"
+    elif "duplicate gpu" in text.lower():
+        do = "give each rank a GPU of its own (devices, CUDA_VISIBLE_DEVICES)"
+    else:
+        do = "set NCCL_DEBUG=INFO to see where NCCL stopped; strategy option nccl.socket_ifname chooses an interface"
+    return LaunchError(
+        f"rank {world.rank} of {world.world_size} could not join the process group at "
+        f"{world.main_address}:{world.main_port} ({last[0] if last else text})",
+        do=do,
+    )
+
+
+def trace_calls() -> None:
+    """Let each rank write its last calls to a file when a collective of NCCL times out, unless the user decided."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name; every process warns if it is set
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def check_adoptable(device: torch.device, backend: str, size: int) -> None:
+    """Refuse the process group that exists if it has another size, or another backend for `device`."""
+    import torch.distributed as dist
+
+    found, wanted = backends_of(None), backends_in(with_gloo(backend, device))
+    if dist.get_world_size() != size or found.get(device.type) != wanted.get(device.type):
+        raise ConfigError(
+            f"this process already belongs to a {dist.get_backend()} process group of {dist.get_world_size()}",
+            expected=f"a {backend} group of {size} or none",
+            do="close the earlier run (trainer.close()) or give both the same devices and strategy",
+        )
