@@ -12,7 +12,7 @@ Horovod                                                     left behind by torch
 SLURM, Kubernetes                                           no such environment is installed
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py
-NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by itself; options for them in plugins/test_tuning.py
+NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by itself; options for them in plugins/test_process_group.py
 ``torch.cuda.memory_summary()``, ``nvidia-smi``             need GPUs
 a strategy chosen by ``if model_params < 1e9``              plain Python around a name
 ``etcd`` beside torchelastic                                torchrun meets without it
