@@ -6,14 +6,17 @@ import ctypes
 import os
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
+from attrs import define
 
 import stratagem as sg
+from stratagem.api.options import options
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
-from stratagem_process_group import nccl, variables
+from stratagem_process_group import ProcessGroupStrategy, group_options_after, nccl, variables
 from stratagem_process_group.remarks import remarks
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
@@ -81,6 +84,21 @@ def test_options_may_come_as_text(monkeypatch):
     strategy = sg.Trainer(strategy="ddp", devices=2, **QUIET).strategy
 
     assert strategy.nccl == {"min_nchannels": 8, "debug": "WARN", "p2p_disable": True}
+
+
+@define(eq=False, kw_only=True, field_transformer=group_options_after("depth"))
+class _Pipeline(ProcessGroupStrategy):
+    #: Micro-batches in flight.
+    depth: int = 2
+    #: In which order they are computed.
+    schedule: str = "1f1b"
+
+
+def test_a_strategy_of_ones_own_has_the_options_where_it_wants_them():
+    assert [*options(_Pipeline)] == ["depth", "timeout", "process_group_backend", "nccl", "gloo", "schedule"]
+    assert _Pipeline(timeout=5).join_timeout() == timedelta(seconds=5)
+    with pytest.raises(ConfigError, match=r"^_Pipeline\.nccl\.debug is 'LOUD'"):
+        _Pipeline(nccl={"debug": "LOUD"})
 
 
 # --- The installed release ---------------------------------------------------------------------------------------

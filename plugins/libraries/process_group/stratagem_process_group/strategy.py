@@ -66,7 +66,7 @@ def group_options_after(option: str) -> Callable[[type, list[Attribute[Any]]], l
     def reorder(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
         shared = {each.name for each in fields(ProcessGroupStrategy)}
         own = [each for each in attributes if each.name not in shared]
-        place = 1 + next(index for index, each in enumerate(own) if each.name == option)
+        place = 1 + [each.name for each in own].index(option)
         return [*own[:place], *(each for each in attributes if each.name in shared), *own[place:]]
 
     return reorder
