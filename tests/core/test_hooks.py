@@ -21,7 +21,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [
-    "setup_environment", "launch", "connect", "setup", "init_context", "prepare_module", "wrap_model",
+    "setup_environment", "launch", "connect", "on_connect", "setup", "init_context", "prepare_module", "wrap_model",
     "wrap_optimizers", "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_sanity_check_start",
     "on_validation_start", "on_validation_epoch_start", "transfer_batch", "on_validation_batch_start", "step_context",
     "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_sanity_check_end", "on_train_start",
@@ -32,7 +32,7 @@ LIFE = [
     "load_model_state", "load_optimizer_state", "on_test_start", "on_test_epoch_start", "on_test_batch_start",
     "on_test_batch_end", "on_test_epoch_end", "on_test_end", "on_predict_start", "on_predict_epoch_start",
     "on_predict_batch_start", "on_predict_batch_end", "on_predict_epoch_end", "on_predict_end", "on_exception",
-    "teardown",
+    "explain_error", "teardown",
 ]  # fmt: skip
 
 #: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py.

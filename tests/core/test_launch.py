@@ -26,7 +26,7 @@ from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import report, root_cause
 from stratagem.distributed.supervision import start_for_good
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.runtime.peer_diagnosis import _waited_s
+from stratagem_peer_diagnosis import diagnosis
 
 WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
 
@@ -352,7 +352,7 @@ def test_what_nccl_says_of_another_rank_is_an_echo_with_its_timeout(text, waited
     error = RuntimeError(text)
 
     assert is_echo(error)
-    assert _waited_s(error, None) == waited_s
+    assert diagnosis.waited_s(error, None) == waited_s
 
 
 def test_words_of_a_users_error_are_not_taken_for_nccls():

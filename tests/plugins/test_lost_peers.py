@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stratagem as sg
-from stratagem.runtime.peer_diagnosis import _probe
+from stratagem_peer_diagnosis.endpoints import probe
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
@@ -308,13 +308,17 @@ def test_a_network_error_of_the_users_own_stands(error):
     assert first == f"PeerError: rank 1 failed with {said}; this rank stops with it."
 
 
+def _endpoints_of(run):
+    return next(choice.plugin for choice in run.stack.automatic if choice.name == "peer_diagnosis").endpoints
+
+
 def _endpoints(rank, world_size):
     with sg.Run(strategy=_ddp(3), devices=world_size, accelerator="cpu") as run:
-        answers, store_answers = run.context.neighbours.probe()
+        answers, store_answers = _endpoints_of(run).probe()
         run.collectives.barrier()
-        neighbours = run.context.neighbours
+        endpoints = _endpoints_of(run)
         run.collectives.board().put(f"closing/{rank}", "")
-    return answers, store_answers, neighbours._endpoint.fileno()
+    return answers, store_answers, endpoints._endpoint.fileno()
 
 
 def test_ranks_that_live_answer_and_a_closed_run_leaves_nothing_open():
@@ -325,9 +329,9 @@ def test_ranks_that_live_answer_and_a_closed_run_leaves_nothing_open():
 
 
 def test_an_address_that_the_kernel_refuses_at_once_does_not_count_as_alive():
-    assert _probe({1: ("255.255.255.255", 9)}, time.monotonic() + 1) == {1: "silent"}
+    assert probe({1: ("255.255.255.255", 9)}, time.monotonic() + 1) == {1: "silent"}
 
 
 def test_a_single_process_opens_nothing():
     with sg.Run(strategy="single_device", accelerator="cpu") as run:
-        assert run.context.neighbours is None
+        assert _endpoints_of(run) is None

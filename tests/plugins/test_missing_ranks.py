@@ -15,8 +15,8 @@ import torch
 import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.distributed.fingerprints import fingerprint, is_common
-from stratagem.runtime import peer_diagnosis
 from stratagem.runtime.launching import carry_out
+from stratagem_peer_diagnosis import failure_reports
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.machine import _processes_with
 from stratagem_testing.reference import Net, joined_batches, part
@@ -80,7 +80,7 @@ def test_every_method_is_listed():
 
 
 def _leave_out(rank, world_size, names):
-    peer_diagnosis.REPORT_S = 0.1  # it is waited for in every case
+    failure_reports.REPORT_S = 0.1  # it is waited for in every case
     said = {}
     for name in names:
         clips = name == "run.clip_gradients"

@@ -15,14 +15,18 @@ import pytest
 import stratagem as sg
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import PeerError
-from stratagem.runtime import peer_diagnosis
-from stratagem.runtime.peer_diagnosis import explained
-from stratagem.runtime.watchdog import Watchdog
+from stratagem.runtime.launching import explained
+from stratagem_peer_diagnosis.failure_reports import FailureReports
+from stratagem_peer_diagnosis.watchdog import Watchdog
 from stratagem_testing import run_in_processes
 
 
 def _run(world_size):
     return sg.Run(strategy={"name": "ddp", "timeout": 60}, devices=world_size, accelerator="cpu")
+
+
+def _diagnosis(run):
+    return next(choice.plugin for choice in run.stack.automatic if choice.name == "peer_diagnosis")
 
 
 def _child_of(rank, world_size, folder):
@@ -33,7 +37,7 @@ def _child_of(rank, world_size, folder):
         os.environ["STRATAGEM_REPORTS"] = folder
         run = _run(world_size)
         run.connect()
-        Watchdog(run.context, interval_s=0.2, stuck_s=0.5).start()
+        Watchdog(run.context, _diagnosis(run).endpoints, interval_s=0.2, stuck_s=0.5).start()
         run.collectives.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +62,7 @@ def _leave(rank, world_size):
     TorchCollectives.reports_lost_ranks = False  # as NCCL
     run = _run(world_size)
     run.connect()
-    watchdog, store = run.context.watchdog, run.collectives.board()
+    watchdog, store = _diagnosis(run).watchdog, run.collectives.board()
     watchdog._closing.set() if rank == 0 else None  # looked at from here
     found = [watchdog._lost()]
     run.collectives.barrier()
@@ -68,7 +72,7 @@ def _leave(rank, world_size):
         _wait_for(store, "looked")
         return None
     _wait_for(store, "closed")
-    found += [run.context.neighbours.probe()[0], watchdog._lost()]
+    found += [_diagnosis(run).endpoints.probe()[0], watchdog._lost()]
     watchdog._board = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
     found += [watchdog._lost(), watchdog._sure]
     watchdog._board = None  # the store went with it
@@ -96,14 +100,14 @@ def test_a_rank_that_leaves_in_order_is_not_lost():
 def _report(rank, world_size):
     run = _run(world_size)
     run.connect()
-    started = run.context.watchdog
-    watchdog = Watchdog(run.context, interval_s=60)
+    started = _diagnosis(run).watchdog
+    watchdog = Watchdog(run.context, _diagnosis(run).endpoints, interval_s=60)
     run.collectives.barrier()
     if rank == 1:
         explained(ValueError("no such file"), run.context)
     run.collectives.barrier()
     said = str(watchdog._lost())
-    later = Watchdog(run.context, interval_s=60)._lost()
+    later = Watchdog(run.context, _diagnosis(run).endpoints, interval_s=60)._lost()
     run.collectives.barrier()  # neither is gone before
     return started, said, later
 
@@ -116,16 +120,16 @@ def test_what_another_rank_reports_is_the_cause():
     assert said == "rank 1 failed with ValueError: no such file; this rank stops with it."
 
 
-class Post:
+class Reports:
     """Keeps the reports that are left."""
 
     def __init__(self):
         self.left = []
 
-    def note(self, limit_s):
+    def read(self, limit_s):
         return PeerError(self.left[0]) if self.left else None
 
-    def leave_note(self, text):
+    def write(self, text):
         self.left.append(text)
 
 
@@ -135,8 +139,8 @@ def watching(lost, saving=False):
     watchdog.interval_s, watchdog.stuck_s, watchdog.failed = 0.0, 0.0, False
     watchdog._rank, watchdog._place, watchdog._since = 0, None, 0.0
     watchdog._told_at, watchdog._own, watchdog._earlier, watchdog._sure = math.inf, "", None, True
-    watchdog._closing, watchdog._post, watchdog.died = threading.Event(), Post(), []
-    run = SimpleNamespace(copy_stream=SimpleNamespace(batches=0), saver=SimpleNamespace(is_running=saving))
+    watchdog._closing, watchdog._reports, watchdog.died = threading.Event(), Reports(), []
+    run = SimpleNamespace(batches_copied=0, is_writing=saving)
     watchdog.run, watchdog._run = run, lambda: run
     watchdog._die = lambda error, rank: watchdog.died.append(error)
     findings = iter(lost)
@@ -159,7 +163,7 @@ def test_a_rank_that_stays_gone_ends_this_one():
     watchdog._watch()
 
     assert watchdog.died == [GONE]
-    assert watchdog._post.left == ["rank 1 is gone"]
+    assert watchdog._reports.left == ["rank 1 is gone"]
 
 
 def test_a_machine_that_answers_again_is_not_lost():
@@ -184,7 +188,7 @@ def _look_twice(watchdog, batches):
         for _ in range(2):
             watchdog._look_at_main_thread()
             seen.append(watchdog._since)
-            watchdog.run.copy_stream.batches += batches
+            watchdog.run.batches_copied += batches
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -204,8 +208,8 @@ def test_a_loop_that_waits_in_the_same_place_for_each_batch_is_not_stuck():
 def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
     told, notes = threading.Event(), {}
     watchdog = watching([])
-    watchdog._post, watchdog._silent = peer_diagnosis._Post(None, 0.05), {}
-    watchdog._neighbours = SimpleNamespace(token=b"", probe=lambda ranks: ({1: "gone"}, store_answers))
+    watchdog._reports, watchdog._silent = FailureReports(None, 0.05), {}
+    watchdog._endpoints = SimpleNamespace(token=b"", probe=lambda ranks: ({1: "gone"}, store_answers))
     watchdog._board = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
 
     for _ in range(2):
@@ -221,7 +225,7 @@ def test_the_store_is_asked_even_where_no_thread_can_start(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    assert peer_diagnosis._Post(None)._ask(lambda: "told", 1.0) == "told"
+    assert FailureReports(None)._ask(lambda: "told", 1.0) == "told"
 
 
 def test_a_moving_main_thread_is_not_stuck():

@@ -268,6 +268,14 @@ class RunContext(Protocol):
     def is_saving(self) -> bool:
         """Whether a save is under way. All ranks agree on it."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread of this process writes a save now; a rank may have finished its part before others."""
+
+    @property
+    def batches_copied(self) -> int:
+        """How many batches were copied to the device beside its computation; 0 where batches are not copied so."""
+
     def after_save(self, action: Callable[[], None]) -> None:
         """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
 

@@ -67,6 +67,11 @@ def connect(world: World, run: RunContext) -> Collectives:
     """
 
 
+@hookspec
+def on_connect(run: RunContext) -> None:
+    """All act: the ranks are connected and were started alike; ``run.collectives`` and ``run.peers`` work."""
+
+
 # --- The model ---------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +458,14 @@ def log_metrics(metrics: dict[str, float], step: int, run: RunContext) -> None:
 
 
 # --- The end -----------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def explain_error(error: BaseException, run: RunContext) -> BaseException:
+    """Answer: the error to raise in place of `error`, which ends the run on this rank. Default: `error`.
+
+    Called once for each error, after `on_exception`. Other ranks may be gone: no collectives here.
+    """
 
 
 @hookspec

@@ -27,12 +27,10 @@ from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.peer_diagnosis import Neighbours
 from stratagem.runtime.preflight import agree, agree_before_connecting
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
-from stratagem.runtime.watchdog import Watchdog
 from stratagem.stack import lock
 from stratagem.stack.describe import explain_stack, render_stack
 from stratagem.stack.formats import format_of
@@ -87,10 +85,6 @@ class Context:
         self.collectives: Collectives = Collectives()
         #: What those ranks do that the strategy spreads the model over: all of them, or a team of an outer strategy's.
         self.peers: Collectives = self.collectives
-        #: Where the other processes can be reached, to tell which one is gone.
-        self.neighbours: Neighbours | None = None
-        #: Ends this process if it waits for a rank that is gone; None where collectives raise then.
-        self.watchdog: Watchdog | None = None
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
@@ -280,13 +274,10 @@ class Context:
         self.collectives = self.hooks.ask("connect", world=world)
         if not compared:
             agree(self.collectives, facts)
-        if self.collectives.world_size > 1:
-            self.neighbours = Neighbours.meet(world, self.collectives)
-            if not self.collectives.reports_lost_ranks:
-                self.watchdog = Watchdog(self).start()
         size, every = self.peers_world.world_size, range(world.world_size)
         teams = [list(every[first : first + size]) for first in every[::size]]
         self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
+        self.hooks.hook.on_connect(run=self)
 
     @property
     def peers_world(self) -> World:
@@ -329,10 +320,6 @@ class Context:
             with contextlib.ExitStack() as rest:  # whatever a plugin raises
                 rest.callback(self._numerics.close)
                 rest.callback(self.collectives.close)
-                if self.neighbours is not None:
-                    rest.callback(self.neighbours.close)
-                if self.watchdog is not None:
-                    rest.callback(self.watchdog.close)
                 self.hooks.hook.teardown(run=self)
                 self.model, self.optimizers, self.bucket_reducers, self.copy_stream = None, [], [], None
                 for handle in self.handles:
@@ -463,6 +450,16 @@ class Context:
     def is_saving(self) -> bool:
         """Whether a save is under way. All ranks agree on it."""
         return self.saver.busy
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a thread of this process writes a save now."""
+        return self.saver.is_running
+
+    @property
+    def batches_copied(self) -> int:
+        """How many batches were copied to the device beside its computation."""
+        return 0 if self.copy_stream is None else self.copy_stream.batches
 
     def after_save(self, action: Callable[[], None]) -> None:
         """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""

@@ -85,11 +85,15 @@ def load_optimizer_state(state: Any, optimizer: Any, module: Any) -> bool:
     return True
 
 
+def explain_error(error: Any) -> Any:
+    return error
+
+
 DEFAULTS = {
     function.__name__: function
     for function in (
         connect, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward, clip_gradients,
-        optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state,
+        optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state, explain_error,
     )
 }  # fmt: skip
 

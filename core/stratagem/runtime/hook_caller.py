@@ -37,6 +37,7 @@ _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "backward": (bool,),
     "clip_gradients": (torch.Tensor, float, int),
     "optimizer_step": (bool,),
+    "explain_error": (BaseException,),
 }
 
 #: Hooks of the inner loop, bound once when the stack is connected.

@@ -13,7 +13,6 @@ from attrs import define
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.distributed.rendezvous import check_address
 from stratagem.distributed.supervision import join_supervision
-from stratagem.runtime.peer_diagnosis import explained
 from stratagem.stack.describe import unread_arguments
 
 if TYPE_CHECKING:
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
 EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
+
+#: Attribute of an error that has been through `explained`: calls of a run may be nested.
+_EXPLAINED = "_explained_by_stratagem"
 
 
 def launch(run: Context, main: Callable[[Context], Any]) -> Any:
@@ -53,6 +55,15 @@ def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
         if cause is error:
             raise
         raise cause from cause.__cause__
+
+
+def explained(error: BaseException, run: Context) -> BaseException:
+    """Return the error to raise in place of `error`: what plugins answer, who are asked once for each error."""
+    if _EXPLAINED in vars(error):
+        return error
+    cause: BaseException = run.ask("explain_error", error=error)
+    vars(cause)[_EXPLAINED] = True
+    return cause
 
 
 def _explain_and_stop(run: Context, form: str) -> None:

@@ -25,7 +25,6 @@ from stratagem.errors import PluginError
 from stratagem.runtime import launching, state_io
 from stratagem.runtime.context import Context
 from stratagem.runtime.handles import LoaderHandle, ModelHandle
-from stratagem.runtime.peer_diagnosis import explained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -127,7 +126,7 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        cause = explained(error, self.context) if error is not None and self.context.connected else error
+        cause = launching.explained(error, self.context) if error is not None and self.context.connected else error
         self.close()
         if cause is not None and cause is not error:
             raise cause from cause.__cause__

@@ -20,6 +20,12 @@ def default(role: str) -> str:
     return name
 
 
+def automatic() -> list[str]:
+    """Return the names of the callbacks of every run, where they are installed."""
+    names: list[str] = _catalog()["automatic"]["callback"]
+    return names
+
+
 def moved(name: str) -> str:
     """Return what to say instead of `name`, which other trainers know; nothing if they do not."""
     return str(_catalog()["moved"].get(name, ""))

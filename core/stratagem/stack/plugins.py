@@ -47,6 +47,8 @@ class Stack:
     callbacks: list[Choice]
     loggers: list[Choice]
     others: list[Choice]
+    #: Callbacks of every run, where they are installed.
+    automatic: list[Choice]
     #: Device numbers that this node's processes use: one each, or all of them the only process.
     devices: tuple[int, ...]
     #: The user set `devices`, rather than leaving it to "auto".
@@ -93,6 +95,7 @@ class Stack:
         return [
             *self.strategies, self.precision, *self.comm_hooks, self.environment, self.launcher, self.accelerator,
             self.checkpoint, *self.others, *self.callbacks, *self.loggers,
+            *self.automatic,
         ]  # fmt: skip
 
     def preload(self) -> None:

@@ -7,6 +7,7 @@ plugin is known by name (`catalog.toml` holds the defaults).
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ def resolve(settings: Any) -> Stack:
         + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
+        automatic=_automatic_callbacks(settings),
         devices=devices,
         devices_given=given,
         policy=policy,
@@ -306,6 +308,22 @@ def _standard_callbacks(settings: Any) -> list[Choice]:
         listed = [*_as_list(settings.callbacks), *_as_list(settings.plugins)]
         if not any(_names(value, entry) for value in listed):
             choices.append(default("callback", role, f"{switch}=True"))
+    return choices
+
+
+def _automatic_callbacks(settings: Any) -> list[Choice]:
+    """Return the callbacks that the catalog has in every run, if they are installed and the user lists none of them."""
+    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
+    choices = []
+    for entry in registry.entries("callback"):
+        if entry.name in catalog.automatic() and not any(_names(value, entry) for value in listed):
+            try:
+                plugin = make(entry, {})
+            except PluginError as error:  # a broken package must not touch a run that does not name it
+                warnings.warn(f"the run goes on without it: {error}", stacklevel=2)
+                continue
+            reason = "in every run where it is installed"
+            choices.append(Choice(kind="callback", name=entry.name, plugin=plugin, reason=reason, entry=entry))
     return choices
 
 

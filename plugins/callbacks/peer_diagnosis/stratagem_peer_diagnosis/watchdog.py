@@ -2,8 +2,9 @@
 
 [Note: lost ranks under NCCL]
 gloo raises as soon as a connection breaks. A kernel of NCCL goes on waiting, the main thread waits for the kernel, and
-torch aborts the process when the timeout is over, with no word about who is gone. So a thread probes the endpoints of
-the next ranks every few seconds, and reads the failure report in the store. It ends the process once both are true:
+torch aborts the process when the timeout is over, and does not tell which rank is gone. So a thread probes the
+endpoints of the next ranks every few seconds, and reads the failure report in the store. It ends the process once both
+are true:
 
 * a rank failed (its report says so), or its process or machine is gone and it did not say that it left in order;
 * the main thread has not moved for a while: a rank that is not waiting may still have something to finish. Where the
@@ -23,16 +24,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.call_site import where
 from stratagem.distributed.reports import tell_launcher
 from stratagem.errors import PeerError
-from stratagem.runtime import peer_diagnosis
+from stratagem_peer_diagnosis.diagnosis import finding
+from stratagem_peer_diagnosis.failure_reports import AT_ONCE_S, FailureReports
 
 if TYPE_CHECKING:
-    from stratagem.checkpoint.background_save import Saver
-    from stratagem.runtime.transfer import CopyStream
+    from stratagem.api import RunContext
+    from stratagem_peer_diagnosis.endpoints import Answer, Endpoints
 
 #: How often ranks are probed.
 INTERVAL_S = 5.0
@@ -55,25 +57,17 @@ def end_process(error: PeerError, rank: int) -> None:
     os._exit(1)
 
 
-class Watched(peer_diagnosis.Diagnosed, Protocol):
-    """What the watchdog reads of a run."""
-
-    saver: Saver
-    copy_stream: CopyStream | None
-
-
 class Watchdog:
     """Looks for lost ranks while `run` is connected; see [Note: lost ranks under NCCL]."""
 
     def __init__(
-        self, run: Watched, interval_s: float = INTERVAL_S, stuck_s: float = STUCK_S,
+        self, run: RunContext, endpoints: Endpoints, interval_s: float = INTERVAL_S, stuck_s: float = STUCK_S,
         die: Callable[[PeerError, int], Any] = end_process,
     ) -> None:  # fmt: skip
-        assert run.neighbours is not None, "there are other ranks"
         self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
-        self._rank, self._world_size, self._neighbours = run.rank, run.world_size, run.neighbours
+        self._rank, self._world_size, self._endpoints = run.rank, run.world_size, endpoints
         collectives = run.collectives.with_own_connection()
-        self._post, self._board = peer_diagnosis._Post(collectives, STORE_S), run.collectives.board()
+        self._reports, self._board = FailureReports(collectives, STORE_S), run.collectives.board()
         #: A process group of the user's may hold the report of an earlier run.
         self._earlier = collectives.read_note(0.0)
         self._closing = threading.Event()
@@ -98,15 +92,15 @@ class Watchdog:
             return
         self._closing.set()
         if not self.failed:
-            self._post.is_open = True
-            self._post.ask(lambda: self._board.put(self._left(self._rank), ""))
+            self._reports.is_open = True
+            self._reports.ask(lambda: self._board.put(self._left(self._rank), ""))
 
     def _watch(self) -> None:
         while not self._closing.wait(self.interval_s):
             if self.failed:
                 return
             self._look_at_main_thread()
-            self._post.is_open = True  # a store that was slow once is asked again
+            self._reports.is_open = True  # a store that was slow once is asked again
             cause = self._lost()  # each time: a machine that was silent may answer again
             stuck = time.monotonic() - self._since >= (self.stuck_s if self._sure else 3 * self.stuck_s)
             if cause is None or not stuck or self._is_saving():
@@ -120,15 +114,15 @@ class Watchdog:
     def _tell(self, cause: PeerError) -> None:
         """Leave the report of `cause`, unless it is another rank's, which stands."""
         self._told_at = time.monotonic()
-        known = self._post.note(peer_diagnosis.AT_ONCE_S)
+        known = self._reports.read(AT_ONCE_S)
         if known is None or known.found != cause.found:
             self._own = cause.found
-            self._post.leave_note(cause.found)
+            self._reports.write(cause.found)
 
     def _is_saving(self) -> bool:
         """Whether a save runs in the background. It ends, or fails: it is sent over gloo."""
         run = self._run()
-        return run is not None and run.saver.is_running
+        return run is not None and run.is_writing
 
     def _look_at_main_thread(self) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -142,31 +136,31 @@ class Watchdog:
 
     def _batches(self) -> int:
         run = self._run()
-        return 0 if run is None or run.copy_stream is None else run.copy_stream.batches
+        return 0 if run is None else run.batches_copied
 
     def _lost(self) -> PeerError | None:
         """Return what another rank reports, or which ranks are gone; None if all is well as far as can be seen."""
-        known = self._post.note(peer_diagnosis.AT_ONCE_S)
+        known = self._reports.read(AT_ONCE_S)
         if known is not None and known.found not in (self._earlier, self._own):
             return known
         next_ranks = {(self._rank + step) % self._world_size for step in range(1, PROBED + 1)} - {self._rank}
         if not self._gone(next_ranks):
             return None
-        others = {peer.rank for peer in self._neighbours.peers}
+        others = {peer.rank for peer in self._endpoints.peers}
         lost = self._gone(others)  # a machine may have taken several with it
         gone, silent = (
-            [peer for peer in self._neighbours.peers if lost.get(peer.rank) == kind] for kind in ("gone", "silent")
+            [peer for peer in self._endpoints.peers if lost.get(peer.rank) == kind] for kind in ("gone", "silent")
         )
         run = self._run()
         if run is None or not (gone or silent):
             return None
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        return peer_diagnosis._finding(RuntimeError(), run, silent, gone, [], where(main), {})
+        return finding(RuntimeError(), run, silent, gone, [], where(main), {})
 
-    def _gone(self, ranks: set[int]) -> dict[int, peer_diagnosis.Answer]:
+    def _gone(self, ranks: set[int]) -> dict[int, Answer]:
         """Return which of `ranks` are gone without having left in order."""
-        answers, store_answers = self._neighbours.probe(ranks=ranks)
-        lost: dict[int, peer_diagnosis.Answer] = {}
+        answers, store_answers = self._endpoints.probe(ranks=ranks)
+        lost: dict[int, Answer] = {}
         for rank, answer in answers.items():
             self._silent[rank] = self._silent.get(rank, 0) + 1 if answer == "silent" else 0
             if answer == "gone" or self._silent[rank] >= SILENT_PROBES:
@@ -175,12 +169,12 @@ class Watchdog:
 
     def _left_in_order(self, rank: int, store_answers: bool) -> bool:
         """Whether `rank` said so, or may have: the store's host can be reached and takes long to tell."""
-        told = self._post.ask(lambda: (self._board.get(self._left(rank)),))
+        told = self._reports.ask(lambda: (self._board.get(self._left(rank)),))
         self._sure = told is not None
         if told is None:
-            return store_answers and not self._post.is_open
+            return store_answers and not self._reports.is_open
         return told[0] is not None
 
     def _left(self, rank: int) -> str:
         """Return where `rank` says that it leaves this run in order."""
-        return f"left/{self._neighbours.token.hex()}/{rank}"
+        return f"left/{self._endpoints.token.hex()}/{rank}"
