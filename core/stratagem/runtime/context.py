@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,22 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import evolve
 
-from stratagem.api.capabilities import MULTI_PROCESS, SHARDED_PARAMETERS
+from stratagem.api.capabilities import SHARDED_PARAMETERS
 from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
-from stratagem.distributed.rendezvous import check_address
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError
+from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
 from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.preflight import agree, agree_before_connecting
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
@@ -249,13 +246,15 @@ class Context:
             return
         accelerator = self.stack.accelerator.plugin
         self.world = self.hooks.ask("setup_environment")
-        self._check_world(self.world)
-        self.mesh = self._mesh(self.world)
+        check_world(self.stack, self.world)
+        self.mesh = mesh_of(self.stack, self.world)
         self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))
         self.device = self.devices[0]
         with switch(self.settings, self.device.type) as numerics:
             accelerator.activate(self.device)
-            self._join(self.world)
+            self.collectives = join(self.world, self.stack, self.settings, self.hooks)
+            self.peers = split_peers(self.collectives, self.world, self.peers_world)
+            self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()
         if self.device.type == "cuda":
             self.copy_stream = CopyStream(self.device, hints=self.is_global_zero)
@@ -265,49 +264,11 @@ class Context:
         self.connected = True
         atexit.register(_close, weakref.ref(self))
 
-    def _join(self, world: World) -> None:
-        """Join the other ranks, once it is known that they were started alike."""
-        if world.world_size > 1 and not world.store_hosted:
-            check_address(world, self.stack.join_timeout().total_seconds())
-        facts = lock.facts(self.stack, self.settings) if world.world_size > 1 else {}
-        compared = agree_before_connecting(world, facts, self.stack.join_timeout())
-        self.collectives = self.hooks.ask("connect", world=world)
-        if not compared:
-            agree(self.collectives, facts)
-        size, every = self.peers_world.world_size, range(world.world_size)
-        teams = [list(every[first : first + size]) for first in every[::size]]
-        self.peers = self.collectives.split(teams) if len(teams) > 1 else self.collectives
-        self.hooks.hook.on_connect(run=self)
-
     @property
     def peers_world(self) -> World:
         """This process's place among its peers: what an inner strategy takes for the world."""
         assert self.world is not None, "known once connected"
-        return _team_world(self.stack, self.world)
-
-    def _mesh(self, world: World) -> Mesh:
-        inner = _team_world(self.stack, world)
-        mesh = self.stack.strategy.mesh(inner)
-        if inner.world_size == world.world_size:
-            return mesh
-        return Mesh(axes={"team": world.world_size // inner.world_size, **mesh.axes}, rank=world.rank)
-
-    def _check_world(self, world: World) -> None:
-        """Refuse processes that somebody else started for a strategy that would train each of them alone."""
-        strategy = self.stack.strategies[-1]
-        provided = {word for choice in self.stack.strategies for word in choice.plugin.capabilities.provides}
-        if world.world_size > 1 and MULTI_PROCESS not in provided:
-            raise ConfigError(
-                f"{self.stack.environment} has {world.world_size} processes and {strategy} trains in one",
-                expected="a strategy that provides 'multi-process'",
-                do='choose one, such as the default (strategy="auto")',
-            )
-        if world.local_world_size > 1 and not strategy.plugin.process_per_device:
-            raise ConfigError(
-                f"{self.stack.environment} has {world.local_world_size} processes on this node, and {strategy} uses "
-                "all devices of a node from one",
-                expected="one process on each node",
-            )
+        return peers_world_of(self.stack, self.world)
 
     def close(self) -> None:
         """Tear down: plugins first, then the connection. Safe to call twice."""
@@ -503,20 +464,6 @@ def _separate_elements(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-
-
-def _team_world(stack: Stack, world: World) -> World:
-    """Return the place of `world` among the processes that the innermost strategy spreads the model over."""
-    size = world.world_size
-    for choice, inner in itertools.pairwise(stack.strategies):
-        size = choice.plugin.processes_per_team(world, inner.plugin)
-    if size == world.world_size:
-        return world
-    here = min(size, world.local_world_size)
-    return evolve(
-        world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
-        num_nodes=size // here, node_rank=world.rank % size // here,
-    )  # fmt: skip
 
 
 if TYPE_CHECKING:

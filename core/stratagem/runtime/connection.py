@@ -1,0 +1,80 @@
+"""Connect one process of a run with the others: checks of its place, collectives, groups of an outer strategy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from stratagem.api.capabilities import MULTI_PROCESS
+from stratagem.api.world import Collectives, Mesh, World
+from stratagem.distributed.rendezvous import check_address
+from stratagem.errors import ConfigError
+from stratagem.runtime.preflight import agree, agree_before_connecting
+from stratagem.stack import lock
+
+if TYPE_CHECKING:
+    from stratagem.config.settings import RunSettings
+    from stratagem.runtime.hook_caller import HookCaller
+    from stratagem.stack.plugins import Stack
+
+
+def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller) -> Collectives:
+    """Join the other ranks, after a check that all were started with the same settings; return their collectives."""
+    if world.world_size > 1 and not world.store_hosted:
+        check_address(world, stack.join_timeout().total_seconds())
+    facts = lock.facts(stack, settings) if world.world_size > 1 else {}
+    compared = agree_before_connecting(world, facts, stack.join_timeout())
+    collectives: Collectives = hooks.ask("connect", world=world)
+    if not compared:
+        agree(collectives, facts)
+    return collectives
+
+
+def split_peers(collectives: Collectives, world: World, peers_world: World) -> Collectives:
+    """Return the collectives over the ranks that the innermost strategy spreads the model over. Collective."""
+    size, every = peers_world.world_size, range(world.world_size)
+    teams = [list(every[first : first + size]) for first in every[::size]]
+    return collectives.split(teams) if len(teams) > 1 else collectives
+
+
+def mesh_of(stack: Stack, world: World) -> Mesh:
+    """Return the mesh of the innermost strategy, with an axis "team" around it under an outer one."""
+    inner = peers_world_of(stack, world)
+    mesh = stack.strategy.mesh(inner)
+    if inner.world_size == world.world_size:
+        return mesh
+    return Mesh(axes={"team": world.world_size // inner.world_size, **mesh.axes}, rank=world.rank)
+
+
+def peers_world_of(stack: Stack, world: World) -> World:
+    """Return the place of `world` among the processes that the innermost strategy spreads the model over."""
+    size = world.world_size
+    for choice, inner in itertools.pairwise(stack.strategies):
+        size = choice.plugin.processes_per_team(world, inner.plugin)
+    if size == world.world_size:
+        return world
+    here = min(size, world.local_world_size)
+    return evolve(
+        world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,
+        num_nodes=size // here, node_rank=world.rank % size // here,
+    )  # fmt: skip
+
+
+def check_world(stack: Stack, world: World) -> None:
+    """Refuse several processes for a strategy that would train each of them separately."""
+    strategy = stack.strategies[-1]
+    provided = {word for choice in stack.strategies for word in choice.plugin.capabilities.provides}
+    if world.world_size > 1 and MULTI_PROCESS not in provided:
+        raise ConfigError(
+            f"{stack.environment} has {world.world_size} processes and {strategy} trains in one",
+            expected="a strategy that provides 'multi-process'",
+            do='choose one, such as the default (strategy="auto")',
+        )
+    if world.local_world_size > 1 and not strategy.plugin.process_per_device:
+        raise ConfigError(
+            f"{stack.environment} has {world.local_world_size} processes on this node, and {strategy} uses "
+            "all devices of a node from one",
+            expected="one process on each node",
+        )
