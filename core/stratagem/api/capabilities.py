@@ -1,4 +1,4 @@
-"""What a plugin offers and needs: `Capabilities`, and the words that the core or a first-party plugin understands.
+"""What a plugin provides and requires: `Capabilities`, and the words that the core or first-party plugins understand.
 
 The vocabulary is open: a plugin may use words of its own.
 """
@@ -30,7 +30,7 @@ TEAMS: Final = "teams"
 SHARDED_PARAMETERS: Final = "sharded-parameters"
 #: Copies of the weights are stepped: what is written into a module's parameters during a fit is lost.
 STEPPED_COPIES: Final = "stepped-copies"
-#: `clip_gradients` honours max_norm / max_value.
+#: `clip_gradients` supports max_norm / max_value.
 CLIP_BY_NORM: Final = "clip-by-norm"
 CLIP_BY_VALUE: Final = "clip-by-value"
 #: `backward` may be called inside `training_step`.
@@ -43,7 +43,7 @@ CLOSURE_OPTIMIZERS: Final = "closure-optimizers"
 #: `Run.differentiate`, and gradients stay in ``parameter.grad`` until they are zeroed.
 CUSTOM_STEP: Final = "custom-step"
 #: A module may define `configure_gradient_clipping`: ``parameter.grad`` holds complete, averaged gradients (shards are
-#: DTensors) on every rank, so that whatever it computes from them is right.
+#: DTensors) on every rank, so values computed from them are correct.
 CUSTOM_CLIPPING: Final = "custom-clipping"
 #: The loss is scaled so that 16-bit gradients do not vanish; overflowing steps are skipped.
 LOSS_SCALING: Final = "loss-scaling"
@@ -59,15 +59,15 @@ def _words(values: Iterable[str]) -> frozenset[str]:
     return frozenset(values)
 
 
-def _offers(values: Iterable[str]) -> frozenset[str]:
+def _provided(values: Iterable[str]) -> frozenset[str]:
     words = frozenset(values)
     return words | {ACCUMULATION} if NO_SYNC in words else words
 
 
 @frozen(kw_only=True)
 class Capabilities:
-    """What a plugin offers, what it needs from the others, and what it cannot stand beside."""
+    """What a plugin provides, what it requires of the others, and what it cannot be combined with."""
 
-    provides: frozenset[str] = field(default=frozenset(), converter=_offers)
+    provides: frozenset[str] = field(default=frozenset(), converter=_provided)
     requires: frozenset[str] = field(default=frozenset(), converter=_words)
     conflicts: frozenset[str] = field(default=frozenset(), converter=_words)

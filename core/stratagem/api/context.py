@@ -280,7 +280,7 @@ class RunContext(Protocol):
         """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Hand `metrics` to all loggers. Called on rank 0."""
+        """Send `metrics` to all loggers. Called on rank 0."""
 
 
 class TrainerView(Protocol):

@@ -1,11 +1,10 @@
 """The base class of each kind of plugin.
 
-A plugin is one attrs class decorated with ``@define(eq=False, kw_only=True)``: its fields are the options a user may
-set, its ``@hookimpl`` methods are its behaviour, its ``capabilities`` say what it offers and needs. A package makes it
-available by naming it in the entry-point group of its kind; see `stratagem.api.hooks` for the hooks.
+A plugin is one attrs class decorated with ``@define(eq=False, kw_only=True)``: its fields are the options that a user
+sets, its ``@hookimpl`` methods implement hooks (`stratagem.api.hooks`), its ``capabilities`` state what it provides and
+requires. A package declares it in the entry-point group of its kind.
 
-Plain methods of the bases below are questions the resolver asks *before any process starts*; they must answer from the
-options alone.
+The resolver calls the plain methods of the bases below *before any process starts*: they may read nothing but options.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PluginType(ABCMeta):
-    """Makes the constructor of every plugin refuse wrong options in a sentence, as a mapping of options is refused.
+    """Makes the constructor of every plugin refuse wrong options with the message that a mapping of options gets.
 
     It derives from ABCMeta so that a plugin can inherit an abstract class too.
     """
@@ -52,86 +51,86 @@ class PluginType(ABCMeta):
 class Plugin(metaclass=PluginType):
     """Base of every kind.
 
-    A plugin with state to survive a restart defines ``state_dict()`` and ``load_state_dict(state)``: rank 0's is kept.
-    One whose state differs from rank to rank defines ``rank_state(run)``, and ``load_rank_states(states, run)``, which
-    gets those of all ranks that saved, in rank order, in as many processes as there are now. Either is saved under
+    A plugin with state for checkpoints defines ``state_dict()`` and ``load_state_dict(state)``: rank 0's is stored. One
+    whose state differs between ranks defines ``rank_state(run)``, and ``load_rank_states(states, run)``, which gets the
+    states of all ranks that saved, in rank order, in as many processes as there are now. Either is saved under
     `state_key`.
     """
 
     #: The kind's name; set by the bases below.
     kind: ClassVar[str] = "plugin"
-    #: What it offers and needs; a property in a plugin whose options decide.
+    #: What it provides and requires; a property if that depends on options.
     capabilities: ClassVar[Capabilities] = Capabilities()
 
-    #: A run may have several of one class, which the options that are not at their defaults tell apart in `state_key`.
-    told_apart_by_options: ClassVar[bool] = False
+    #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
+    identified_by_options: ClassVar[bool] = False
 
     @property
     def state_key(self) -> str | None:
         """The name under which this plugin's state is saved; the same for every name, preset and instance of it.
 
-        None is the class that defines the state, as ``module:Class``, with the options where `told_apart_by_options`.
+        None is the class that defines the state, as ``module:Class``, with the options where `identified_by_options`.
         Override it to read what a class of another name saved.
         """
         return None
 
     def preload(self, device_type: str) -> None:
-        """Import what a run on such devices ("cpu", "cuda") imports late; a process that is about to be copied asks.
+        """Import what a run on such devices ("cpu", "cuda") imports late; called before a launcher forks.
 
-        It must not touch a device: a copy could not use it.
+        It must not initialize a device: a forked process could not use it.
         """
 
 
 @define(eq=False, kw_only=True)
 class Strategy(Plugin):
-    """How the model is spread over processes, and stepped. Must answer `wrap_model`."""
+    """How the model is distributed over processes, and stepped. Must answer `wrap_model`."""
 
     kind: ClassVar[str] = "strategy"
-    #: A process for each device of a node. False: one process uses them all (``run.devices``).
+    #: One process per device of a node. False: one process uses all of them (``run.devices``).
     process_per_device: ClassVar[bool] = True
-    #: It works around another strategy, which is named after it: ``strategy=["mine", "another"]``.
+    #: It wraps another strategy, which comes after it: ``strategy=["mine", "another"]``.
     outer: ClassVar[bool] = False
 
     def default_launcher(self) -> str | None:
-        """The launcher to use when the user names none; None leaves it to the catalog."""
+        """Return the launcher to use if the user sets none; None leaves it to the catalog."""
         return None
 
     def default_checkpoint(self) -> str | None:
-        """Name of the checkpoint format this strategy insists on; None leaves it open."""
+        """Return the checkpoint format that this strategy requires; None accepts any."""
         return None
 
     def default_comm_hooks(self) -> list[Any]:
-        """The comm hooks that this strategy's own options ask for, as a user would write them for ``comm_hook=``."""
+        """Return the comm hooks that options of this strategy choose, as a user would pass them for ``comm_hook=``."""
         return []
 
     def how_to_provide(self, word: str) -> str:
-        """What to set for this strategy to provide capability `word`, to end a sentence with; "" if nothing helps."""
+        """Return what to set for this strategy to provide `word`, as the end of a message; "" if nothing does."""
         return ""
 
     def makes_optimizer(self) -> bool:
-        """Whether its options say which optimizer to make, so that a module need not."""
+        """Whether its options define the optimizer, so that the module need not."""
         return False
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
-        """Whether this strategy applies `policy` by itself, so that the precision's own hooks stand down."""
+        """Whether this strategy applies `policy` itself; the precision's own hooks are then not called."""
         return False
 
     def join_timeout(self) -> timedelta | None:
-        """How long a rank waits for the others to appear; None leaves it to the backend."""
+        """Return how long a rank waits for the others to connect; None leaves it to the backend."""
         return None
 
     def mesh(self, world: World) -> Mesh:
-        """How this strategy arranges the processes; every process reads its own data unless overridden."""
+        """Return how this strategy arranges the processes; by default every process reads its own data."""
         return Mesh(axes={"data": world.world_size}, rank=world.rank)
 
     def processes_per_team(self, world: World, inner: Strategy) -> int:
-        """For an outer strategy: how many processes `inner`, inside it, spreads the model over (``run.peers``)."""
+        """Return, for an outer strategy, over how many processes `inner` distributes the model (``run.peers``)."""
         return world.world_size
 
 
 @define(eq=False, kw_only=True)
 class Precision(Plugin):
-    """Which dtypes, where: first a policy, and only where no strategy absorbs it, hooks."""
+    """Which dtype is used where: a policy, and hooks that are called unless the strategy applies the policy itself."""
 
     kind: ClassVar[str] = "precision"
 
@@ -141,18 +140,18 @@ class Precision(Plugin):
 
 @define(eq=False, kw_only=True)
 class CommHook(Plugin):
-    """How gradients travel. Must implement `reduce_bucket`; several stack, the first is outermost."""
+    """How gradients are sent. Must implement `reduce_bucket`. Several can be stacked, the first is outermost."""
 
     kind: ClassVar[str] = "comm_hook"
-    told_apart_by_options: ClassVar[bool] = True
+    identified_by_options: ClassVar[bool] = True
     #: It needs the gradients' shapes, which only the first hook of a stack sees.
     outermost: ClassVar[bool] = False
-    #: It sends by collectives of its own rather than through the hook under it: it must be the last of a stack.
+    #: It sends with collectives of its own, not through the hook below it: it must be the last of a stack.
     innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
 
     def statistics(self, run: Any) -> dict[str, float]:
-        """Return numbers worth logging, of this rank alone; called between two steps, without collectives.
+        """Return metrics of this rank; called between two steps. No collectives.
 
         `run` is a `stratagem.api.context.RunContext`.
         """
@@ -161,60 +160,60 @@ class CommHook(Plugin):
 
 @define(eq=False, kw_only=True)
 class Environment(Plugin):
-    """Who am I among the processes? Must answer `setup_environment`. Its module imports neither torch nor an engine."""
+    """Reads this process's rank and world. Must answer `setup_environment`. Its module must not import torch."""
 
     kind: ClassVar[str] = "environment"
-    #: Among environments that detect themselves the highest wins.
+    #: If several environments are detected, the highest wins.
     precedence: ClassVar[int] = 0
 
     def detect(self) -> str | None:
-        """The evidence that this environment is present ("SLURM_STEP_ID is set"), or None."""
+        """Return why this environment is present ("SLURM_STEP_ID is set"), or None."""
         return None
 
     def processes_exist(self) -> bool:
-        """Whether somebody else started all processes, so that the run must start none."""
+        """Whether all processes were started from outside, so that the run must start none."""
         return True
 
     def local_processes(self) -> int | None:
-        """How many processes somebody else started on this node, if known: what ``devices="auto"`` then means."""
+        """Return how many processes were started on this node, if known: the meaning of ``devices="auto"``."""
         return None
 
 
 @define(eq=False, kw_only=True)
 class Launcher(Plugin):
-    """Who starts the other processes. Must answer `launch`."""
+    """Starts the other processes. Must answer `launch`."""
 
     kind: ClassVar[str] = "launcher"
-    #: The calling process is itself rank 0 of its node and keeps what training did to its objects. False: it only
-    #: waits, and results are carried home.
+    #: The calling process is rank 0 of its node, and its objects are trained. False: it only waits, and workers send
+    #: results back.
     parent_trains: ClassVar[bool] = True
 
 
 @define(eq=False, kw_only=True)
 class Accelerator(Plugin):
-    """Which device, how many. Its module does not import torch at the top."""
+    """A type of device. Its module must not import torch at the top."""
 
     kind: ClassVar[str] = "accelerator"
-    #: Among accelerators that are available the highest wins under "auto".
+    #: Under "auto" the highest of those that are available wins.
     precedence: ClassVar[int] = 0
-    #: Devices have numbers and their count is a limit; otherwise `devices` is just a number of processes.
+    #: Devices have indices and their count is a limit; otherwise `devices` is only a number of processes.
     indexed: ClassVar[bool] = True
     #: torch.distributed backend for tensors on this device.
     backend: ClassVar[str] = "gloo"
 
     def count(self) -> int:
-        """How many devices this machine has; 0 means unavailable. Must not initialise the device's driver."""
+        """Return how many devices this machine has; 0 means unavailable. Must not initialize the driver."""
         return 0
 
     def device(self, index: int) -> torch.device:
-        """The torch device with this number."""
+        """Return the torch device with this index."""
         raise NotImplementedError
 
     def number_of(self, identifier: str) -> int:
         """Return the number of the visible device that has this identifier, such as a UUID.
 
         Raises:
-            ConfigError: there is no such device, or devices of this kind have numbers alone.
+            ConfigError: there is no such device, or devices of this kind have no identifiers.
         """
         raise ConfigError(f"devices names {identifier!r}", expected="numbers: this accelerator knows no identifiers")
 
@@ -224,36 +223,36 @@ class Accelerator(Plugin):
 
 @define(eq=False, kw_only=True)
 class CheckpointFormat(Plugin):
-    """How logical state reaches the disk. Must answer `save_checkpoint` and `load_checkpoint`."""
+    """How a checkpoint is stored. Must answer `save_checkpoint` and `load_checkpoint`."""
 
     kind: ClassVar[str] = "checkpoint"
-    #: Appended to names that callbacks make up.
+    #: Appended to file names that callbacks generate.
     suffix: ClassVar[str] = ".ckpt"
-    #: `save_checkpoint` takes tensors of which each rank holds a shard; otherwise strategies make them whole first.
+    #: `save_checkpoint` takes sharded tensors; otherwise strategies gather them first.
     takes_shards: ClassVar[bool] = False
-    #: What it writes is whole only to a program that executes what pickles in it say: `consolidate` does, and is called
-    #: for users who trust the files, with nobody else's.
+    #: Reading what it writes means unpickling, which can execute code: `consolidate` does so, and is called only for
+    #: files that the user trusts.
     reads_pickles: ClassVar[bool] = False
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether it calls ``run.save_in_background``: the groups for that are made at connect."""
+        """Whether it calls ``run.save_in_background``, for which process groups are made at connect."""
         return bool(getattr(self, "async_save", False))
 
     def recognises(self, path: Path) -> bool:
-        """Whether `path` looks like something this format wrote (cheap; no verification)."""
+        """Whether `path` looks like a checkpoint of this format (cheap; no verification)."""
         return False
 
     def is_whole(self, path: Path) -> bool:
-        """Whether `path` was written to the end and is unchanged since."""
+        """Whether `path` was written completely and is unchanged since."""
         return self.recognises(path)
 
     def consolidate(self, path: Path) -> dict[str, Any]:
-        """Return the state at `path` with whole tensors, in this process alone, for a format that `reads_pickles`."""
+        """Return the state at `path` with whole tensors, in this process only, for a format that `reads_pickles`."""
         raise NotImplementedError
 
     def saved_at(self, path: Path) -> float:
-        """When `path` was saved, in seconds since 1970; decides which one is the newest."""
+        """Return when `path` was saved, in seconds since 1970; the newest checkpoint is found by it."""
         return modified_at(path)
 
     def remove(self, path: Path) -> None:
@@ -263,18 +262,18 @@ class CheckpointFormat(Plugin):
 
 @define(eq=False, kw_only=True)
 class Callback(Plugin):
-    """Anything that acts on events (`on_*` hooks) around the loop."""
+    """Implements event hooks (`on_*`) around the loop."""
 
     kind: ClassVar[str] = "callback"
-    told_apart_by_options: ClassVar[bool] = True
+    identified_by_options: ClassVar[bool] = True
 
 
 @define(eq=False, kw_only=True)
 class Logger(Plugin):
-    """Where metrics go: acts on `log_metrics` (rank 0 only)."""
+    """Writes metrics: implements `log_metrics` (rank 0 only)."""
 
     kind: ClassVar[str] = "logger"
-    told_apart_by_options: ClassVar[bool] = True
+    identified_by_options: ClassVar[bool] = True
 
 
 class Command:
@@ -291,7 +290,7 @@ class Command:
         """Declare options."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; return the exit code."""
+        """Run the command; return the exit code."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Who the processes are (`World`), how they are arranged (`Mesh`) and how they communicate (`Collectives`)."""
+"""Ranks of processes (`World`), how they are arranged (`Mesh`) and how they communicate (`Collectives`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
-#: torch's own defaults for collectives on gloo, and on NCCL: GPUs that wait cost more.
+#: torch's own defaults for collectives on gloo, and on NCCL: GPUs that wait are expensive.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 NCCL_TIMEOUT = timedelta(minutes=10)
@@ -39,11 +39,11 @@ class World:
     local_world_size: int = 1
     num_nodes: int = 1
     main_address: str = "127.0.0.1"
-    #: Port of the rendezvous store; None while there is one process and nothing to meet.
+    #: Port of the rendezvous store; None for one process.
     main_port: int | None = None
-    #: The store is hosted by whoever launched the processes, so rank 0 joins it as a client like the rest.
+    #: The launcher hosts the store, so rank 0 connects as a client like all ranks.
     store_hosted: bool = False
-    #: Distinguishes successive attempts that share a store: a restarted process must not read a dead one's address.
+    #: Distinguishes restarts that share a store: a restarted process must not read the address of a dead one.
     generation: str = "0"
 
     @property
@@ -104,7 +104,7 @@ class Collectives:
 
     Every method is collective: all ranks call it, in the same order. Tensors keep their device and shape, and are on
     the same type of device on all ranks; objects arrive with their tensors on the CPU. Ranks are numbered within the
-    conversation, from 0.
+    group, from 0.
     """
 
     world_size = 1
@@ -127,7 +127,7 @@ class Collectives:
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Counts the bytes of tensors that were sent; a conversation that was split off counts in the same place."""
+        """Counts the bytes of tensors that were sent; groups made by `split` count here too."""
         return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
@@ -135,7 +135,7 @@ class Collectives:
         return tensor.clone()
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average `tensor` over all ranks in place; the future holds it. The floor under every stack of comm hooks."""
+        """Average `tensor` over all ranks in place; the future holds it. Called below the last comm hook."""
         import torch
 
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -159,7 +159,7 @@ class Collectives:
         return tensor.clone()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Return the conversation among the ranks of that group, of disjoint `groups`, which this rank is in.
+        """Return collectives over that one of the disjoint `groups` which this rank is in.
 
         All ranks call it, with the same groups.
         """
@@ -190,9 +190,9 @@ class Collectives:
         return any(self.all_gather_object(bool(flag)))
 
     def fail_together(self, error: BaseException | None) -> None:
-        """Raise on all ranks if any rank brings an error, naming the first such rank; else return on all.
+        """Raise on all ranks if any rank passes an error, naming the first such rank; else return on all.
 
-        A check that only some ranks fail would leave the others waiting in the next collective.
+        If a check fails on some ranks only, the others would wait in the next collective.
         """
         reports = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -204,10 +204,10 @@ class Collectives:
     def barrier_with_timeout(self, what: str, limit_s: float) -> None:
         """Return once every rank has called this for the same `what`.
 
-        For calls that a user may make on one rank alone: unlike a collective it ends, with an error that says so.
+        For calls that a user may make on one rank only: unlike a collective it ends, with an error.
 
         Raises:
-            ConfigError: some ranks did not come within `limit_s` seconds.
+            ConfigError: some ranks did not call it within `limit_s` seconds.
         """
 
     def leave_note(self, text: str) -> None:
@@ -251,4 +251,4 @@ class Collectives:
         return Collectives()
 
     def close(self) -> None:
-        """Leave the conversation; idempotent."""
+        """Leave the group; idempotent."""

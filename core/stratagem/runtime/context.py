@@ -71,7 +71,7 @@ class Context:
         self._enter()
 
     def _enter(self) -> None:
-        """Begin this run's life in this process: nothing is connected yet."""
+        """Set the state of a run that is not connected in this process."""
         self.world: World | None = None
         self._place: World | None = None
         self.mesh: Mesh = Mesh(axes={})
@@ -80,16 +80,16 @@ class Context:
         self.devices: tuple[torch.device, ...] = (self.device,)
         #: Collective operations over all ranks.
         self.collectives: Collectives = Collectives()
-        #: What those ranks do that the strategy spreads the model over: all of them, or a team of an outer strategy's.
+        #: The same, over the ranks that the strategy spreads the model over: all, or one team of an outer strategy.
         self.peers: Collectives = self.collectives
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
-        #: Copies batches to the device beside its computation, where it can.
+        #: Copies batches to the device while it computes, on devices that can.
         self.copy_stream: CopyStream | None = None
-        #: Puts torch's switches back.
+        #: Restores torch's switches.
         self._numerics = contextlib.ExitStack()
-        #: The strategy has yet to ask for the comm hooks.
+        #: The strategy has not called `bucket_reducer` yet.
         self.reducer_is_due = False
         #: What `bucket_reducer` returned for the model that is prepared.
         self.bucket_reducers: list[BucketReducer] = []
@@ -105,7 +105,7 @@ class Context:
         self._register_plugins()
 
     def use_callbacks(self, callbacks: list[Choice]) -> None:
-        """Have these callbacks in the stack instead of those that are there."""
+        """Replace the callbacks of the stack."""
         self.stack.callbacks = callbacks
         self._register_plugins()
 
@@ -211,13 +211,13 @@ class Context:
 
     @property
     def place(self) -> World:
-        """This process's place, also before the ranks connect: what the environment says."""
+        """This process's rank and world, also before the ranks connect: what the environment answers."""
         if self.world is not None:
             return self.world
         if self._place is None:
             try:
                 self._place = self.hooks.ask("setup_environment")
-            except StratagemError:  # raised again by what needs it
+            except StratagemError:  # raised again by calls that need it
                 self._place = World()
         return self._place
 
@@ -241,7 +241,7 @@ class Context:
     # --- Processes -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Find this process's place and join the others; once per process, further calls do nothing."""
+        """Determine this process's rank and join the others; once per process, further calls do nothing."""
         if self.connected:
             return
         accelerator = self.stack.accelerator.plugin
@@ -271,14 +271,14 @@ class Context:
         return peers_world_of(self.stack, self.world)
 
     def close(self) -> None:
-        """Tear down: plugins first, then the connection. Safe to call twice."""
+        """Call `teardown` of the plugins, then close the collectives. Safe to call twice."""
         if not self.connected:
             return
         self.connected = False
         try:
             self.saver.wait()
         finally:
-            with contextlib.ExitStack() as rest:  # whatever a plugin raises
+            with contextlib.ExitStack() as rest:  # even if a plugin raises
                 rest.callback(self._numerics.close)
                 rest.callback(self.collectives.close)
                 self.hooks.hook.teardown(run=self)
@@ -367,11 +367,11 @@ class Context:
     # --- The step ------------------------------------------------------------------------------------------------
 
     def ask(self, hook: str, **arguments: Any) -> Any:
-        """Call an answer hook and insist on an answer."""
+        """Call an answer hook and require an answer."""
         return self.hooks.ask(hook, **arguments)
 
     def backward(self, loss: Tensor) -> None:
-        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        """Scale `loss` through the precision, and differentiate it through the strategy."""
         self.step.backward(loss)
 
     def differentiate(self, loss: Tensor) -> None:
@@ -427,7 +427,7 @@ class Context:
         self.saver.afterwards(action)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Hand `metrics` to all loggers. Called on rank 0."""
+        """Send `metrics` to all loggers. Called on rank 0."""
         self.hooks.hook.log_metrics(metrics=metrics, step=step, run=self)
 
     @contextlib.contextmanager
@@ -460,7 +460,7 @@ def _close(reference: weakref.ref[Context]) -> None:
 
 
 def _separate_elements(module: nn.Module) -> None:
-    """Give parameters and buffers that were expanded an element of memory for each number: other ranks write there."""
+    """Give parameters and buffers that were expanded memory for every element: collectives write into them."""
     for tensor in (*module.parameters(), *module.buffers()):
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

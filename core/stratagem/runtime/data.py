@@ -1,4 +1,4 @@
-"""Data: `DataModule`, each process's share of a loader, and moving a batch to a device."""
+"""Loaders: the share of each process, samplers and their seeds, generators, the order of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class UnrepeatedSampler(DistributedSampler[Any]):
-    """Each process's share without padding, which may differ by one sample. For prediction, where repeats are wrong."""
+    """Each process's share without padding; sizes may differ by one sample. For prediction, where repeats are wrong."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -45,7 +45,7 @@ class UnrepeatedSampler(DistributedSampler[Any]):
 
 
 class ShardedSampler(Sampler[Any]):
-    """Each process's share of whatever another sampler yields; every process draws the same stream."""
+    """Each process's share of what another sampler yields; every process draws the same samples."""
 
     def __init__(self, sampler: Any, num_shards: int, shard: int) -> None:
         self.sampler, self.num_shards, self.shard = sampler, num_shards, shard
@@ -194,7 +194,7 @@ def in_order(loader: Any) -> Any:
     if type(loader.sampler) is SequentialSampler or not hasattr(loader.sampler, "__len__"):
         return loader
     shuffles = type(loader.sampler) is RandomSampler
-    # A sampler of another kind chooses, too: what it chose first is kept.
+    # A sampler of another kind also selects samples: the first selection is kept.
     samples: Any = loader.dataset  # a sampler that shuffles it knows its length
     sampler: Any = SequentialSampler(samples) if shuffles else list(loader.sampler)
     return replace_in_loader(

@@ -1,4 +1,4 @@
-"""What happens where no plugin answers: the core's own implementations, each the plainest thing that is right.
+"""The core's own implementations of answer hooks, used where no plugin answers; each the simplest correct one.
 
 A default is registered only for hooks that no plugin of the stack answers, so that wrappers have something inside them
 and a plugin that returns None can never fall through to a second execution.

@@ -1,4 +1,4 @@
-"""What `Run.setup` and `Run.dataloader` return: a module and a loader for a loop of your own."""
+"""What `Run.setup` and `Run.dataloader` return: the module and the loader of a loop that the user writes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class HandledRun(RunContext, Protocol):
 
 
 class ModelHandle:
-    """A prepared module in a loop of your own: call it like the module; anything else is the module's."""
+    """A prepared module in a loop of the user's: call it like the module; other attributes are the module's."""
 
     def __init__(self, run: HandledRun, module: nn.Module) -> None:
         self.run, self.module, self._model = run, module, run.model
         run.handles.add(self)
 
     def release(self) -> None:
-        """Let go of what was wrapped: it must not outlive the processes' connection."""
+        """Drop the wrapped model: it must not outlive the process group."""
         self._model = None
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -49,7 +49,7 @@ class ModelHandle:
 
 
 class LoaderHandle:
-    """A loader whose batches arrive on the device."""
+    """A loader whose batches are on the device."""
 
     def __init__(self, run: HandledRun, loader: Any) -> None:
         self.run, self.loader = run, loader

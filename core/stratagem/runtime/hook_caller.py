@@ -1,4 +1,4 @@
-"""Call the hooks of one run: looked up once, called with `run`, their answers checked."""
+"""Call the hooks of one run: look them up once, pass `run`, check the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stratagem.api.context import RunContext
     from stratagem.stack.plugins import Stack
 
-#: What an answer must be, for the hooks where a wrong one would show much later.
+#: The type of the answer, for hooks where a wrong one would fail much later.
 _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "setup_environment": (World,),
     "connect": (Collectives,),
@@ -68,7 +68,7 @@ class HookCaller:
         self.bind()
 
     def ask(self, hook: str, **arguments: Any) -> Any:
-        """Call an answer hook and insist on an answer."""
+        """Call an answer hook and require an answer."""
         return self.answered(hook, getattr(self.hook, hook)(**arguments, run=self._run))
 
     def enter_all(self, stack: contextlib.ExitStack, hook: str, **arguments: Any) -> None:
@@ -86,7 +86,7 @@ class HookCaller:
                 ) from error  # fmt: skip
 
     def implemented(self, hook: str) -> Any:
-        """Return the caller of `hook`, or None if nobody implements it: a loop then need not call it at all."""
+        """Return the caller of `hook`, or None if no plugin implements it."""
         caller = getattr(self.hook, hook, None)
         return caller if caller is not None and caller.get_hookimpls() else None
 
@@ -109,14 +109,14 @@ class HookCaller:
         return f"a wrapper of it ({', '.join(wrappers)})" if wrappers else "nobody answers:"
 
     def bind(self) -> None:
-        """Look up the hooks of the inner loop once. None: nobody implements it, or only the core's default does."""
+        """Look up the hooks of the inner loop once. None: no plugin implements it."""
         for name in _STEP_HOOKS:
             caller = self.implemented(name)
             plain = caller is not None and all(
                 type(implementation.plugin).__name__ == "CoreDefaults" for implementation in caller.get_hookimpls()
             )
             if plain and name == "transfer_batch":
-                caller = default_hooks.transfer_batch  # every batch needs it; pluggy would only pass it on
+                caller = default_hooks.transfer_batch  # called for every batch: without the cost of pluggy
             keep = not plain or name in ("clip_gradients", "transfer_batch")
             setattr(self, name, caller if keep else None)
 
@@ -143,7 +143,7 @@ def _hook_manager(stack: Stack) -> pluggy.PluginManager:
 
 
 def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
-    """A method called like a hook that is not marked as one would never be called."""
+    """Refuse methods with the name of a hook that are not marked: they would never be called."""
     base = next(cls for cls in type(choice.plugin).__mro__ if cls.__module__.startswith("stratagem.") or cls is object)
     for name, instead in lightning_callbacks.CALLBACK.items():
         if choice.kind in ("callback", "plugin") and hasattr(choice.plugin, name):

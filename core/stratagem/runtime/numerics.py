@@ -1,4 +1,4 @@
-"""How exact and how repeatable torch's kernels are: switched when a run connects, put back when it closes."""
+"""Precision and determinism of torch's kernels: set when a run connects, restored when it closes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPEATABLE: Final = (":4096:8", ":16:8")
 
 
 def switch(settings: RunSettings, device_type: str) -> ExitStack:
-    """Switch torch to what `settings` ask for, before a device of `device_type` is started; closing puts it back.
+    """Switch torch to what `settings` ask for, before a device of `device_type` is started; closing restores it.
 
     What `settings` leave open stays as the process has it.
 
@@ -48,7 +48,7 @@ def _make_deterministic(warn_only: bool, device_type: str, undo: ExitStack) -> N
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     put = lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])  # noqa: E731
     _put("deterministic", before, (True, warn_only), put, undo)
-    # A benchmark chooses by time, so another algorithm in another run.
+    # A benchmark selects algorithms by time, so each run may use others.
     cudnn = torch.backends.cudnn
     for name, value in (("deterministic", True), ("benchmark", False)):
         _put(f"cudnn.{name}", getattr(cudnn, name), value, functools.partial(setattr, cudnn, name), undo)
@@ -65,7 +65,7 @@ def _set_workspace() -> None:
                 f"matrix products may differ from run to run. Set {_WORKSPACE}={_REPEATABLE[0]} in the environment",
                 stacklevel=2,
             )
-        os.environ[_WORKSPACE] = _REPEATABLE[0]  # it stays: what cuBLAS has read cannot be taken back
+        os.environ[_WORKSPACE] = _REPEATABLE[0]  # not restored: cuBLAS has read it
     elif found not in _REPEATABLE:
         raise ConfigError(
             f"deterministic is set and {_WORKSPACE} is {found!r} in the environment",
@@ -86,12 +86,12 @@ def _set_precision(wanted: str, undo: ExitStack) -> None:
     _put("float32_matmul_precision", before, wanted, torch.set_float32_matmul_precision, undo)
 
 
-#: Of each switch, what open runs found it at, in the order in which they switched it.
+#: For each switch, the values that open runs found, in the order in which they set it.
 _found: dict[str, list[list[Any]]] = {}
 
 
 def _put(name: str, before: Any, wanted: Any, put: Callable[[Any], None], undo: ExitStack) -> None:
-    """Call ``put(wanted)``. Closing `undo` puts `before` back, or has a later run that is still open do it."""
+    """Call ``put(wanted)``. Closing `undo` restores `before`, or leaves that to a later run that is still open."""
     found, mine = _found.setdefault(name, []), [before]
 
     def back() -> None:

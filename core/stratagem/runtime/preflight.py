@@ -1,7 +1,7 @@
-"""Find out that ranks were started differently before they wait for each other forever.
+"""Refuse ranks that were started with different settings, before they hang.
 
-Different settings on two ranks end in collectives that do not match: a hang, or an abort far from the cause. So ranks
-compare what they were resolved to before they join a group, and what they were asked to do before they do it.
+With different settings on two ranks collectives do not match: a hang, or an abort far from the cause. So ranks compare
+their resolved plugins before they join a group, and each call (fit, validate ...) before they run it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from stratagem.api.world import Collectives, World
 
 _DO = "start every rank with the same code, files, variables and packages"
-#: How often this process has met others so; all ranks meet equally often.
-_meetings = 0
+#: How many comparisons this process has made; the same on all ranks.
+_comparisons = 0
 
 
 def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: timedelta) -> bool:
     """Compare `facts` with rank 0's, over the store that a launcher hosts: no group is needed, and none can hang.
 
     Returns:
-        Whether that was done. Where nobody hosts a store yet it is not, and `agree` has to do.
+        Whether they were compared. If no store is hosted yet they were not: call `agree` after connecting.
 
     Raises:
         ConfigError: on every rank, with the rank and the first differences.
@@ -37,9 +37,9 @@ def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: tim
         return False
     import torch.distributed as dist
 
-    global _meetings
-    _meetings += 1
-    place = f"stratagem/agreement/{world.generation}/{_meetings}"
+    global _comparisons
+    _comparisons += 1
+    place = f"stratagem/agreement/{world.generation}/{_comparisons}"
     try:
         store: Any = dist.TCPStore(world.main_address, world.main_port, is_master=False, timeout=timeout)
         store = dist.PrefixStore(place, store)
@@ -47,7 +47,7 @@ def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: tim
             store.set("facts", json.dumps(dict(facts)))
         theirs = json.loads(store.get("facts"))
         if theirs is None:
-            return False  # rank 0 was started by hand: its node has no launcher to host what it would compare by
+            return False  # rank 0 was started by hand: no launcher hosts a store on its node
         if found := _difference(facts, theirs, world.rank):
             store.compare_set("verdict", "", found)
         if store.add("arrived", 1) == world.world_size:

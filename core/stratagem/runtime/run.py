@@ -114,11 +114,11 @@ class Run:
         return launching.launch(self.context, _Main(self, main))
 
     def connect(self) -> None:
-        """Find this process's place and join the others; once per process, further calls do nothing."""
+        """Determine this process's rank and join the others; once per process, further calls do nothing."""
         self.context.connect()
 
     def close(self) -> None:
-        """Tear down: plugins first, then the connection. Safe to call twice."""
+        """Call `teardown` of the plugins, then close the collectives. Safe to call twice."""
         self.context.close()
 
     def __enter__(self) -> Run:
@@ -183,7 +183,7 @@ class Run:
             run.sync_gradients = before
 
     def backward(self, loss: Tensor) -> None:
-        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        """Scale `loss` through the precision, and differentiate it through the strategy."""
         self.context.step.backward(loss)
 
     def clip_gradients(
@@ -203,7 +203,7 @@ class Run:
     # --- Files ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
-        """Write a checkpoint that any strategy can read: weights, optimizers, what plugins remember, and `values`.
+        """Write a checkpoint that any strategy can read: weights, optimizers, states of plugins, and `values`.
 
         All ranks call it.
         """

@@ -33,7 +33,7 @@ class StatefulRun(RunContext, Protocol):
 
 
 def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
-    """Write a checkpoint that any strategy can read: weights, optimizers, what plugins remember, and `values`.
+    """Write a checkpoint that any strategy can read: weights, optimizers, states of plugins, and `values`.
 
     All ranks call it.
     """
@@ -66,12 +66,12 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
 
 
 def rank_states(run: StatefulRun) -> dict[str, Any]:
-    """Return what plugins keep of this rank's own."""
+    """Return the states of plugins that differ between ranks: those of this rank."""
     return {key: plugin.rank_state(run) for key, plugin in identity.stateful_by_rank(run.stack)}
 
 
 def load_rank_states(run: StatefulRun, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Give plugins what they kept on each of `ranks`, which are those that saved. Collective."""
+    """Give plugins their states on each of `ranks`, the ranks that saved. Collective."""
     plugins = dict(identity.stateful_by_rank(run.stack))
     saved = [rank.get("plugins", {}) for rank in ranks]
     on_all = [key for key in saved[0] if all(key in each for each in saved)] if saved else []
@@ -87,7 +87,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     """
     run.wait_for_saves()
     other, error = None, None
-    if run.is_global_zero:  # one rank looks, for all to do the same
+    if run.is_global_zero:  # rank 0 decides, so that all ranks do the same
         try:
             if not run.checkpoint_format.recognises(path):
                 other = name_of_format(path)
@@ -108,7 +108,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
 def load_model(
     run: StatefulRun, state: Mapping[str, Any], module: nn.Module, strict: bool, path: Any = "the checkpoint"
 ) -> None:
-    """Put the weights `state`, of the checkpoint `path`, into `module`. Collective.
+    """Load the weights `state`, of the checkpoint `path`, into `module`. Collective.
 
     Raises:
         CheckpointError: they are another model's, or would have to be converted.
@@ -121,7 +121,7 @@ def load_model(
 def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,
     weights: Mapping[str, Any] | None = None, path: Any = "the checkpoint",
 ) -> None:  # fmt: skip
-    """Put logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
+    """Load logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
     check_optimizers(states, optimizers, weights, path)
     for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
         where = f"{path}: optimizers[{number}]"
@@ -136,7 +136,7 @@ def check_optimizers(
     weights: Mapping[str, Any] | None,
     path: Any,
 ) -> None:
-    """Refuse `states` that are not for `optimizers`; see `load_optimizers`."""
+    """Refuse `states` that do not fit `optimizers`; see `load_optimizers`."""
     if optimizers and len(states) != len(optimizers):
         raise CheckpointError(
             f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
@@ -160,7 +160,7 @@ def _is_logical(state: Any) -> bool:
 
 
 def format_tag(stack: Stack) -> dict[str, Any]:
-    """Return what a checkpoint says about itself: the version of its layout, and who wrote it."""
+    """Return the metadata of a checkpoint: the version of its layout, and the library that wrote it."""
     from stratagem._version import __version__
 
     entries = [choice.entry for choice in stack.choices() if choice.entry is not None]

@@ -1,4 +1,4 @@
-"""One step: forward, backward, clipping, the optimizer; through the hooks that are there."""
+"""One training step: forward, backward, clipping, the optimizer. Calls only hooks that plugins implement."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Step:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Scale `loss` as the precision wants and differentiate it as the strategy wants."""
+        """Scale `loss` through the precision, and differentiate it through the strategy."""
         if self.before_backward is not None:
             self.before_backward(loss)
         if self._hooks.scale_loss is not None:
@@ -135,7 +135,7 @@ class Step:
             self.custom_backward(loss)
 
     def _raise_failure_of_hooks(self) -> None:
-        """Raise what went wrong in a comm hook on a thread of the backend's: an engine only knows that it did."""
+        """Raise the error of a comm hook that ran in a thread of the backend; the engine does not report which."""
         for wire in self._run.bucket_reducers:
             if wire.failure is not None:
                 raise wire.failure
@@ -165,9 +165,9 @@ class Step:
         return self._hooks.answered("clip_gradients", answer)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Have the gradients of `optimizer` free of the loss scale, for a module that computes with them."""
+        """Divide the gradients of `optimizer` by the loss scale, for a module that computes with them."""
         if self._run.policy.loss_scaling and not self._run.stack.precision_absorbed:
-            self.clip_gradients(optimizer, max_value=math.inf)  # which unscales first, and changes nothing else
+            self.clip_gradients(optimizer, max_value=math.inf)  # it unscales first, and changes nothing else
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
         """Step; return False if the precision skipped it because gradients overflowed."""

@@ -23,7 +23,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
 
-        # Plain attributes, and looked up once: a step asks for them.
+        # Plain attributes, looked up once: each step reads them.
         ends = {step: f"{step}_end" for step in _STEPS}
         self.__dict__["_ends"] = {step: end for step, end in ends.items() if callable(getattr(module, end, None))}
         self.__dict__["_compiled"] = {}
@@ -33,7 +33,7 @@ class StepModule(nn.Module):
         return self.end(method, output) if method in self._ends else output
 
     def step(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Run `method` of the user's module, and leave its end to the caller."""
+        """Run `method` of the user's module, without ``{method}_end``."""
         step = self._compiled.get(method) or self._step(method)
         return step(*arguments, **options)
 

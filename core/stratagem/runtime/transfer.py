@@ -26,7 +26,7 @@ from stratagem.api.batches import map_batch, move_leaf
 
 #: Batches whose copies and kernels may be queued at a time.
 _AHEAD: Final = 4
-#: Smaller copies out of pageable memory do not wait.
+#: Smaller copies from pageable memory do not block.
 _STAGED_BYTES: Final = 64 * 1024
 
 
@@ -35,7 +35,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device, hints: bool = False) -> None:
         self.device = device
-        #: How many were copied.
+        #: Batches copied so far.
         self.batches = 0
         self._stream = torch.cuda.Stream(device)
         #: Of the latest batches: reached when kernels of the batch before are done.

@@ -50,7 +50,7 @@ def class_key(cls: type[Any]) -> str:
 
 def _default_key(plugin: Any) -> str:
     """Return the key of a plugin that defines none; a callback may be any object with hooks."""
-    options = options_key(plugin) if getattr(plugin, "told_apart_by_options", True) else ""
+    options = options_key(plugin) if getattr(plugin, "identified_by_options", True) else ""
     return class_key(type(plugin)) + options
 
 
