@@ -30,7 +30,7 @@ class Job:
         """Make the trainer: plugins are found, built and checked."""
         from stratagem import Trainer
 
-        return Trainer(layers=self.file.trainer)
+        return Trainer(sources=self.file.trainer)
 
     def build(self) -> tuple[sg.Trainer, sg.Module, sg.DataModule | None]:
         """Seed, then make the trainer, the model and the data, in the order in which a script would."""
