@@ -21,8 +21,8 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 
 #: In the order in which a first fit, a checkpoint, a resumed fit, a test and a prediction meet them.
 LIFE = [
-    "setup_environment", "launch", "connect", "on_connect", "setup", "init_context", "prepare_module", "wrap_model",
-    "wrap_optimizers", "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_sanity_check_start",
+    "setup_environment", "launch", "connect", "on_connect", "setup", "init_context", "prepare_module", "materializer",
+    "wrap_model", "wrap_optimizers", "wrap_dataloader", "log_hyperparams", "on_fit_start", "on_sanity_check_start",
     "on_validation_start", "on_validation_epoch_start", "transfer_batch", "on_validation_batch_start", "step_context",
     "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_sanity_check_end", "on_train_start",
     "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "scale_loss", "backward", "reduce_bucket",
@@ -83,7 +83,8 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path, monkeypatch):
     )  # fmt: skip
     # A single process needs no launcher; a launch of one process is still a launch.
     loader = DataLoader(TensorDataset(*data(32)), 8)
-    model = Parametrised()
+    with torch.device("meta"):
+        model = Parametrised()
     monkeypatch.setattr(
         stratagem.training.trainer,
         "launch",

@@ -82,6 +82,27 @@ def test_a_known_but_absent_plugin_names_its_package(monkeypatch):
         sg.Trainer(strategy="warp", **QUIET)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name", "package"),
+    [
+        ({"sync_batchnorm": True}, "sync_batchnorm", "stratagem-transforms"),
+        ({"activation_checkpointing": "Block"}, "activation_checkpointing", "stratagem-transforms"),
+        ({}, "deferred_init", "stratagem-deferred-init"),
+    ],
+    ids=["sync_batchnorm", "activation_checkpointing", "init_module"],
+)
+def test_an_argument_whose_plugin_is_absent_names_the_package(monkeypatch, arguments, name, package):
+    installed = tuple(entry for entry in registry.entries() if entry.distribution != package)
+    monkeypatch.setattr(registry, "_scan", lambda: installed)
+    monkeypatch.setattr(registry, "_visible", lambda allow, deny: installed)
+
+    with (
+        pytest.raises(PluginError, match=f"callback '{name}' is not installed; run `pip install {package}`"),
+        sg.Trainer(accelerator="cpu", **arguments, **QUIET).init_module(empty_init=True),
+    ):
+        pass
+
+
 def test_a_package_for_another_core_is_refused(install):
     install("acme-new", {"stratagem.strategy": {"new": "Mine"}}, STRATEGY, requires=["stratagem>=99"])
 

@@ -34,7 +34,7 @@ NOT_IN_A_BUNDLE = (
     "tests/core/test_scaffold.py",
     "tests/core/test_advice.py::test_commands_that_messages_name_exist",
     "tests/core/test_advice.py::test_plugins_that_messages_tell_to_choose_exist",
-    "tests/core/test_initialization.py::test_a_model_larger_than_one_process_may_hold_trains_on_two",
+    "tests/plugins/test_deferred_init.py::test_a_model_larger_than_one_process_may_hold_trains_on_two",
 )
 SELECTION = "not gpu and not slow and not sweep"
 #: Share of the seconds that the GPU part may take; the rest is the CPU part's.

@@ -17,7 +17,7 @@ from stratagem.api.seeding import random_state, restore_random_state, seeded
 from stratagem.config.settings import RunSettings
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.transfer import CopyStream
-from stratagem.transforms.batchnorm import synchronize
+from stratagem_transforms.batchnorm import synchronize
 
 pytestmark = pytest.mark.gpu
 

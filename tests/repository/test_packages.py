@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 USED_BY_OTHERS = {
     "stratagem": {"numpy"},  # torch.distributed sends objects through it, and torch does not require it
     "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
+    "stratagem-fsdp": {"stratagem-deferred-init"},  # what builds models without values, and initializes them
+    "stratagem-deepspeed": {"stratagem-deferred-init"},
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
         "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
         "stratagem-environments-local", "stratagem-launchers-local", "stratagem-precision", "stratagem-single-device",

@@ -63,7 +63,6 @@ NOT_YET: tuple[str, ...] = (
     "core/stratagem/runtime/",
     "core/stratagem/stack/",
     "core/stratagem/training/",
-    "core/stratagem/transforms/",
     "docs/",
     "examples/digits.py",
     "plugins/callbacks/everyday/",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from stratagem.api.context import RunContext, TrainerView
+    from stratagem.api.context import Materializer, RunContext, TrainerView
     from stratagem.api.values import Bucket
     from stratagem.api.world import Collectives, World
 
@@ -80,6 +80,15 @@ def init_context(empty: bool, run: RunContext) -> AbstractContextManager[Any] | 
     """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`); None enters none.
 
     `empty` asks for parameters without values, which a checkpoint will fill.
+    """
+
+
+@hookspec(firstresult=True)
+def materializer(module: nn.Module, run: RunContext) -> Materializer:
+    """Answer: what initializes the parts of `module`, which was built without values (``empty``). Collective.
+
+    Called for ``run.materializer(module)``. The values depend on rank 0's seed and the names of parameters alone, not
+    on which rank initializes which part.
     """
 
 

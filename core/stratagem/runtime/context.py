@@ -29,18 +29,17 @@ from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
 from stratagem.stack import lock
+from stratagem.stack.defaults import default
 from stratagem.stack.describe import explain_stack, render_stack
 from stratagem.stack.formats import format_of
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
-from stratagem.transforms import activation_checkpointing
-from stratagem.transforms.deferred_init import Materializer, has_no_values, meta_init
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.context import RunContext
+    from stratagem.api.context import Materializer, RunContext
 
 
 class Context:
@@ -54,8 +53,6 @@ class Context:
         open_standard_streams()
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
-        wanted = self.settings.activation_checkpointing
-        self._recomputes = None if wanted is None else activation_checkpointing.read(wanted)
         if self.settings.lock is not None:
             lock.check(self.stack, self.settings, self.settings.lock)
         #: How far the trainer that drives this run has come; None for a loop of your own.
@@ -293,7 +290,7 @@ class Context:
         """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
         with contextlib.ExitStack() as stack:
             if empty:
-                stack.enter_context(meta_init())
+                self._use_deferred_init()
             self.hooks.enter_all(stack, "init_context", empty=empty)
             yield
 
@@ -303,14 +300,10 @@ class Context:
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
         self.module, self.stage = module, stage
         self.hooks.hook.prepare_module(module=module, run=self)
-        if self._recomputes is not None and stage == "train":
-            activation_checkpointing.recompute(module, *self._recomputes)
-        if not self.shards_parameters and has_no_values(module):
+        if not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters()):
             self.materializer(module).fill(module)
         if self.world_size > 1:
             _separate_elements(module)
-        if self.settings.sync_batchnorm and stage == "train" and self.world_size > 1:
-            self._synchronize_batchnorm(module)
         self.reducer_is_due = True
         self.bucket_reducers = []
         self.model = self.hooks.ask("wrap_model", module=StepModule(module))
@@ -323,20 +316,20 @@ class Context:
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
 
-    def _synchronize_batchnorm(self, module: nn.Module) -> None:
-        from stratagem.transforms.batchnorm import synchronize
-
-        if synchronize(module, self.peers) == 0:
-            raise ConfigError(
-                f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
-            )
-
     def materializer(self, module: nn.Module) -> Materializer:
-        """Return what initializes the parts of a `module` that was built without values. Collective.
+        """Return what initializes the parts of a `module` that was built without values. Collective."""
+        self._use_deferred_init()
+        materializer: Materializer = self.hooks.ask("materializer", module=module)
+        return materializer
 
-        The seed is rank 0's.
+    def _use_deferred_init(self) -> None:
+        """Register the plugin that builds modules without values and initializes them, unless the run has one.
+
+        Raises:
+            PluginError: it is not installed.
         """
-        return Materializer(module, self.collectives.broadcast_object(torch.initial_seed()), self.device)
+        if all(implementation.wrapper for implementation in self.hooks.hook.materializer.get_hookimpls()):
+            self.hooks.add(default("callback", "deferred_init", "a model is built without values"))
 
     def share(self, loader: Any, stage: str) -> Any:
         """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
@@ -443,7 +436,7 @@ class Context:
     # --- To another process ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        sent = ("settings", "stack", "_recomputes", "progress", "module", "stage", "manual", "sync_gradients")
+        sent = ("settings", "stack", "progress", "module", "stage", "manual", "sync_gradients")
         return {name: getattr(self, name) for name in sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from stratagem.stack.plugin_hooks import hook_implementations
 
 if TYPE_CHECKING:
     from stratagem.api.context import RunContext
-    from stratagem.stack.plugins import Stack
+    from stratagem.stack.plugins import Choice, Stack
 
 #: The type of the answer, for hooks where a wrong one would fail much later.
 _ANSWERS: dict[str, tuple[type[Any], ...]] = {
@@ -66,6 +66,10 @@ class HookCaller:
         #: Pluggy's callers, by name.
         self.hook = self._manager.hook
         self.bind()
+
+    def add(self, choice: Choice) -> None:
+        """Register the hooks of one more plugin in this process; none of the inner loop."""
+        self._manager.register(choice.plugin)
 
     def ask(self, hook: str, **arguments: Any) -> Any:
         """Call an answer hook and require an answer."""

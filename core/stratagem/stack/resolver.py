@@ -63,6 +63,7 @@ def resolve(settings: Any) -> Stack:
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
         callbacks=chooser.many("callback", getattr(settings, "callbacks", ()))
         + _profiler(settings, chooser)
+        + _transforms(settings)
         + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
@@ -324,6 +325,29 @@ def _automatic_callbacks(settings: Any) -> list[Choice]:
                 continue
             reason = "in every run where it is installed"
             choices.append(Choice(kind="callback", name=entry.name, plugin=plugin, reason=reason, entry=entry))
+    return choices
+
+
+def _transforms(settings: Any) -> list[Choice]:
+    """Return the callbacks that ``activation_checkpointing=`` and ``sync_batchnorm=`` stand for.
+
+    Raises:
+        ConfigError: the user lists one of them too.
+    """
+    choices = []
+    if settings.activation_checkpointing is not None:
+        values = {"policy": settings.activation_checkpointing}
+        origins = {"policy": settings.origins.get("activation_checkpointing", "code")}
+        choice = default("callback", "activation_checkpointing", "activation_checkpointing is set", **values)
+        choices.append(attrs.evolve(choice, origins=origins))
+    if settings.sync_batchnorm:
+        choices.append(default("callback", "sync_batchnorm", "sync_batchnorm=True"))
+    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
+    for choice in choices:
+        if choice.entry is not None and any(_names(value, choice.entry) for value in listed):
+            raise ConfigError(
+                f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
+            )
     return choices
 
 

@@ -7,7 +7,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define
+from torch import nn
 
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
@@ -30,7 +32,6 @@ from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
 from stratagem.training.module import build, overrides
-from stratagem.transforms.deferred_init import allocate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -354,7 +355,7 @@ class WorkerResult:
         """Apply the state in the parent, as if it had trained there; return the result."""
         with fit.run.init_context():
             build(fit.module)
-        allocate(fit.module)
+        _allocate(fit.module)
         load_weights(fit.module, self.state["state_dict"])
         fit.callback_metrics, fit.logged_metrics = self.callback_metrics, self.logged_metrics
         if "loop" in self.state:
@@ -365,3 +366,26 @@ class WorkerResult:
                 fit.datamodule.load_state_dict(self.state["datamodule"])
             fit.worker_state = {key: self.state[key] for key in _OF_WORKER}
         return self.result
+
+
+def _allocate(module: nn.Module) -> None:
+    """Give memory on the CPU, and no values, to the parameters and buffers of `module` that are on the meta device.
+
+    For a caller that fills them next. Tied tensors stay tied.
+    """
+    # The list keeps the tensors alive, so that no id is used twice.
+    before = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
+    made = {id(tensor): _with_memory(tensor) for tensor in before}
+    for part in module.modules() if made else ():
+        for owned in (part._parameters, part._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None and tensor.is_meta:
+                    owned[name] = made[id(tensor)]
+
+
+def _with_memory(tensor: torch.Tensor) -> Any:
+    values = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        values = type(tensor)(values, requires_grad=tensor.requires_grad)
+    values.__dict__.update({key: value for key, value in tensor.__dict__.items() if not key.startswith("_stratagem_")})
+    return values

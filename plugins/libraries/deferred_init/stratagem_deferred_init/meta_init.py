@@ -1,20 +1,19 @@
-"""Build a model without its values, and give it values later, part by part, the same at every number of processes.
+"""Build a model on the meta device, and record how its parameters are initialized, to repeat that later.
 
-A model that does not fit one process must not exist whole for a moment either. Under `meta_init` a parameter that
-is made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
+A model that does not fit into one process must not be allocated there at any moment. Under `meta_init` a parameter that is
+made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
 
-[Note: what is done to a parameter without values]
-Everything that is done in place to such a parameter while the model is built (by a constructor, by
-``self.apply(init_weights)``, by ``load_state_dict``) is written down with it, and done when it gets memory, with random
-numbers that depend on the seed and on the parameter's name alone: so it does not matter who fills which part, or when.
-What cannot be done again (a write to a part of it, or one computed from another parameter) is left to the module's own
-``reset_parameters`` if it happens there, and is an error elsewhere. Parameters that get their values before they are
-parameters (``nn.Parameter(torch.ones(8))``) keep them; buffers too: they are small, and often computed.
+[Note: recorded initialization]
+Every in-place operation on such a parameter while the model is built (by a constructor, by ``self.apply(init_weights)``,
+by ``load_state_dict``) is recorded on it, and repeated when it is allocated, with random numbers that depend on the seed and
+on the parameter's name alone: so the values are the same whichever rank initializes it, and in whichever order. What cannot
+be repeated (a write to a part of the parameter, or one computed from another parameter) is left to the module's own
+``reset_parameters`` if it happens there, and is an error elsewhere. Parameters that have values before they are parameters
+(``nn.Parameter(torch.ones(8))``) keep them. So do buffers: they are small, and often computed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import warnings
 import weakref
@@ -31,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from stratagem.errors import ConfigError
 
 #: On a parameter without values: what was done to it, a list of `_Done`.
-_INITIAL = "_stratagem_initial"
-_RESETS = ("reset_parameters", "_reset_parameters")
+INITIAL = "_stratagem_initial"
+RESETS = ("reset_parameters", "_reset_parameters")
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided"}
 #: Initializers that compute without asking whether there is memory: those of torch before 2.13.
 _UNASKING = {name for name in ("orthogonal_", "sparse_") if "is_meta" not in getattr(nn.init, name).__code__.co_names}
@@ -60,7 +59,7 @@ def meta_init() -> Iterator[None]:
     nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign, assignment]
     try:
         with watch, warnings.catch_warnings():
-            # It is written down, so it is no "no-op".
+            # It is recorded, so it is not the no-op that torch warns of.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint", UserWarning)
             yield
     finally:
@@ -71,29 +70,6 @@ def meta_init() -> Iterator[None]:
 def has_no_values(module: nn.Module) -> bool:
     """Whether any parameter of `module` was made under `meta_init` and has not been given values."""
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def allocate(module: nn.Module) -> None:
-    """Give memory on the CPU, and no values, to the parameters and buffers of `module` that are on the meta device.
-
-    For a caller that fills them next. Tied tensors stay tied.
-    """
-    # The list keeps the tensors alive, so that no id is used twice.
-    before = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
-    made = {id(tensor): _with_memory(tensor) for tensor in before}
-    for part in module.modules() if made else ():
-        for owned in (part._parameters, part._buffers):
-            for name, tensor in owned.items():
-                if tensor is not None and tensor.is_meta:
-                    owned[name] = made[id(tensor)]
-
-
-def _with_memory(tensor: torch.Tensor) -> Any:
-    values = torch.empty_like(tensor, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        values = type(tensor)(values, requires_grad=tensor.requires_grad)
-    values.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != _INITIAL})
-    return values
 
 
 @define
@@ -118,7 +94,7 @@ class _Done:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what is done to tensors; see [Note: what is done to a parameter without values]."""
+    """Sees what is done to tensors; see [Note: recorded initialization]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,15 +120,15 @@ class _Watch(TorchFunctionMode):
         else:
             empty = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._replaced[id(parameter)] = (weakref.ref(parameter), address, empty)
-        if not hasattr(empty, _INITIAL):
-            setattr(empty, _INITIAL, [])
+        if not hasattr(empty, INITIAL):
+            setattr(empty, INITIAL, [])
         self._parameters[_address(empty)] = empty
         return empty
 
     def copied(self, parameter: nn.Parameter, copy: nn.Parameter) -> nn.Parameter:
         """Return `copy`, to which has been done what has been done to `parameter`."""
-        if copy is not parameter and copy.is_meta and not hasattr(copy, _INITIAL):
-            setattr(copy, _INITIAL, list(getattr(parameter, _INITIAL, ())))
+        if copy is not parameter and copy.is_meta and not hasattr(copy, INITIAL):
+            setattr(copy, INITIAL, list(getattr(parameter, INITIAL, ())))
             self._parameters[_address(copy)] = copy
         return copy
 
@@ -192,7 +168,7 @@ class _Watch(TorchFunctionMode):
                 expected="whole parameters filled from numbers or tensors that have values",
                 do="do it in reset_parameters of the module that has the parameter",
             )
-        getattr(parameter, _INITIAL).append(done)
+        getattr(parameter, INITIAL).append(done)
 
     def _asked(self, target: torch.Tensor) -> None:
         """An initializer of torch's that does nothing without memory: note that it was called."""
@@ -221,7 +197,7 @@ class _Watch(TorchFunctionMode):
         options = {name: frame.f_locals[name] for name in names if frame.f_locals[name] is not target}
         passed_as = next(name for name in names if frame.f_locals[name] is target)
         whole = target.shape == parameter.shape
-        getattr(parameter, _INITIAL).append(_Done(function, (), options, passed_as, whole, _in_reset_of(parameter)))
+        getattr(parameter, INITIAL).append(_Done(function, (), options, passed_as, whole, _in_reset_of(parameter)))
 
     def _replacement_at(self, address: int) -> nn.Parameter | None:
         """Return what stands for a parameter that its maker still writes to by the name it had before."""
@@ -242,84 +218,8 @@ def _in_reset_of(parameter: nn.Parameter) -> bool:
     """Whether the module that has `parameter` is just resetting its parameters."""
     frame = sys._getframe(2)
     while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name in _RESETS else None
+        owner = frame.f_locals.get("self") if frame.f_code.co_name in RESETS else None
         if isinstance(owner, nn.Module) and any(own is parameter for own in owner._parameters.values()):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-class Materializer:
-    """Gives values to the parts of one model; keeps tied parameters tied.
-
-    Args:
-        root: the model; its parameters' names decide the random numbers.
-        seed: the same on all ranks.
-        device: where the values are to be.
-    """
-
-    def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
-        self.seed, self.device = seed, device
-        self._names = {module: name for name, module in root.named_modules()}
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def fill(self, part: nn.Module) -> None:
-        """Give values to all parameters of `part` that have none.
-
-        Raises:
-            ConfigError: nobody gave them any, and their module has no ``reset_parameters`` to do it.
-        """
-        for module in part.modules():
-            if any(parameter is not None and parameter.is_meta for parameter in module._parameters.values()):
-                self._fill_one(module)
-
-    def _fill_one(self, module: nn.Module) -> None:
-        tied, fresh = [], []
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) in self._made:
-                filled = self._made[id(parameter)][1]
-                tied.append((filled, filled.detach().clone()))
-            else:
-                values = torch.empty_like(parameter, device=self.device)
-                filled = type(parameter)(values, requires_grad=parameter.requires_grad)
-                self._made[id(parameter)] = (parameter, filled)  # the empty one stays alive, or its id could come again
-                fresh.append((name, filled, getattr(parameter, _INITIAL, None)))
-            attributes = {key: value for key, value in parameter.__dict__.items() if key != _INITIAL}
-            filled.__dict__.update(attributes)
-            setattr(module, name, filled)
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
-            if all(initial and all(done.repeatable for done in initial) for _, _, initial in fresh):
-                for name, filled, initial in fresh:
-                    self._repeat(module, name, filled, initial or ())
-                return
-            self._reset(module, fresh[0][0])
-            for name, filled, initial in fresh:
-                self._repeat(module, name, filled, [done for done in initial or () if not done.in_reset])
-            for filled, before in tied:
-                filled.copy_(before)  # the module that came first decides
-
-    def _repeat(self, module: nn.Module, name: str, filled: nn.Parameter, initial: Any) -> None:
-        self._seed(f"{self._names.get(module, '')}.{name}")
-        for done in initial:
-            done(filled)
-
-    def _reset(self, module: nn.Module, empty: str) -> None:
-        reset: Any = next((getattr(module, name) for name in _RESETS if callable(getattr(module, name, None))), None)
-        if reset is None:
-            raise ConfigError(
-                f"{type(module).__name__} has a parameter {empty!r} without values and no reset_parameters",
-                expected="values given while the model is built, or a method that fills its parameters",
-                do="initialize it in the module's constructor",
-            )
-        self._seed(self._names.get(module, ""))
-        reset()
-
-    def _seed(self, name: str) -> None:
-        """Let what is drawn next come from `name`; on the CPU without seeding the generators of devices."""
-        seed = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "big")
-        if self.device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)

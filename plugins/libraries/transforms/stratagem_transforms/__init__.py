@@ -1,1 +1,1 @@
-"""Changes of a torch module: values for one built without, recomputed activations, synchronized batch normalization."""
+"""Changes of a torch module: recomputed activations, synchronized batch normalization, which modules to wrap."""

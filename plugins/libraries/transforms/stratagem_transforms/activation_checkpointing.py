@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import define
 from torch import nn
 
+from stratagem.api import Callback, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
-from stratagem.transforms.wrap_policy import check_policy, select
+from stratagem_transforms.wrap_policy import check_policy, select
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
 
 OPTION: Final = "activation_checkpointing"
 #: ``full`` keeps a part's inputs and computes the rest again; ``selective`` also keeps the results of matrix products,
@@ -35,6 +40,26 @@ _PRODUCTS: Final = (
 
 #: Set on a part that is recomputed already.
 _MARK = "_stratagem_recomputed"
+
+
+@define(eq=False, kw_only=True)
+class ActivationCheckpointing(Callback):
+    """Computes activations of chosen modules again in backward, which saves memory and costs time."""
+
+    #: Which modules: a set of classes or of their names, a torch policy or a callable. Also what the Trainer's argument
+    #: takes. More of them save more memory and cost more time.
+    policy: Any
+    #: `full` keeps a module's inputs, `selective` also results of matrix products, `offload` everything, in CPU memory.
+    mode: str = "full"
+
+    def __attrs_post_init__(self) -> None:
+        wanted = self.policy if self.mode == "full" else {"policy": self.policy, "mode": self.mode}
+        self.policy, self.mode = read(wanted)
+
+    @hookimpl
+    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
+        if run.stage == "train":
+            recompute(module, self.policy, self.mode)
 
 
 def read(wanted: Any) -> tuple[Any, str]:

@@ -10,17 +10,33 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import define
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stratagem.api import Callback, hookimpl
+from stratagem.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem.api.world import Collectives
+    from stratagem.api import Collectives, RunContext
 
 #: The ranks that a layer shares its statistics with; a copy of the layer shares them with nobody.
 _PEERS: weakref.WeakKeyDictionary[nn.Module, Collectives] = weakref.WeakKeyDictionary()
+
+
+@define(eq=False, kw_only=True)
+class SyncBatchNorm(Callback):
+    """Computes the statistics of batch normalization over the batches of all ranks."""
+
+    @hookimpl
+    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
+        if run.stage == "train" and run.world_size > 1 and synchronize(module, run.peers) == 0:
+            raise ConfigError(
+                f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
+            )
 
 
 def synchronize(module: nn.Module, collectives: Collectives) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from stratagem.errors import ConfigError
-from stratagem.transforms.wrap_policy import children_first
+from stratagem_transforms.wrap_policy import children_first
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -23,8 +23,8 @@ from stratagem.api import (
     Mesh,
 )
 from stratagem.errors import ConfigError, shown
-from stratagem.transforms.wrap_policy import check_policy
 from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_transforms.wrap_policy import check_policy
 
 if TYPE_CHECKING:
     from stratagem.api import PrecisionPolicy, World

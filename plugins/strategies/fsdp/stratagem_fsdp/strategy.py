@@ -17,9 +17,6 @@ from stratagem.api import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
-from stratagem.transforms.activation_checkpointing import recompute
-from stratagem.transforms.normalization import match_inputs
-from stratagem.transforms.wrap_policy import children_first
 from stratagem_fsdp.clipping import clip_norm, clip_values
 from stratagem_fsdp.comm_hooks import send_through_hooks
 from stratagem_fsdp.initial_values import replicate_from_rank_0
@@ -42,6 +39,9 @@ from stratagem_fsdp.units import (
 )
 from stratagem_fsdp.unsharded import KeptUnits
 from stratagem_process_group import group_options_after
+from stratagem_transforms.activation_checkpointing import recompute
+from stratagem_transforms.normalization import match_inputs
+from stratagem_transforms.wrap_policy import children_first
 
 if TYPE_CHECKING:
     from collections.abc import Generator

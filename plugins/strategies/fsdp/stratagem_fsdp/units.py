@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
-from stratagem.transforms.wrap_policy import children_first, select
+from stratagem_transforms.wrap_policy import children_first, select
 
 #: On a module that was made a unit by hand.
 _MARK = "_stratagem_unit"

@@ -9,10 +9,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.transforms import activation_checkpointing
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import train
+from stratagem_transforms import activation_checkpointing
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -94,6 +94,17 @@ def choose(module, recurse, nonwrapped_numel):
 )  # fmt: skip
 def test_every_way_to_say_which_parts(wanted):
     assert [block.calls for block in fitted(wanted, joined_batches(2, 16)).net[1:3]] == [4, 4]
+
+
+def test_the_callback_is_what_the_argument_adds():
+    callback = {"name": "activation_checkpointing", "policy": [Block], "mode": "selective"}
+    model = fitted(None, joined_batches(2, 16), callbacks=[callback])
+
+    assert [block.calls for block in model.net[1:3]] == [4, 4]
+    with pytest.raises(
+        ConfigError, match="activation_checkpointing is set, and callback 'activation_checkpointing' is li"
+    ):
+        sg.Trainer(activation_checkpointing={Block}, callbacks=[callback], **QUIET)
 
 
 def test_evaluation_computes_once():

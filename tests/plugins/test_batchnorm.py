@@ -13,11 +13,11 @@ from torch import nn
 import stratagem as sg
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError
-from stratagem.transforms import batchnorm
-from stratagem.transforms.batchnorm import synchronize
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
+from stratagem_transforms import batchnorm
+from stratagem_transforms.batchnorm import synchronize
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 BATCHES = joined_batches(6, 24)

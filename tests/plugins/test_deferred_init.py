@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem.transforms.deferred_init import Materializer, has_no_values, meta_init
+from stratagem_deferred_init import Materializer, has_no_values, meta_init
 from stratagem_testing import ProcessesFailed, run_in_processes
 from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference
 from stratagem_testing.training import outcome, share, weights_of
