@@ -1,15 +1,16 @@
 """Build a model on the meta device, and record how its parameters are initialized, to repeat that later.
 
-A model that does not fit into one process must not be allocated there at any moment. Under `meta_init` a parameter that is
-made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
+A model that does not fit into one process must not be allocated there at any moment. Under `meta_init` a parameter that
+is made with ``torch.empty``, as those of torch's own modules are, has a shape and no memory.
 
 [Note: recorded initialization]
-Every in-place operation on such a parameter while the model is built (by a constructor, by ``self.apply(init_weights)``,
-by ``load_state_dict``) is recorded on it, and repeated when it is allocated, with random numbers that depend on the seed and
-on the parameter's name alone: so the values are the same whichever rank initializes it, and in whichever order. What cannot
-be repeated (a write to a part of the parameter, or one computed from another parameter) is left to the module's own
-``reset_parameters`` if it happens there, and is an error elsewhere. Parameters that have values before they are parameters
-(``nn.Parameter(torch.ones(8))``) keep them. So do buffers: they are small, and often computed.
+Every in-place operation on such a parameter while the model is built (by a constructor, by
+``self.apply(init_weights)``, by ``load_state_dict``) is recorded on it, and repeated when it is allocated, with
+random numbers that depend on the seed and on the parameter's name alone: so the values are the same whichever rank
+initializes it, and in whichever order. What cannot be repeated (a write to a part of the parameter, or one computed
+from another parameter) is left to the module's own ``reset_parameters`` if it happens there, and is an error
+elsewhere. Parameters that have values before they are parameters (``nn.Parameter(torch.ones(8))``) keep them. So do
+buffers: they are small, and often computed.
 """
 
 from __future__ import annotations
