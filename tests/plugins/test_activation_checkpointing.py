@@ -13,6 +13,7 @@ from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import train
 from stratagem_transforms import activation_checkpointing
+from stratagem_transforms.activation_checkpointing import ActivationCheckpointing
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -215,4 +216,5 @@ def test_both_names_for_it_are_refused_under_fsdp():
 def test_the_command_line_names_classes():
     trainer = sg.Trainer.from_cli(["--activation_checkpointing", "Block,Other", "--accelerator", "cpu"])
 
-    assert trainer.run._recomputes == ({"Block", "Other"}, "full")
+    (callback,) = [each for each in trainer.callbacks if isinstance(each, ActivationCheckpointing)]
+    assert (callback.policy, callback.mode) == ({"Block", "Other"}, "full")
