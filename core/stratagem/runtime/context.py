@@ -20,7 +20,7 @@ from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
 from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
 from stratagem.distributed.standard_streams import open_standard_streams
-from stratagem.errors import ConfigError, StratagemError
+from stratagem.errors import StratagemError
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
 from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
