@@ -258,3 +258,35 @@ class Right(Left):
 def test_two_plugins_that_exclude_each_other_are_refused():
     with pytest.raises(ConfigError, match="callback 'Left' cannot be used with callback 'Right'.*drop one of the two"):
         sg.Trainer(callbacks=[Right(), Left()], **QUIET)
+
+
+class Explains:
+    def __init__(self):
+        self.asked = []
+
+    @sg.hookimpl(wrapper=True)
+    def explain_error(self, error):
+        self.asked.append(error)
+        answer = yield
+        return ValueError("the disk is full") if answer is error else answer
+
+
+def test_an_error_is_explained_once_and_its_explanation_is_raised():
+    plugin, error = Explains(), OSError(28, "write failed")
+
+    def fail(run):
+        raise error
+
+    def main(run):
+        run.launch(fail)  # within another call of the same run
+
+    with pytest.raises(ValueError, match="the disk is full"):
+        sg.Run(accelerator="cpu", plugins=[plugin]).launch(main)
+    assert plugin.asked == [error]
+
+
+def test_an_error_in_a_loop_of_ones_own_is_explained():
+    plugin = Explains()
+    with pytest.raises(ValueError, match="the disk is full"), sg.Run(accelerator="cpu", plugins=[plugin]):
+        raise OSError(28, "write failed")
+    assert len(plugin.asked) == 1
