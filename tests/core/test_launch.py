@@ -20,12 +20,13 @@ import torch
 
 from stratagem import World
 from stratagem.api.peer_errors import is_echo
-from stratagem.distributed.children import Child, end
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
-from stratagem.distributed.reports import report, root_cause
-from stratagem.distributed.supervision import start_for_good
+from stratagem.distributed.reports import report
 from stratagem.errors import ConfigError, LaunchError
+from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.reports import root_cause
+from stratagem_launchers_local.supervision import start_for_good
 from stratagem_peer_diagnosis import diagnosis
 
 WORLD = World(rank=2, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h", main_port=7)
@@ -87,7 +88,7 @@ PROGRAM = """
     if "again" in os.environ:
         print(json.dumps([arguments, sys.flags.dev_mode, sys.stdout.write_through, __name__]))
     else:
-        from stratagem.distributed.relaunch import relaunch_command
+        from stratagem_launchers_local.relaunch import relaunch_command
         os.environ["again"] = "1"
         command = relaunch_command()
         os.execv(command[0], command)
@@ -122,7 +123,7 @@ def test_the_program_is_run_again_as_it_was_started(tmp_path, words):
 
 @pytest.mark.parametrize("words", [["-c", "{}"], ["-"]])
 def test_a_program_without_a_file_is_refused(words):
-    code = "from stratagem.distributed.relaunch import relaunch_command; relaunch_command()"
+    code = "from stratagem_launchers_local.relaunch import relaunch_command; relaunch_command()"
     command = [sys.executable, *(word.format(code) for word in words)]
     result = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
 
@@ -262,7 +263,7 @@ def wait_until_gone(pid, limit_s=10):
 
 
 def test_a_process_that_ignores_the_request_is_made_to_end(monkeypatch):
-    monkeypatch.setattr("stratagem.distributed.children.END_S", 0.3)
+    monkeypatch.setattr("stratagem_launchers_local.children.END_S", 0.3)
     deaf = subprocess.Popen(
         [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"],
         stdout=subprocess.PIPE,
@@ -279,7 +280,7 @@ def test_a_process_dies_with_a_killed_parent(platform):
     child_code = f"""
         import os, sys, time
         sys.platform = {platform!r}
-        from stratagem.distributed.supervision import die_with
+        from stratagem.distributed.launched import die_with
         die_with(os.getppid())
         print(os.getpid(), flush=True)
         time.sleep(60)
@@ -297,7 +298,7 @@ def test_processes_outlive_the_thread_that_asked_for_them():
     started = []
 
     def ask():
-        code = "import os, sys, time; from stratagem.distributed.supervision import die_with; die_with(os.getppid()); print(1, flush=True); time.sleep(60)"  # fmt: skip
+        code = "import os, sys, time; from stratagem.distributed.launched import die_with; die_with(os.getppid()); print(1, flush=True); time.sleep(60)"  # fmt: skip
         process = start_for_good(lambda: subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
         process.stdout.readline()
         started.append(process)

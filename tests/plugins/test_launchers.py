@@ -441,14 +441,14 @@ BARE = """
     import os, signal, subprocess, sys, threading, time, types
     from stratagem import World
     from stratagem.accelerators import CPUAccelerator
-    from stratagem.distributed.supervision import join_supervision
+    from stratagem.distributed.launched import report_to_launcher
     from stratagem.launchers import {launcher}
 
     def rank():
         return int(os.environ["RANK"])
 
     def body():
-        join_supervision()
+        report_to_launcher()
         {body}
 
     def launch():

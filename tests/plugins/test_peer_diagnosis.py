@@ -36,7 +36,9 @@ def test_a_listed_one_takes_the_place_of_that_one(choose):
 
 def test_a_broken_package_is_left_out_with_a_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "stratagem_peer_diagnosis", None)
-    with pytest.warns(UserWarning, match="without it: callback 'peer_diagnosis' of stratagem-peer-diagnosis 0.1.0 cannot"):
+    with pytest.warns(
+        UserWarning, match="without it: callback 'peer_diagnosis' of stratagem-peer-diagnosis 0.1.0 cannot"
+    ):
         run = sg.Run(accelerator="cpu")
 
     assert run.stack.automatic == []
@@ -44,7 +46,7 @@ def test_a_broken_package_is_left_out_with_a_warning(monkeypatch):
 
 def _fail_on_rank_1(rank, world_size):
     run = sg.Run(strategy={"name": "ddp", "timeout": 30}, devices=world_size, accelerator="cpu")
-    with pytest.raises(Exception) as caught, run:  # noqa: PT011
+    with pytest.raises(Exception) as caught, run:
         run.collectives.barrier()
         if rank == 1:
             raise ValueError("no such file")

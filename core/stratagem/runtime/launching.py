@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.distributed.launched import report_to_launcher
 from stratagem.distributed.rendezvous import check_address
-from stratagem.distributed.supervision import join_supervision
 from stratagem.stack.describe import unread_arguments
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _ProcessBody:
     def __call__(self) -> Any:
         run = self.run
         run.is_worker = self.is_worker
-        join_supervision()
+        report_to_launcher()
         run.connect()
         if self.random_state is not None:
             restore_random_state(self.random_state, run.devices)

@@ -18,7 +18,7 @@ from stratagem.api.monitored import monitored
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
-from stratagem.distributed.supervision import interrupted_by_watcher
+from stratagem.distributed.launched import interrupted_by_launcher
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_callbacks.occupied import occupy, vacate
 
@@ -135,7 +135,7 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         self._vacate()
         was_training, self._training = self._training, False
-        interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_watcher()
+        interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_launcher()
         if not (was_training and interrupted and trainer.is_global_zero) or trainer.fast_dev_run:
             return
         told = any(getattr(each, "saved_on_exception", False) for each in trainer.callbacks)

@@ -44,7 +44,7 @@ print(json.dumps(get_env_info()._asdict()))
 
 _SMOKE = """
 import os, sys
-from stratagem.distributed.supervision import die_with
+from stratagem.distributed.launched import die_with
 die_with(int(os.environ["STRATAGEM_DOCTOR_PID"]))
 import torch, torch.distributed as dist
 rank, port = int(sys.argv[1]), int(sys.argv[2])

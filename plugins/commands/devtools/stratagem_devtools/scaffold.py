@@ -70,7 +70,7 @@ def render(kind: str, name: str) -> dict[str, str]:
         "Conformance": f"{_camel(kind)}Conformance",
         "distribution": _distribution(name),
         "module": module,
-        "imported": '"attrs>=24.1", "torch"' if "import torch" in plugin.template else '"attrs>=24.1"',
+        "imported": ", ".join(f'"{each}"' for each in _requirements(plugin.template)),
         "summary": plugin.template.partition("\n")[0].strip('"'),
     }
     templates = {
@@ -82,6 +82,14 @@ def render(kind: str, name: str) -> dict[str, str]:
         f"test_{name}.py": _template("environment_test.py" if kind == "environment" else "test.py"),
     }
     return {path: template.substitute(values) for path, template in templates.items()}
+
+
+def _requirements(source: str) -> list[str]:
+    """Return what `source` imports beside the core, as a pyproject.toml requires it."""
+    known = {
+        "attrs": "attrs>=24.1", "torch": "torch", "stratagem_launchers_local": "stratagem-launchers-local>=0.1,<0.2",
+    }  # fmt: skip
+    return [known[module] for module in known if module == "attrs" or re.search(rf"(import|from) {module}\b", source)]
 
 
 # --- Names -------------------------------------------------------------------------------------------------------

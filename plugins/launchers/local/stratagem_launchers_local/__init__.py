@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import define
 
 from stratagem.api import DEVICE_CUDA, Launcher, hookimpl
-from stratagem.distributed.children import Child, end
+from stratagem.distributed.launched import die_with
 from stratagem.distributed.process_variables import (
     PARENT_VARIABLE,
     child_environment,
     local_places,
     process_variables,
 )
-from stratagem.distributed.relaunch import relaunch_command
 from stratagem.distributed.rendezvous import reserve_store
-from stratagem.distributed.reports import report, reports_folder
-from stratagem.distributed.supervision import (
+from stratagem.distributed.reports import report
+from stratagem.errors import ConfigError
+from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.relaunch import relaunch_command
+from stratagem_launchers_local.reports import reports_folder
+from stratagem_launchers_local.supervision import (
     LocalWorkers,
-    die_with,
     ending_on_sigterm,
     forget_signals,
     holding_signals,
     start_for_good,
     wait_for,
 )
-from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import functools
 import os
 import shutil
 import signal
@@ -28,39 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.peer_errors import is_echo
-from stratagem.distributed.children import END_S, Child, end, wait_until
-from stratagem.distributed.process_variables import PARENT_VARIABLE, REPORTS_VARIABLE
-from stratagem.distributed.reports import read_report, report, root_cause
-from stratagem.errors import LaunchError
+from stratagem.distributed.launched import libc, set_beside
+from stratagem.distributed.reports import left
+from stratagem_launchers_local.children import END_S, Child, end, wait_until
+from stratagem_launchers_local.reports import read_report, root_cause
 
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
-
-_PR_SET_PDEATHSIG = 1
 
 _HELD = (signal.SIGTERM, signal.SIGINT)
 
 
 # --- Life and death ----------------------------------------------------------------------------------------------
-
-
-def die_with(parent: int) -> None:
-    """End this process when `parent` ends, however that ends.
-
-    To the kernel the parent is the *thread* that started this process: see `start_for_good`.
-    """
-    if sys.platform == "linux":
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before the kernel knew
-            os._exit(1)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    """The C library; loaded before a fork, as the loader's lock may be held by a thread that the fork does not copy."""
-    return ctypes.CDLL(None)
 
 
 def start_for_good(start: Callable[[], Any]) -> Any:
@@ -69,7 +46,7 @@ def start_for_good(start: Callable[[], Any]) -> Any:
     Processes that `die_with` their parent would otherwise die with a worker thread that happened to start them.
     """
     if sys.platform == "linux":
-        _libc()
+        libc()
     if threading.current_thread() is threading.main_thread():
         return start()
     outcome: Future[Any] = Future()
@@ -125,60 +102,13 @@ def forget_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def interrupted_by_watcher() -> bool:
-    """Whether a KeyboardInterrupt tells of another process of this node that failed, rather than of Ctrl-C."""
-    return _companions is not None and _companions.told
-
-
-def join_supervision() -> None:
-    """In a process that a launcher started by running the program again: report what ends it, rather than print it.
-
-    Raises:
-        LaunchError: this is their parent, and they were ended after an error that the program caught.
-    """
-    if _companions is not None and _companions.children and _companions.ending.is_set():
-        raise LaunchError(
-            "the other processes of this program were ended after an error",
-            expected="all of them to be there",
-            do="start the program again, or use a strategy that forks: it starts new processes for every call",
-        )
-    folder = os.environ.get(REPORTS_VARIABLE)
-    if folder is None or os.environ.get(PARENT_VARIABLE) == str(os.getpid()) or sys.excepthook is _report_and_exit:
-        return
-    sys.excepthook = _report_and_exit
-    atexit.register(_left(Path(folder), int(os.environ["RANK"])).touch)  # runs after what is registered later
-    if sys.platform != "linux":  # elsewhere the launcher had the kernel told before the program began
-        die_with(int(os.environ[PARENT_VARIABLE]))
-
-
-def _left(folder: Path, rank: int) -> Path:
-    """Return the file that a process leaves when Python has ended in order: all that follows is tidying up."""
-    return folder / f"{rank}.left"
-
-
 def _ending_code(code: int | None, folder: Path, rank: int) -> int | None:
     """Return `code`, but 0 for a process that was aborted while tidying up.
 
     A thread that a library of torch's leaves behind can abort a process whose work is done (std::terminate, seen with
     torch 2.13 and gloo about once in thirty runs of a script that never closes its trainer).
     """
-    return 0 if code == -signal.SIGABRT and _left(folder, rank).exists() else code
-
-
-def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    folder = Path(os.environ[REPORTS_VARIABLE])
-    if isinstance(error, KeyboardInterrupt):
-        return
-    if folder.exists():
-        report(error, int(os.environ.get("RANK", "0")), folder)
-    else:
-        sys.__excepthook__(kind, error, trace)
+    return 0 if code == -signal.SIGABRT and left(folder, rank).exists() else code
 
 
 # --- Two ways to wait --------------------------------------------------------------------------------------------
@@ -227,21 +157,25 @@ class LocalWorkers:
         self.folder, self.store = folder, store
         self.ending = threading.Event()
         #: A watcher interrupted the main thread: the next KeyboardInterrupt is not the user's.
-        self.told = False
+        self.interrupted_us = False
         self._owner = os.getpid()
         for rank, process in children:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
         atexit.register(self._at_exit)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._excepthook
-        global _companions
-        _companions = self
+        set_beside(self)
+
+    @property
+    def were_ended(self) -> bool:
+        """Whether there were others, and they were ended."""
+        return bool(self.children) and self.ending.is_set()
 
     def run(self, main: Callable[[], Any]) -> Any:
         """Call `main` as this process's part; an error that another process caused becomes that process's error."""
         try:
             return main()
         except BaseException as error:
-            forked = self._owner != os.getpid()  # a copy of this process must not end its original's companions
+            forked = self._owner != os.getpid()  # a copy of this process must not end what its original started
             cause = None if forked else self._settle(error)
             if cause is None:
                 raise
@@ -249,7 +183,7 @@ class LocalWorkers:
 
     def _settle(self, error: BaseException) -> BaseException | None:
         """End everybody after `error` here; return the error of another process if that one was the cause."""
-        told = self.told and isinstance(error, KeyboardInterrupt)
+        told = self.interrupted_us and isinstance(error, KeyboardInterrupt)
         if echo := is_echo(error):
             wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             wait_until(lambda: _root_is_known(self.folder), 0.5)
@@ -261,10 +195,10 @@ class LocalWorkers:
         return any(child.poll() not in (None, 0) for child in self.children)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """When a companion dies and this process does not notice, tell it; if it is stuck, end it."""
+        """When one of them dies and this process does not notice, tell it; if it is stuck, end it."""
         if _ending_code(process.wait(), self.folder, rank) == 0 or self.ending.wait(NOTICE_S):
             return
-        self.told = True
+        self.interrupted_us = True
         _interrupt_main_thread()
         if self.ending.wait(END_S):
             return
@@ -288,7 +222,7 @@ class LocalWorkers:
             self._earlier_hook(kind, error, trace)
 
     def _at_exit(self) -> None:
-        """Wait for the companions after a normal end; end them after an exception."""
+        """Wait for the others after a normal end; end them after an exception."""
         if self._owner != os.getpid():  # a forked copy of this process
             return
         already_ending = self.ending.is_set()
@@ -306,9 +240,6 @@ class LocalWorkers:
         shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
             _leave_now()
-
-
-_companions: LocalWorkers | None = None
 
 
 def _interrupt_main_thread() -> None:
