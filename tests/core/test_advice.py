@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import stratagem as sg
 from stratagem.api.kinds import KINDS
 from stratagem.api.options import options
 from stratagem.cli import parser
-from stratagem.config.settings import _MOVED, TrainerSettings
+from stratagem.config import moved_names
+from stratagem.config.moved_names import table
+from stratagem.config.settings import TrainerSettings
 from stratagem.stack import catalog, registry
 from stratagem_testing import scripts
 
@@ -31,7 +34,7 @@ def advised(text: str) -> list[tuple[str, object]]:
     return [(name, ast.literal_eval(value)) for name, value in found]
 
 
-@pytest.mark.parametrize(("name", "advice"), catalog._catalog()["moved"].items())
+@pytest.mark.parametrize(("name", "advice"), [*catalog._catalog()["spellings"].items(), *table("plugins").items()])
 def test_the_advice_for_a_name_of_another_trainer_works(name, advice):
     sentence = ""
     for kind in ("strategy", "precision"):
@@ -66,7 +69,7 @@ def test_short_spellings_work(spelling):
     )
 
 
-@pytest.mark.parametrize(("name", "advice"), _MOVED.items())
+@pytest.mark.parametrize(("name", "advice"), table("arguments").items())
 def test_the_advice_for_an_argument_of_another_trainer_names_what_exists(name, advice):
     with pytest.raises(sg.StratagemError, match=re.escape(advice)):
         sg.Trainer(**{name: 1})
@@ -77,6 +80,28 @@ def test_the_advice_for_an_argument_of_another_trainer_names_what_exists(name, a
         assert argument in ARGUMENTS | {"dirpath"}, advice
     for argument in re.findall(r"\buse (\w+)(?: instead| alone|, or|$)", advice):
         assert argument in ARGUMENTS, advice
+
+
+def test_without_names_of_other_trainers_messages_tell_what_there_is(monkeypatch):
+    monkeypatch.setattr(moved_names, "table", lambda kind: {})
+
+    with pytest.raises(
+        sg.StratagemError, match=r"Trainer has no argument 'auto_lr_find'.*see help\(stratagem.Trainer\)"
+    ):
+        sg.Trainer(auto_lr_find=True)
+    with pytest.raises(
+        sg.StratagemError, match="strategy 'horovod' is unknown; expected one of those installed: .*ddp"
+    ):
+        sg.Trainer(strategy="horovod")
+    with pytest.raises(sg.StratagemError, match='use precision="16-mixed"'):
+        sg.Trainer(precision=torch.float16)
+
+
+def test_a_file_of_names_that_cannot_be_read_hides_no_error(monkeypatch):
+    points = [SimpleNamespace(module=module, attr="moved.toml") for module in ("stratagem_nowhere", "json")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+
+    assert table.__wrapped__("arguments") == {}
 
 
 def sources() -> list[Path]:

@@ -54,7 +54,8 @@ def _check_not_misspelt(variable: str, name: str) -> None:
 
 def _warn_of_lightning(variables: Mapping[str, str]) -> None:
     """Warn of variables that Lightning reads, and nothing here; once, where this process is the first of its node."""
-    from stratagem.config.settings import TrainerSettings, moved, option_names
+    from stratagem.config.moved_names import moved_argument
+    from stratagem.config.settings import TrainerSettings, option_names
 
     if variables.get("LOCAL_RANK", "0") != "0":
         return
@@ -64,7 +65,7 @@ def _warn_of_lightning(variables: Mapping[str, str]) -> None:
         elif variable.startswith("PL_TRAINER_") or variable in _LIGHTNING_RUN:
             name = variable.removeprefix("PL_TRAINER_").removeprefix("LT_")
             known = name.lower() in option_names(TrainerSettings)
-            advice = f"set {PREFIX}TRAINER_{name}" if known else moved(name.lower()) or "unset it"
+            advice = f"set {PREFIX}TRAINER_{name}" if known else moved_argument(name.lower()) or "unset it"
         else:
             continue
         warnings.warn(f"the variable {variable} is set, which Lightning reads and stratagem does not; {advice}",

@@ -19,6 +19,7 @@ from stratagem.api.validators import (
     duration_or_text,
     more_than,
 )
+from stratagem.config.moved_names import moved_argument
 from stratagem.config.sources import Source, parse_choice
 from stratagem.errors import ConfigError, nearest
 
@@ -149,43 +150,6 @@ class TrainerSettings(RunSettings):
         return not (self.barebones or self.fast_dev_run)
 
 
-#: Arguments of other trainers, and of earlier versions of them, with what they are called here.
-_MOVED = {
-    "gpus": 'use accelerator="gpu" and devices',
-    "tpu_cores": "there is no TPU accelerator; `stratagem plugins list --kind accelerator` shows those installed",
-    "num_processes": 'use accelerator="cpu" and devices',
-    "auto_select_gpus": 'use devices="auto", or list the devices',
-    "replace_sampler_ddp": "use use_distributed_sampler instead",
-    "distributed_backend": "use strategy instead",
-    "resume_from_checkpoint": "use fit(ckpt_path)",
-    "checkpoint_callback": "use enable_checkpointing, or list it in callbacks",
-    "early_stop_callback": "list an early_stopping in callbacks",
-    "weights_summary": "use enable_model_summary, or list a model_summary in callbacks",
-    "progress_bar_refresh_rate": 'use callbacks={"name": "progress", "refresh_every_s": 1.0}',
-    "amp_backend": "use precision alone",
-    "amp_level": "use precision alone",
-    "auto_lr_find": "list a learning_rate_finder in callbacks",
-    "auto_scale_batch_size": "list a batch_size_finder in callbacks",
-    "stochastic_weight_avg": "list a stochastic_weight_averaging in callbacks",
-    "terminate_on_nan": "list an early_stopping or a spike_detection in callbacks",
-    "track_grad_norm": "list a gradient_norms in callbacks",
-    "benchmark": "set torch.backends.cudnn.benchmark",
-    "move_metrics_to_cpu": "log with .cpu()",
-    "multiple_trainloader_mode": "combine the loaders in one iterable",
-    "reload_dataloaders_every_n_epochs": "let the data set change in on_train_epoch_start",
-    "weights_save_path": "use ModelCheckpoint(dirpath=path)",
-    "num_machines": "use num_nodes instead",
-    "config": "use Trainer.from_config(path)",
-    "max_nb_epochs": "use max_epochs instead",
-    "model_registry": "a checkpoint's path goes into fit(ckpt_path)",
-}
-
-
-def moved(name: str) -> str:
-    """Return what to say instead of `name`, an argument of another trainer; nothing for an unknown one."""
-    return _MOVED.get(name, "")
-
-
 #: Arguments that choose plugins, with the kind each of them chooses.
 CHOICES = {
     "strategy": "strategy", "precision": "precision", "comm_hook": "comm_hook", "environment": "environment",
@@ -233,7 +197,7 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
             return convert_options(cls, {name: value}, "")  # says what is known
         raise ConfigError(
             f"{layer.origin} sets {name!r}, which is no argument", expected="an argument of the Trainer",
-            do=moved(name) or nearest(name, known) or "see --help",
+            do=moved_argument(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     if layer.text and (name in CHOICES or name in ("plugins", "profiler")):
         return parse_choice(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from stratagem.config.moved_names import moved_plugin
+
 
 @cache
 def _catalog() -> dict[str, Any]:
@@ -27,8 +29,8 @@ def automatic() -> list[str]:
 
 
 def moved(name: str) -> str:
-    """Return what to say instead of `name`, which other trainers know; nothing if they do not."""
-    return str(_catalog()["moved"].get(name, ""))
+    """Return what to write instead of `name`, a spelling of a dtype or a name of other trainers; "" for others."""
+    return str(_catalog()["spellings"].get(name, "")) or moved_plugin(name)
 
 
 def providers(kind: str) -> dict[str, str]:

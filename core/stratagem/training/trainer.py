@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.config.environment import from_environment
-from stratagem.config.settings import TrainerSettings, gather, moved
+from stratagem.config.moved_names import moved_argument
+from stratagem.config.settings import TrainerSettings, gather
 from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
@@ -41,8 +42,10 @@ def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None
         known = inspect.signature(init).parameters
         for name in arguments:
             if name not in known:
-                raise ConfigError(f"Trainer has no argument {name!r}", expected="one of its arguments",
-                                  do=moved(name) or nearest(name, known) or "see help(stratagem.Trainer)")  # fmt: skip
+                raise ConfigError(
+                    f"Trainer has no argument {name!r}", expected="one of its arguments",
+                    do=moved_argument(name) or nearest(name, known) or "see help(stratagem.Trainer)",
+                )  # fmt: skip
         self._given, self._sources = arguments, sources
         init(self, **arguments)
 

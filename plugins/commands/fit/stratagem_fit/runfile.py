@@ -11,7 +11,8 @@ from attrs import define, field, frozen
 
 from stratagem.api.options import convert
 from stratagem.api.paths import as_path
-from stratagem.config.settings import TrainerSettings, moved, option_names
+from stratagem.config.moved_names import moved_argument
+from stratagem.config.settings import TrainerSettings, option_names
 from stratagem.config.sources import Source, from_file
 from stratagem.errors import ConfigError, nearest
 
@@ -125,8 +126,8 @@ def _meant(name: str) -> str:
     close = nearest(first, [*SECTIONS, *(switch.replace("_", "-") for switch in SWITCHES)])
     if close:
         return close[:-1] + (f".{rest}'" if dot else "'")
-    if moved(name):
-        return moved(name)
+    if moved := moved_argument(name):
+        return moved
     close = nearest(name, arguments)
     return close.replace("'", "'trainer.", 1) if close else "see docs/run-files.md"
 

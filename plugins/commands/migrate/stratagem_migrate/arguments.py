@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any, Final
 
 from attrs import frozen
@@ -193,23 +195,9 @@ _Rows = Iterator[tuple[str, str, str]]
 _NOT_AVAILABLE: Final = "not available"
 
 #: Strategies (and, in 1.x, accelerators) by the names that are no longer theirs.
-_OLD_STRATEGIES: Final = {
-    "ddp_cpu": 'accelerator="cpu", strategy="ddp_spawn"',
-    "ddp": 'strategy="ddp"',
-    "ddp_spawn": 'strategy="ddp_spawn"',
-    "dp": 'strategy="dp"',
-    "ddp2": 'strategy="ddp2"',
-    "horovod": 'strategy="ddp" (under torchrun instead of horovodrun; the learning rate is not scaled)',
-    "ddp_sharded_spawn": 'strategy="ddp_sharded", launcher="spawn"',
-    "ddp_fully_sharded": 'strategy="fsdp"',
-    "fsdp_native": 'strategy="fsdp"',
-    "fsdp_native_full_shard_offload": 'strategy="fsdp_cpu_offload"',
-    "fully_sharded": 'strategy="fsdp"',
-    **dict.fromkeys(("xla", "single_xla", "xla_debug", "tpu_spawn", "single_tpu", "tpu_spawn_debug"), _NO_TPU),
-    **dict.fromkeys(
-        ("bagua", "colossalai", "hivemind", "ipu_strategy", "hpu_parallel", "hpu_single"), f"nothing: {_NOT_AVAILABLE}"
-    ),
-}
+_OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
+    files(__package__).joinpath("moved.toml").read_text(encoding="utf-8")
+)["strategies"]
 
 
 def _accelerator(value: Value) -> _Rows:
