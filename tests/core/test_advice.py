@@ -142,7 +142,11 @@ def test_plugins_that_messages_tell_to_choose_exist():
             r"""\b(strategy|precision|launcher|checkpoint|comm_hook|logger|accelerator)="([a-z][\w-]*)\"""", text
         ):
             checked += 1
-            known = {entry.name for entry in registry.entries(argument)} | {"auto"} | set(catalog._catalog()["moved"])
+            known = (
+                {entry.name for entry in registry.entries(argument)}
+                | {"auto"}
+                | {*catalog._catalog()["spellings"], *table("plugins")}
+            )
             assert name in known or file in ("lightning.py", "arguments.py"), f"{file}: {text}"
     assert checked > 10
 
