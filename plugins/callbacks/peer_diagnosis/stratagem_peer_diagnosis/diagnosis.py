@@ -21,7 +21,7 @@ _TIMED_OUT = re.compile(
 )
 #: NCCL tells the timeout in its description of the call, and then how long the call took.
 _MILLISECONDS = re.compile(r"Timeout\(ms\)=(\d+)|(\d+) ?(?:ms|milliseconds)\b")
-#: So many ranks are named in a sentence; of more, the number is told.
+#: A message names so many ranks; of more, it has the number.
 _NAMED = 4
 
 
@@ -73,7 +73,7 @@ def finding(
     error: BaseException, run: RunContext, silent: list[Peer], gone: list[Peer], missing: list[Peer], mine: str,
     doing: Mapping[int, str],
 ) -> PeerError | None:  # fmt: skip
-    """Put into a sentence who is at fault; None if nobody is, as far as this rank can see."""
+    """Return which ranks are at fault, as an error; None if none is, as far as this rank can tell."""
     rank, waited = run.rank, waited_s(error, run)
     expected = f"every rank to answer within the timeout of {waited:g} s"
     if silent:
