@@ -300,3 +300,19 @@ def test_a_hook_that_raises_on_one_rank_ends_all(hook):
         return
     assert second == "ValueError: out of order"
     assert "out of order" in first or "onnection" in first
+
+
+def test_callbacks_of_every_run_are_recorded_and_compared_between_ranks_alone(tmp_path, monkeypatch):
+    trained()
+    locked = json.loads((tmp_path / "run.lock").read_text())
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "peer_diagnosis")
+    other = sg.Trainer(max_epochs=1, **QUIET, lock=tmp_path / "run.lock").run
+
+    assert [plugin["name"] for plugin in locked["automatic"]] == ["peer_diagnosis"]
+    assert other.stack.automatic == []
+    here = lock.facts(other.stack, other.settings)
+    monkeypatch.delenv("STRATAGEM_DISABLE_PLUGINS")
+    run = sg.Trainer(max_epochs=1, **QUIET).run
+    assert "callback peer_diagnosis is 'peer_diagnosis of stratagem-peer-diagnosis" in lock.differences(
+        lock.facts(run.stack, run.settings), here, "on rank 1", "on rank 0"
+    )

@@ -52,7 +52,8 @@ def describe(stack: Stack, settings: RunSettings) -> dict[str, Any]:
             for name, origin in sorted(settings.origins.items())
             if name not in CHOICES and name != "plugins" and hasattr(settings, name)
         },
-        "plugins": [_describe(choice) for choice in stack.choices()],
+        "plugins": [_describe(choice) for choice in stack.choices() if choice not in stack.automatic],
+        "automatic": [_describe(choice) for choice in stack.automatic],
     }
 
 
@@ -69,7 +70,8 @@ def write(stack: Stack, settings: RunSettings) -> None:
 def check(stack: Stack, settings: RunSettings, path: Path) -> None:
     """Refuse a run if it differs from the lock at `path`, in plugins, versions, options or arguments.
 
-    Where processes come from (environment, launcher), how many there are, and folders may differ.
+    Where processes come from (environment, launcher), how many there are, folders, and the callbacks that every run has
+    where they are installed may differ.
 
     Raises:
         ConfigError: the first differences, or that there is no such lock.
@@ -98,11 +100,9 @@ def check(stack: Stack, settings: RunSettings, path: Path) -> None:
 
 def facts(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     """Return what all ranks of a run must agree on, by path."""
-    return {
-        name: value
-        for name, value in flatten(describe(stack, settings)).items()
-        if name.partition(".")[0] not in _NOT_COMPARED
-    }
+    lock = describe(stack, settings)
+    flat = flatten(lock) | {f"callback {plugin['name']}": _origin(plugin) for plugin in lock["automatic"]}
+    return {name: value for name, value in flat.items() if name.partition(".")[0] not in _NOT_COMPARED}
 
 
 def flatten(lock: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +113,14 @@ def flatten(lock: Mapping[str, Any]) -> dict[str, Any]:
     for plugin in lock["plugins"]:
         number = kinds[plugin["kind"]] = kinds.get(plugin["kind"], 0) + 1
         title = plugin["kind"] if number == 1 else f"{plugin['kind']}#{number}"
-        package = f" of {plugin['distribution']} {plugin['version']}" if plugin["distribution"] else ""
-        flat[title] = f"{plugin['name']}{package} ({plugin['entry_point'] or plugin['class']})"
+        flat[title] = _origin(plugin)
         flat |= {f"{title}.{plugin['name']}.{name}": o["value"] for name, o in plugin["options"].items()}
     return flat
+
+
+def _origin(plugin: Mapping[str, Any]) -> str:
+    package = f" of {plugin['distribution']} {plugin['version']}" if plugin["distribution"] else ""
+    return f"{plugin['name']}{package} ({plugin['entry_point'] or plugin['class']})"
 
 
 def differences(
