@@ -211,7 +211,7 @@ def test_state_dict_type_and_another_format_contradict_each_other():
         sg.Trainer(strategy={"name": "fsdp", "state_dict_type": "sharded"}, checkpoint="full", **QUIET)
 
 
-def _who_holds_the_whole(rank, world_size, strategy, checkpoint):
+def _ranks_that_hold_the_whole(rank, world_size, strategy, checkpoint):
     """Return for each tensor handed to the checkpoint format whether it has values on this rank."""
     given = {}
 
@@ -230,10 +230,10 @@ def _who_holds_the_whole(rank, world_size, strategy, checkpoint):
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded"])
 def test_only_the_rank_that_writes_holds_the_whole_state(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = run_in_processes(_who_holds_the_whole, 2, strategy, "full")
+    first, second = run_in_processes(_ranks_that_hold_the_whole, 2, strategy, "full")
     assert not any(first["model"] + first["optimizer"])
     assert all(second["optimizer"])
-    first, second = run_in_processes(_who_holds_the_whole, 2, strategy, "sharded")
+    first, second = run_in_processes(_ranks_that_hold_the_whole, 2, strategy, "sharded")
     owned = [one != other for one, other in zip(first["optimizer"], second["optimizer"], strict=True)]
     assert all(owned) if strategy == "ddp_sharded" else not any(first["optimizer"] + second["optimizer"])
 
@@ -505,6 +505,6 @@ def test_the_memory_that_a_comm_hook_reduces_is_kept_for_the_stream_it_runs_on(m
     assert _OnCUDA.streams == ["all-reduce stream of cuda:0"]
 
 
-def test_on_the_cpu_there_is_no_stream_to_keep_it_for(monkeypatch):
+def test_a_tensor_on_the_cpu_needs_no_stream(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", None)
     comm_hooks.keep_for_this_stream(torch.ones(3))

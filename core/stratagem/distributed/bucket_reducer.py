@@ -1,11 +1,11 @@
-"""How gradients travel: the stack of comm hooks at work on the buckets of a backward.
+"""Average buckets of gradients over the ranks, through the comm hooks of the run.
 
 [Note: the order of messages]
 Every rank must hand its messages to a process group in the same order; a backend that completes them in another order
-on each rank (gloo does) must not decide who speaks next. So the first message of each bucket leaves at once, in the
-order in which the strategy brings the buckets, and what a hook sends *after an answer* waits until the last bucket of
-the backward has left. From then on the buckets take turns, in the order in which they came: nobody is resumed before
-its predecessor has sent what it had to send, whatever has arrived meanwhile.
+on each rank (gloo does) must not decide which is sent next. So the first message of each bucket is sent at once, in the
+order in which the strategy passes the buckets, and what a hook sends *after a result* waits until the first message of
+the backward's last bucket is sent. From then on the buckets take turns, in the order in which they came: none continues
+before its predecessor has sent what it had to send, whatever is complete meanwhile.
 
 Stock hooks that send again from a callback break this rule: with several buckets on gloo the ranks send in different
 orders, and the process aborts ("op.preamble.length <= op.nbytes", seen with torch 2.13).
@@ -46,130 +46,130 @@ class HookStage:
 
 
 class BucketReducer:
-    """Averages buckets over the ranks of `collectives`, through `levels`, the first of them outermost."""
+    """Averages buckets over the ranks of `collectives`, through `stages`, the first of them outermost."""
 
-    def __init__(self, levels: Sequence[HookStage], collectives: Collectives, run: RunContext) -> None:
-        self.levels, self.collectives, self.run = levels, collectives, run
+    def __init__(self, stages: Sequence[HookStage], collectives: Collectives, run: RunContext) -> None:
+        self.stages, self.collectives, self.run = stages, collectives, run
         self.traffic = collectives.traffic
-        #: What went wrong in a hook, for the strategy's caller: an engine may tell less.
+        #: The first error of a hook, for the strategy's caller: an engine may raise another one.
         self.failure: BaseException | None = None
         self._waiting: deque[_InFlightBucket] = deque()
         self._takes_turns = False
-        self._travelling: set[_InFlightBucket] = set()
+        self._in_flight: set[_InFlightBucket] = set()
 
     def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Send `bucket` on its way; the future holds its average, in a tensor like ``bucket.buffer``."""
-        journey = _InFlightBucket(self, bucket)
-        journey.go_on()
-        if journey.pending is None:
-            journey.arrive()
+        """Begin to average `bucket`; the future holds its average, in a tensor like ``bucket.buffer``."""
+        in_flight = _InFlightBucket(self, bucket)
+        in_flight.advance()
+        if in_flight.pending is None:
+            in_flight.complete()
         else:
-            self._travelling.add(journey)
-            self._waiting.append(journey)
+            self._in_flight.add(in_flight)
+            self._waiting.append(in_flight)
         if bucket.is_last:
             self.take_turns()
-        return journey.arrival
+        return in_flight.average
 
     def finish(self) -> None:
-        """Return once all buckets up to the last have arrived: for an engine that is about to send for itself."""
-        for journey in list(self._travelling):
-            journey.arrival.wait()
+        """Return once all buckets up to the last are averaged: for an engine that is about to send on its own."""
+        for bucket in list(self._in_flight):
+            bucket.average.wait()
 
     def serve(self, replica: DistributedDataParallel) -> None:
-        """Have `replica` send its buckets through here.
+        """Have `replica` average its buckets with this reducer.
 
         Raises:
-            ConfigError: a layer has sparse gradients, which do not travel in buckets.
+            ConfigError: a layer has sparse gradients, which are not sent in buckets.
         """
         assert self.run.module is not None, "a replica of it was made"
         check_dense(self.run.module, "comm hooks send", "sparse=False there, or no comm hook")
         replica.register_comm_hook(self, _reduce_all if replica.find_unused_parameters else _reduce)
 
     def take_turns(self) -> None:
-        """Let the buckets that are on their way go on, in the order in which they came."""
+        """Let the buckets in flight advance, in the order in which they came."""
         if not self._takes_turns:
             self._takes_turns = True
-            self._go_on()
+            self._advance()
 
-    def _go_on(self, _: object = None) -> None:
+    def _advance(self, _: object = None) -> None:
         while self._waiting:
-            journey = self._waiting[0]
-            assert journey.pending is not None, "one that has arrived does not wait"
-            if not journey.pending.done():
-                journey.pending.add_done_callback(self._go_on)
+            bucket = self._waiting[0]
+            assert bucket.pending is not None, "one that is complete does not wait"
+            if not bucket.pending.done():
+                bucket.pending.add_done_callback(self._advance)
                 return
             self._waiting.popleft()
-            journey.answered()
-            if journey.pending is not None:
-                self._waiting.append(journey)
+            bucket.resume()
+            if bucket.pending is not None:
+                self._waiting.append(bucket)
                 continue
-            # Who waits for the last one may begin the next backward, in another thread, as soon as it arrives.
+            # A caller that waits for the last one may begin the next backward, in another thread, once it is complete.
             is_last = not self._waiting
             self._takes_turns = not is_last
-            journey.arrive()
+            bucket.complete()
             if is_last:
                 return
         self._takes_turns = False
 
 
-class _Arrival(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of an average. Who waits for it before the last bucket was sent has sent all there is."""
+class _Average(torch.futures.Future):  # type: ignore[type-arg]
+    """The future of an average. A caller that waits for it before the last bucket was sent has no other bucket."""
 
-    wire: BucketReducer
+    reducer: BucketReducer
 
     def wait(self) -> Any:
-        self.wire.take_turns()
+        self.reducer.take_turns()
         return super().wait()
 
 
 class _InFlightBucket:
-    """One bucket on its way down the stack and up again."""
+    """One bucket: down through the stages as a message, and up again as an average."""
 
-    def __init__(self, wire: BucketReducer, bucket: Bucket) -> None:
-        self.wire = wire
+    def __init__(self, reducer: BucketReducer, bucket: Bucket) -> None:
+        self.reducer = reducer
         device = bucket.buffer.device
-        self.arrival = _Arrival(devices=[] if device.type == "cpu" else [device])
-        self.arrival.wire = wire
-        #: What the hook whose turn it is waits for; None once the bucket has arrived.
+        self.average = _Average(devices=[] if device.type == "cpu" else [device])
+        self.average.reducer = reducer
+        #: What the innermost hook waits for; None once the bucket is averaged.
         self.pending: torch.futures.Future[Any] | None = None
-        self._asked: list[tuple[HookStage, Bucket, Any]] = []
+        self._running: list[tuple[HookStage, Bucket, Any]] = []
         self._next: Any = bucket.buffer
         self._error: Exception | None = None
         self._first = bucket
 
-    def answered(self) -> None:
-        """Go on with what was waited for; what goes wrong is told to who waits for the average."""
-        assert self.pending is not None, "somebody waits"
+    def resume(self) -> None:
+        """Advance with what was waited for; an error is raised where the average is waited for."""
+        assert self.pending is not None, "a hook waits"
         try:
             self._next = self.pending.wait()
-            self.go_on(answered=True)
+            self.advance(answered=True)
         except Exception as error:  # noqa: BLE001 - raised where the average is waited for
             self.pending = None
-            self.wire.failure = self.wire.failure or error
+            self.reducer.failure = self.reducer.failure or error
             self._error = error
 
-    def arrive(self) -> None:
-        """Answer who waits for the average."""
-        self.wire._travelling.discard(self)
+    def complete(self) -> None:
+        """Set the result of the future."""
+        self.reducer._in_flight.discard(self)
         if self._error is not None:
-            self.arrival.set_exception(self._error)
+            self.average.set_exception(self._error)
         else:
-            self.arrival.set_result(self._next)
+            self.average.set_result(self._next)
 
-    def go_on(self, answered: bool = False) -> None:
-        """Run hooks until one of them has to wait, or the bucket has arrived."""
+    def advance(self, answered: bool = False) -> None:
+        """Run hooks until one of them has to wait, or the bucket is averaged."""
         self.pending = None
         value = self._next
         if not answered:
             value, answered = self._descend(self._first)
-        while self._asked and self.pending is None:
-            level, bucket, hook = self._asked[-1]
+        while self._running and self.pending is None:
+            stage, bucket, hook = self._running[-1]
             try:
-                with self.wire.traffic.sent_by(level.name):
+                with self.reducer.traffic.sent_by(stage.name):
                     sent = hook.send(value if answered else None)
             except StopIteration as stop:
-                self._asked.pop()
-                value, answered = self._checked(level, bucket, stop.value), True
+                self._running.pop()
+                value, answered = self._checked(stage, bucket, stop.value), True
                 continue
             if isinstance(sent, Tensor):
                 value, answered = self._descend(Bucket(buffer=sent, index=bucket.index, is_last=bucket.is_last))
@@ -177,42 +177,42 @@ class _InFlightBucket:
                 self.pending = sent  # type: ignore[assignment]  # the base class of torch.futures.Future
             else:
                 raise PluginError(
-                    f"comm_hook {level.name!r} yielded a {type(sent).__name__}", expected="a tensor to average", do=_SEE
+                    f"comm_hook {stage.name!r} yielded a {type(sent).__name__}", expected="a tensor to average", do=_SEE
                 )
         self._next = value
 
     def _descend(self, bucket: Bucket) -> tuple[Any, bool]:
-        """Give `bucket` to the next hook, or to the wire under them all; return its answer if there is one already."""
-        wire, depth = self.wire, len(self._asked)
-        if depth == len(wire.levels):
-            with wire.traffic.sent_by(wire.levels[-1].name if wire.levels else ""):
-                self.pending = wire.collectives.average_async(bucket.buffer)
+        """Pass `bucket` to the next hook, or send it below the innermost; return the result if there is one already."""
+        reducer, depth = self.reducer, len(self._running)
+        if depth == len(reducer.stages):
+            with reducer.traffic.sent_by(reducer.stages[-1].name if reducer.stages else ""):
+                self.pending = reducer.collectives.average_async(bucket.buffer)
             return None, False
-        level = wire.levels[depth]
-        wire.traffic.add_bucket(level.name, bucket.buffer.nbytes, wire.collectives.world_size)
-        given = {"bucket": bucket, "collectives": wire.collectives, "run": wire.run}
-        hook = level.function(*(given[name] for name in level.arguments))
+        stage = reducer.stages[depth]
+        reducer.traffic.add_bucket(stage.name, bucket.buffer.nbytes, reducer.collectives.world_size)
+        given = {"bucket": bucket, "collectives": reducer.collectives, "run": reducer.run}
+        hook = stage.function(*(given[name] for name in stage.arguments))
         if inspect.isgenerator(hook):
-            self._asked.append((level, bucket, hook))
+            self._running.append((stage, bucket, hook))
             return None, False
-        return self._checked(level, bucket, hook), True  # it sends nothing
+        return self._checked(stage, bucket, hook), True  # it sends nothing
 
-    def _checked(self, level: HookStage, bucket: Bucket, result: Any) -> Tensor:
+    def _checked(self, stage: HookStage, bucket: Bucket, result: Any) -> Tensor:
         like = bucket.buffer
         if isinstance(result, Tensor) and (result.shape, result.dtype) == (like.shape, like.dtype):
             return result
         found = _describe(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise PluginError(
-            f"comm_hook {level.name!r} returned {found} for bucket {bucket.index}", expected=_describe(like), do=_SEE
+            f"comm_hook {stage.name!r} returned {found} for bucket {bucket.index}", expected=_describe(like), do=_SEE
         )
 
 
 # --- For strategies that are made of torch's DDP -----------------------------------------------------------------
-# torch reads the annotations of a hook, and wants objects rather than text: these have none.
+# torch reads the annotations of a hook, and takes classes but no strings: these have none.
 
 
-def _reduce(wire, bucket):  # type: ignore[no-untyped-def]
-    return wire(
+def _reduce(reducer, bucket):  # type: ignore[no-untyped-def]
+    return reducer(
         Bucket(
             buffer=bucket.buffer(),
             index=bucket.index(),
@@ -223,16 +223,16 @@ def _reduce(wire, bucket):  # type: ignore[no-untyped-def]
     )
 
 
-def _reduce_all(wire, bucket):  # type: ignore[no-untyped-def]
-    """Hold up DDP's message about unused parameters: hooks may still send, from a thread that would cross it."""
-    average = _reduce(wire, bucket)  # type: ignore[no-untyped-call]
+def _reduce_all(reducer, bucket):  # type: ignore[no-untyped-def]
+    """Wait before DDP sends which parameters are unused: hooks may still send, in another order, from a thread."""
+    average = _reduce(reducer, bucket)  # type: ignore[no-untyped-call]
     if bucket.is_last():
-        wire.finish()
+        reducer.finish()
     return average
 
 
 def _gradients(bucket: Any) -> tuple[Tensor, ...]:
-    """Return the gradients in `bucket`; those of complex parameters, which DDP takes for half as many real numbers."""
+    """Return the gradients in `bucket`, also of complex parameters, which DDP stores as twice as many real numbers."""
     parameters = bucket.parameters()
     if not any(parameter.is_complex() for parameter in parameters):
         return tuple(bucket.gradients())

@@ -28,7 +28,7 @@ _TORCH_CALLS = {
 def where(frame: FrameType | None) -> str:
     """Return where the code of `frame` is: the call in which it may wait for other ranks, and the user's line.
 
-    A function may say it better than its name: in a local variable `waiting_in`.
+    A function may describe it better than by its name, in a local variable `waiting_in`.
     """
     frames = []
     while frame is not None:

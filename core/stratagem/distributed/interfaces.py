@@ -69,7 +69,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _interface_towards(world: World) -> str | None:
-    """Return the interface by which this node of several reaches the others; None if that cannot be told."""
+    """Return the interface by which this node of several reaches the others; None if that is unknown."""
     for host in (world.main_address, _ELSEWHERE):
         try:
             address = address_towards(host, world.main_port or 1)[1]
@@ -93,7 +93,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`; None if the system does not tell."""
+    """Return the name of the network interface that has `address`; None if the system does not provide it."""
     if ":" in address:
         with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as file:
             wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()

@@ -1,4 +1,4 @@
-"""The address at which the processes of a run meet: its port, its server, its name."""
+"""The rendezvous of the processes of a run: the port, the store's server, the address."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from attrs import evolve
 from stratagem.api.world import World
 from stratagem.errors import ConfigError, LaunchError
 
-#: Where the processes of one machine meet: what listens there cannot be reached from others.
+#: For processes of one machine: other machines cannot reach what listens there.
 LOOPBACK = "127.0.0.1"
 
 
 class RendezvousStore:
-    """Where the processes of a launch meet. Its port is taken at once, and nobody can take it; its server starts later.
+    """The store that the processes of a launch connect to. It holds its port from now on; its server starts later.
 
-    Start it once all processes are started: who connects earlier waits in the port's queue. The server's thread looks
-    up the names of those who connect, and a process that is forked meanwhile waits forever for a lock of the C
-    library's resolver.
+    Start the server once all processes are started: a process that connects earlier waits in the port's queue. The
+    server's thread looks up the names of the clients, and a process that is forked meanwhile waits forever for a lock
+    of the C library's resolver.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RendezvousStore:
         return self._store
 
     def close(self) -> None:
-        """Let go of the port. Safe to call twice."""
+        """Release the port. May be called twice."""
         if self._socket is not None:
             self._socket.close()
         self._socket = self._store = None
@@ -89,9 +89,9 @@ class RendezvousStore:
 
 
 def reserve_store(world: World) -> tuple[World, RendezvousStore]:
-    """Return the world with the port of the store that its processes will meet at, and the store, which is to start.
+    """Return the world with the port of the store that its processes connect to, and the store, not started yet.
 
-    Node 0's launcher hosts it, or its rank 0, which says so there. On one machine it is at the loopback address.
+    Node 0's launcher hosts it, as the returned world states. On one machine it is at the loopback address.
 
     Raises:
         LaunchError: the port is taken.
@@ -105,7 +105,7 @@ def reserve_store(world: World) -> tuple[World, RendezvousStore]:
 def check_address(world: World, limit_s: float) -> None:
     """Return once this machine can resolve the address of the store.
 
-    Several nodes may start before the name of one is known: they try again until `limit_s` seconds have passed.
+    Several nodes may start before the name of one is known: each tries again until `limit_s` seconds have passed.
 
     Raises:
         ConfigError: it cannot.
@@ -121,7 +121,7 @@ def check_address(world: World, limit_s: float) -> None:
 
 
 def _resolve(address: str, port: int | None, limit_s: float) -> str:
-    """Return what is wrong with `address`. Name servers that do not answer are given up after `limit_s` seconds."""
+    """Return what is wrong with `address`. Stop waiting for name servers after `limit_s` seconds."""
     errors: list[str] = []
 
     def look_up() -> None:

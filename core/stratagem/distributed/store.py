@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StoreBoard(Board):
-    """Notes in the store that the ranks met at."""
+    """Texts by key, in the store of the process group."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -27,8 +27,8 @@ class StoreBoard(Board):
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 
-#: How often this process has met others. All ranks meet equally often.
-_meetings = 0
+#: How often this process has connected, which is the same on all ranks.
+_num_connections = 0
 
 
 def connect_store(world: World, timeout: timedelta) -> Any:
@@ -36,17 +36,17 @@ def connect_store(world: World, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
     if world.main_port is None:
-        assert world.world_size == 1, "an environment that reports several processes must report a port to meet at"
+        assert world.world_size == 1, "an environment that reports several processes must report the port of the store"
         return dist.HashStore()
-    global _meetings
-    _meetings += 1
+    global _num_connections
+    _num_connections += 1
     hosts = world.is_global_zero and not world.store_hosted
     store = _hosted_store(world) if hosts else dist.TCPStore(*_store_place(world), is_master=False, timeout=timeout)
     store.set_timeout(timeout)
     if hosts:  # launchers of other nodes wait for what rank 0's launcher would have said: see `agree_before_connecting`
-        store.set(f"stratagem/agreement/{world.generation}/{_meetings}/facts", "null")
-    # A store that outlives the run still holds the addresses of the last group that met there.
-    return dist.PrefixStore(f"stratagem/{world.generation}/{_meetings}", store)
+        store.set(f"stratagem/agreement/{world.generation}/{_num_connections}/facts", "null")
+    # A store that outlives the run still holds the addresses of the last group that connected through it.
+    return dist.PrefixStore(f"stratagem/{world.generation}/{_num_connections}", store)
 
 
 #: The stores that this process hosts, by place.
@@ -55,7 +55,7 @@ _hosted: dict[tuple[str, int], Any] = {}
 
 def _store_place(world: World) -> tuple[str, int]:
     """Return where the store is; on one machine at the loopback address, unless whoever launched it hosts it."""
-    assert world.main_port is not None, "several processes have a port to meet at"
+    assert world.main_port is not None, "several processes have the port of a store"
     alone = world.num_nodes == 1 and not world.store_hosted
     return (LOOPBACK if alone else world.main_address), world.main_port
 

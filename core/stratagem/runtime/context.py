@@ -352,10 +352,10 @@ class Context:
         found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
         if not found:
             return None
-        levels = [HookStage(name, implementation.function, implementation.argnames) for name, implementation in found]
-        wire = BucketReducer(levels, self.peers if over is None else over, self)
-        self.bucket_reducers.append(wire)
-        return wire
+        stages = [HookStage(name, implementation.function, implementation.argnames) for name, implementation in found]
+        reducer = BucketReducer(stages, self.peers if over is None else over, self)
+        self.bucket_reducers.append(reducer)
+        return reducer
 
     # --- The step ------------------------------------------------------------------------------------------------
 

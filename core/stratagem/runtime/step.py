@@ -136,9 +136,9 @@ class Step:
 
     def _raise_failure_of_hooks(self) -> None:
         """Raise the error of a comm hook that ran in a thread of the backend; the engine does not report which."""
-        for wire in self._run.bucket_reducers:
-            if wire.failure is not None:
-                raise wire.failure
+        for reducer in self._run.bucket_reducers:
+            if reducer.failure is not None:
+                raise reducer.failure
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None

@@ -407,12 +407,12 @@ def _parted(message: torch.Tensor, like: list[nn.Parameter]) -> list[torch.Tenso
 def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     """Group `parameters`, the last ones first as backward reaches them, into buckets of one dtype and `limit` bytes."""
     groups: list[list[nn.Parameter]] = []
-    room: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
+    open_groups: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
     for parameter in reversed(parameters):
-        group, left = room.get(parameter.dtype, ([], 0.0))
+        group, left = open_groups.get(parameter.dtype, ([], 0.0))
         if left < parameter.nbytes:
             group, left = [], limit
             groups.append(group)
         group.append(parameter)
-        room[parameter.dtype] = group, left - parameter.nbytes
+        open_groups[parameter.dtype] = group, left - parameter.nbytes
     return groups

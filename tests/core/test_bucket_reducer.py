@@ -79,7 +79,7 @@ def test_second_messages_wait_for_the_last_bucket():
     assert len(wire.sent) == 3
 
 
-def test_who_waits_for_a_bucket_before_the_last_gets_it():
+def test_a_wait_for_a_bucket_before_the_last_returns_it():
     reduce = reducer(Twice(), over=Collectives())
     first, last = buckets(2)
 
@@ -220,32 +220,32 @@ def test_bytes_are_counted_by_collective_and_sender(world_size):
         assert wire == pytest.approx(2 * payload * (world_size - 1) / world_size)
 
 
-# --- Conversations among some ranks ------------------------------------------------------------------------------
+# --- Collectives among some ranks --------------------------------------------------------------------------------
 
 
-def _conversation(rank, world_size):
+def _collectives(rank, world_size):
     run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
     run.connect()
-    talk = run.collectives
+    collectives = run.collectives
     mine = torch.full((2,), float(rank))
-    pairs = talk.split([[0, 2], [1, 3]])
+    pairs = collectives.split([[0, 2], [1, 3]])
     said = {
         "rank": (pairs.rank, pairs.world_size),
         "mean": pairs.all_reduce(mine).tolist(),
         "average": pairs.average_async(mine.clone()).wait().tolist(),
         "gathered": pairs.all_gather_async(mine).wait().tolist(),
-        "exchanged": talk.all_to_all_async(torch.arange(4.0) + 10 * rank).wait().tolist(),
+        "exchanged": collectives.all_to_all_async(torch.arange(4.0) + 10 * rank).wait().tolist(),
         "from": pairs.broadcast(mine.clone(), 1).tolist(),
         "objects": pairs.broadcast_object({"rank": rank}, 1),
-        "passed": talk.send_recv(mine, (rank + 1) % 4, (rank - 1) % 4).tolist(),
+        "passed": collectives.send_recv(mine, (rank + 1) % 4, (rank - 1) % 4).tolist(),
         "within": pairs.split([[0], [1]]).world_size,
     }
     run.close()
     return said
 
 
-def test_ranks_talk_among_some_of_them():
-    results = run_in_processes(_conversation, 4)
+def test_collectives_may_be_among_some_of_the_ranks():
+    results = run_in_processes(_collectives, 4)
 
     for rank, said in enumerate(results):
         other = (rank + 2) % 4
