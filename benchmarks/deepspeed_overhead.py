@@ -78,7 +78,7 @@ def by_trainer(rank: int, world_size: int, stage: int, steps: int) -> float:
 
 def by_hand(rank: int, world_size: int, stage: int, steps: int) -> float:
     """The engine that the strategy would make, in a loop of its own."""
-    from stratagem_deepspeed.config import engine_config
+    from stratagem_deepspeed.engine_config import engine_config
 
     run = sg.Run(strategy=f"deepspeed_stage_{stage}", devices=world_size, accelerator="cpu")
     run.connect()

@@ -22,8 +22,8 @@ from stratagem_testing.training import train, weights_on_all_ranks
 
 pytest.importorskip("deepspeed")
 
-from stratagem_deepspeed import given
-from stratagem_deepspeed.config import engine_config, micro_batch_size
+from stratagem_deepspeed import ds_config
+from stratagem_deepspeed.engine_config import engine_config, micro_batch_size
 from stratagem_deepspeed.options import DeepSpeedOptions
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
@@ -249,18 +249,18 @@ def words_of_deepspeed(rank, world_size):
 @pytest.mark.slow
 def test_the_words_are_those_of_the_installed_deepspeed():
     (theirs,) = run_in_processes(words_of_deepspeed, 1)
-    refused = {path.removeprefix("zero_optimization.") for path in given._REFUSED}
+    refused = {path.removeprefix("zero_optimization.") for path in ds_config._REFUSED}
 
-    assert set(given._ZERO) == theirs["zero"] - refused
-    assert set(given._OFFLOAD_OPTIMIZER) == theirs["offload_optimizer"]
-    assert set(given._OFFLOAD_PARAM) == theirs["offload_param"]
-    assert set(given._FP16) == theirs["fp16"]
-    assert set(given._BF16) == theirs["bf16"]
-    assert set(given._ACTIVATION_CHECKPOINTING) == theirs["activation_checkpointing"]
-    assert set(given._TOP["aio"]) == theirs["aio"]
-    assert {name.lower() for name in given._OPTIMIZERS} == theirs["optimizers"]
-    assert set(given._SCHEDULERS) == theirs["schedulers"]
-    assert theirs["gone"] <= set(given._REFUSED)
+    assert set(ds_config._ZERO) == theirs["zero"] - refused
+    assert set(ds_config._OFFLOAD_OPTIMIZER) == theirs["offload_optimizer"]
+    assert set(ds_config._OFFLOAD_PARAM) == theirs["offload_param"]
+    assert set(ds_config._FP16) == theirs["fp16"]
+    assert set(ds_config._BF16) == theirs["bf16"]
+    assert set(ds_config._ACTIVATION_CHECKPOINTING) == theirs["activation_checkpointing"]
+    assert set(ds_config._TOP["aio"]) == theirs["aio"]
+    assert {name.lower() for name in ds_config._OPTIMIZERS} == theirs["optimizers"]
+    assert set(ds_config._SCHEDULERS) == theirs["schedulers"]
+    assert theirs["gone"] <= set(ds_config._REFUSED)
 
 
 # --- Options -----------------------------------------------------------------------------------------------------

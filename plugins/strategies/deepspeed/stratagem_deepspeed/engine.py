@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.errors import ConfigError
-from stratagem_deepspeed.gradients import GradientsElsewhere
+from stratagem_transforms.normalization import match_inputs
+from stratagem_deepspeed.gradient_guard import GradientsElsewhere
+from stratagem_deepspeed.manual_writes import WrittenByHand
 from stratagem_deepspeed.state import masters, put_masters
 from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine
-from stratagem_deepspeed.written import WrittenByHand
-from stratagem_transforms.normalization import match_inputs
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

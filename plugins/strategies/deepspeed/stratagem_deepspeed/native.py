@@ -22,8 +22,8 @@ from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.errors import CheckpointError
-from stratagem_deepspeed import consolidation, folder, in_engine
-from stratagem_deepspeed.in_engine import InEngine
+from stratagem_deepspeed import consolidation, engine_state, folder
+from stratagem_deepspeed.engine_state import InEngine
 from stratagem_deepspeed.options import DeepSpeedOptions
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class DeepSpeedFormat(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         rest = run.collectives.broadcast_object(rest)
-        held = InEngine(in_engine.without_values(facts["tensors"]), facts, path=path)
+        held = InEngine(engine_state.without_values(facts["tensors"]), facts, path=path)
         return rest | {"state_dict": held, "optimizers": [held]}
 
     def consolidate(self, path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from stratagem.api.options import check, options
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_deepspeed import config as configuration
-from stratagem_deepspeed import given as user
+from stratagem_deepspeed import ds_config as user
 from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:

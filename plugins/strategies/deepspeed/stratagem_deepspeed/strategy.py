@@ -25,11 +25,10 @@ from stratagem.api import (
 )
 from stratagem.api.named_state import logical_optimizer_state, parameter_names, physical_optimizer_state
 from stratagem.errors import ConfigError
-from stratagem_deepspeed import in_engine, native, start
+from stratagem_deepspeed import engine_state, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
 from stratagem_deepspeed.checks import check_dtypes, check_integers, check_same_optimizers, check_sizes
-from stratagem_deepspeed.config import device_of, engine_config, micro_batch_size
 from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
 from stratagem_deepspeed.engine import (
     EngineModule,
@@ -40,8 +39,9 @@ from stratagem_deepspeed.engine import (
     stop_earlier,
     the_only,
 )
+from stratagem_deepspeed.engine_config import device_of, engine_config, micro_batch_size
 from stratagem_deepspeed.options import DeepSpeedOptions
-from stratagem_deepspeed.shares import Shares, check_not_compiled, share_out
+from stratagem_deepspeed.partitions import Shares, check_not_compiled, share_out
 from stratagem_process_group import group_options_after
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         if self._model is not None and self._model.written is not None:
             self._model.written.take_over()
         if native.takes_over(run):
-            return in_engine.of_model(self, self._engine, self._zero, self._groups, module, run)
+            return engine_state.of_model(self, self._engine, self._zero, self._groups, module, run)
         return logical.model_state(module, self._zero, self._keeps(module), run)
 
     def _keeps(self, module: nn.Module) -> Callable[[str], bool]:
@@ -353,8 +353,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def load_model_state(
         self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
     ) -> bool:
-        if isinstance(state, in_engine.InEngine):
-            in_engine.load_model(state, self._engine, self._zero, module, strict, run)
+        if isinstance(state, engine_state.InEngine):
+            engine_state.load_model(state, self._engine, self._zero, module, strict, run)
             self._remember_weights()
             return True
         if self.zero_stage == 3 and self._engine is not None:
@@ -372,7 +372,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     @hookimpl
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         if native.takes_over(run):
-            return in_engine.of_optimizer(self._engine)
+            return engine_state.of_optimizer(self._engine)
         if self._zero is None:
             return logical_optimizer_state(optimizer, module)
         return logical.optimizer_state(self._zero, module, self._groups, run)
@@ -381,9 +381,9 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def load_optimizer_state(
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
     ) -> bool:
-        if isinstance(state, in_engine.InEngine):
+        if isinstance(state, engine_state.InEngine):
             strict = getattr(module, "strict_loading", True)
-            in_engine.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
+            engine_state.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
         elif self._zero is None:
             optimizer.load_state_dict(physical_optimizer_state(state, optimizer, module))
         else:

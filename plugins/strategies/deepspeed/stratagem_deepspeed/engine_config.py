@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from stratagem.errors import ConfigError
-from stratagem_deepspeed.given import AUTO
+from stratagem_deepspeed.ds_config import AUTO
 
 if TYPE_CHECKING:
     import torch

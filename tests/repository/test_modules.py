@@ -1,0 +1,85 @@
+"""Modules stay small and import each other in one direction, in the core and in every plugin."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = 450
+#: Modules that are still longer.
+LONGER: set[str] = set()
+
+
+def sources() -> list[Path]:
+    """Return the Python files of the core and of all plugins."""
+    folders = (ROOT / "core" / "stratagem", ROOT / "plugins", ROOT / "contrib")
+    return sorted(path for folder in folders for path in folder.rglob("*.py") if not path.name.startswith("test_"))
+
+
+def test_no_module_is_longer_than_450_lines():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+
+    assert {name for name, length in lengths.items() if length > MOST_LINES} == LONGER
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports for annotations count: a reader follows them too."""
+    modules = {dotted(path): path for path in sources()}
+    imports = {name: imported_by(name, path, set(modules)) for name, path in modules.items()}
+
+    assert circles(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, [["a", "b", "c"]]),
+        ({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}}, [["a", "b"], ["c", "d"]]),
+    ],
+)
+def test_circles_are_found(imports, expected):
+    assert circles(imports) == expected
+
+
+def dotted(path: Path) -> str:
+    """Return the name under which `path` is imported."""
+    parts = [path.stem]
+    for folder in path.parents:
+        if not (folder / "__init__.py").is_file():
+            break
+        parts.insert(0, folder.name)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported_by(name: str, path: Path, modules: set[str]) -> set[str]:
+    """Return those of `modules` that `name` imports anywhere: at the top, in functions and for annotations."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            levels_up = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*levels_up, *filter(None, [node.module])]) if node.level else node.module or ""
+            found |= {f"{base}.{each.name}" if f"{base}.{each.name}" in modules else base for each in node.names}
+    return (found & modules) - {name}
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of modules that reach each other, each sorted."""
+    reached = {name: _reached(name, imports) for name in imports}
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+
+
+def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
+    reached, ahead = {start}, [start]
+    while ahead:
+        new = imports[ahead.pop()] - reached
+        reached |= new
+        ahead += new
+    return reached
