@@ -111,3 +111,73 @@ def _first_difference(one: list[list[str]], other: list[list[str]]) -> tuple[str
             if here != there:
                 return here, there
     return "fewer parameter groups", "more parameter groups"
+
+
+#: Optimizers for which a layer is more than its numbers.
+_WHOLE_LAYERS = {"adafactor", "muon", "shampoo", "soap", "lars", "lamb", "novograd"}
+
+
+def check_elementwise(optimizer: Any) -> None:
+    """Refuse an optimizer that looks at whole matrices or layers: ZeRO cuts them up and lays them end to end.
+
+    Raises:
+        ConfigError: it is known to do so.
+    """
+    if type(optimizer).__name__.lower() in _WHOLE_LAYERS and not type(optimizer).__module__.startswith("deepspeed."):
+        raise ConfigError(
+            f"configure_optimizers returned {type(optimizer).__name__}, which looks at whole layers, and ZeRO hands it "
+            "pieces of them",
+            expected="an optimizer that treats each number by itself, such as AdamW",
+            do='choose it, or a strategy that steps whole parameters, such as "ddp"',
+        )
+
+
+def check_groups(optimizer: Any) -> None:
+    """Refuse a parameter group in which nothing is trained: ZeRO wants something of each to share out.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of {type(optimizer).__name__} has no parameter that is trained",
+                expected="at least one in each group, which ZeRO shares out",
+                do="leave the group out of configure_optimizers",
+            )
+
+
+def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
+    """Refuse an optimizer that DeepSpeed would refuse, with what to write where.
+
+    Raises:
+        ConfigError: the state of such an optimizer was never tried cut up, and the configuration does not allow that.
+    """
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+
+    if not config.get("zero_allow_untested_optimizer") and not is_zero_supported_optimizer(optimizer):
+        raise ConfigError(
+            f"configure_optimizers returned {type(optimizer).__name__}, which DeepSpeed has not tried with ZeRO",
+            expected="Adam or AdamW",
+            do=f'set "zero_allow_untested_optimizer": true in {origin}; it holds for any optimizer that treats '
+            "each number by itself",
+        )
+
+
+def the_only(optimizers: list[Any], configured: str | None) -> Any:
+    """Return the one optimizer of a run, None if DeepSpeed is to make it.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed steps one",
+            expected="one, with a parameter group for each",
+        )
+    if optimizers and configured is not None:
+        raise ConfigError(
+            f"there are two optimizers: {type(optimizers[0]).__name__} of configure_optimizers, and {configured}",
+            expected="one of the two",
+        )
+    return optimizers[0] if optimizers else None

@@ -25,7 +25,7 @@ from filelock import lock_descriptor
 from torch import nn
 
 from stratagem.errors import ConfigError, StratagemError
-from stratagem_deepspeed.engine_config import device_of
+from stratagem_deepspeed.zero_section import device_of
 
 SECTIONS = ("offload_optimizer", "offload_param")
 

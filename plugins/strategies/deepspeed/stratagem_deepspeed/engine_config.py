@@ -11,37 +11,19 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from stratagem.errors import ConfigError
 from stratagem_deepspeed.ds_config import AUTO
+from stratagem_deepspeed.zero_section import device_of, dtype_of, enabled
 
 if TYPE_CHECKING:
-    import torch
-
-    from stratagem.api import PrecisionPolicy, RunContext
+    from stratagem.api import RunContext
     from stratagem_deepspeed.options import DeepSpeedOptions
 
-#: The options that stand for keys of the zero_optimization section under other names.
-OPTIONS = {
-    "offload_optimizer": "offload_optimizer",
-    "offload_optimizer.device": "offload_optimizer_device",
-    "offload_optimizer.nvme_path": "nvme_path",
-    "offload_optimizer.buffer_count": "optimizer_buffer_count",
-    "offload_param": "offload_parameters",
-    "offload_param.device": "offload_params_device",
-    "offload_param.nvme_path": "nvme_path",
-    "offload_param.buffer_count": "params_buffer_count",
-    "offload_param.buffer_size": "params_buffer_size",
-}
-
-_BUCKETS = (
-    "contiguous_gradients", "allgather_partitions", "reduce_scatter", "allgather_bucket_size", "reduce_bucket_size",
-    "sub_group_size",
-)  # fmt: skip
 _CHECKPOINTED_LAYERS = (
     "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary",
@@ -96,103 +78,6 @@ def micro_batch_size(options: DeepSpeedOptions, run: RunContext | None = None) -
     return None if run is None or whole == AUTO else int(whole) // (_accumulation(run)[0] * run.world_size)
 
 
-def engine_dtype(given: Mapping[str, Any] | None, policy: PrecisionPolicy) -> torch.dtype | None:
-    """Return the 16-bit dtype that a configuration enables, or else that of `policy`; None for 32 bits."""
-    import torch
-
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    for section, dtype in dtypes.items():
-        if _enabled(given or {}, section) is True:
-            return dtype
-    wanted = _dtype_of(policy)
-    return wanted if wanted in dtypes.values() else None
-
-
-# --- The zero_optimization section -------------------------------------------------------------------------------
-
-
-def zero_section(options: DeepSpeedOptions) -> dict[str, Any]:
-    """Return the section that `options` describe."""
-    if not options.zero_optimization:
-        return {"stage": 0}
-    stage = 2 if options.stage is None else options.stage
-    section: dict[str, Any] = {"stage": stage, **{name: getattr(options, name) for name in _BUCKETS}}
-    if options.overlap_comm is not None:
-        section["overlap_comm"] = options.overlap_comm
-    if options.offload_optimizer:
-        section["offload_optimizer"] = {
-            "device": options.offload_optimizer_device, "buffer_count": options.optimizer_buffer_count,
-            "pin_memory": options.pin_memory, **_path(options.offload_optimizer_device, options),
-        }  # fmt: skip
-    if options.offload_parameters:
-        section["offload_param"] = {
-            "device": options.offload_params_device, "buffer_count": options.params_buffer_count,
-            "buffer_size": options.params_buffer_size, "max_in_cpu": options.max_in_cpu,
-            "pin_memory": options.pin_memory, **_path(options.offload_params_device, options),
-        }  # fmt: skip
-    return section
-
-
-def _path(device: str, options: DeepSpeedOptions) -> dict[str, str]:
-    return {"nvme_path": str(options.nvme_path)} if device == "nvme" else {}
-
-
-def device_of(zero: Mapping[str, Any], section: str) -> str | None:
-    """Return where `section` ("offload_optimizer", "offload_param") offloads to; None if it does not."""
-    device = zero.get(section, {}).get("device", "none")
-    return None if device == "none" else str(device)
-
-
-def check_zero(zero: Mapping[str, Any], called: Callable[[str], str]) -> None:
-    """Refuse what DeepSpeed would ignore, or fail at without a message; `called` gives a key the user's name.
-
-    Raises:
-        ConfigError: the section contradicts itself.
-    """
-    for section in ("offload_optimizer", "offload_param"):
-        if section in zero and "device" not in zero[section]:
-            raise ConfigError(f"{called(section)} names no device, and offloads nothing", expected='"cpu" or "nvme"')
-    stage = zero.get("stage", 0)
-    at_stage = f"{called('stage')} is {stage}"
-    optimizer, parameters = (device_of(zero, section) for section in ("offload_optimizer", "offload_param"))
-    if optimizer is not None and stage == 0:
-        raise ConfigError(f"{called('offload_optimizer')} is set and {at_stage}", expected="stage 1, 2 or 3")
-    if parameters is not None and stage < 3:
-        raise ConfigError(
-            f"{called('offload_param')} is set and {at_stage}", expected="stage 3, which alone shares parameters out"
-        )
-    if optimizer == "nvme" and stage < 3:
-        raise ConfigError(
-            f"{called('offload_optimizer.device')} is 'nvme' and {at_stage}, where DeepSpeed would use the CPU in "
-            "its stead",
-            expected="stage 3, or 'cpu'",
-        )
-    if zero.get("overlap_comm") and stage < 2:
-        raise ConfigError(f"{called('overlap_comm')} is True and {at_stage}", expected="stage 2 or 3", do="drop it")
-    if zero.get("allgather_partitions") is False:
-        raise ConfigError(f"{called('allgather_partitions')} is False, which DeepSpeed no longer can", do="drop it")
-    _check_offload_optimizer(zero.get("offload_optimizer", {}), stage, called)
-    for section, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
-        if device == "nvme" and not zero[section].get("nvme_path"):
-            raise ConfigError(f"{called(section)} has no nvme_path", expected="a folder on a local disk")
-
-
-def _check_offload_optimizer(section: Mapping[str, Any], stage: int, called: Callable[[str], str]) -> None:
-    for key in ("pipeline_read", "pipeline_write"):
-        if section.get(key):
-            raise ConfigError(
-                f"{called(f'offload_optimizer.{key}')} is True, at which DeepSpeed fails in its first step",
-                expected="False", do="drop it",
-            )  # fmt: skip
-    partly = section.get("ratio", 1.0) < 1.0
-    for key, holds in (("ratio", partly), ("super_offload", section.get("super_offload", False))):
-        if holds and stage < 3:
-            raise ConfigError(
-                f"{called(f'offload_optimizer.{key}')} is {section[key]} and {called('stage')} is {stage}",
-                expected="stage 3",
-            )
-
-
 def _check_folders(zero: Mapping[str, Any], options: DeepSpeedOptions) -> None:
     """Refuse a folder that is not there: DeepSpeed would make one, on whatever disk that path is."""
     for section in ("offload_optimizer", "offload_param"):
@@ -211,7 +96,7 @@ def _check_folders(zero: Mapping[str, Any], options: DeepSpeedOptions) -> None:
 def _composed(options: DeepSpeedOptions) -> dict[str, Any]:
     layers = {name: getattr(options, name) for name in _CHECKPOINTED_LAYERS}
     config = {
-        "zero_optimization": zero_section(options),
+        "zero_optimization": options.zero_section(),
         "activation_checkpointing": {name: value for name, value in layers.items() if value is not None},
         "zero_allow_untested_optimizer": options.zero_allow_untested_optimizer,
     }
@@ -261,30 +146,20 @@ def _check_precision(config: Mapping[str, Any], options: DeepSpeedOptions, run: 
         return
     import torch
 
-    wanted = _dtype_of(run.policy)
+    wanted = dtype_of(run.policy)
     for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        said = _enabled(config, section)
+        said = enabled(config, section)
         if (said is True and wanted is not dtype) or (said is False and wanted is dtype):
             raise ConfigError(
                 f"{section}.enabled of {options.origin} is {said} and {_argument(run, 'precision', asked)}",
                 expected="the same precision",
                 do=f'drop one of the two, or write "auto" for {section}.enabled',
             )
-    if _enabled(config, "torch_autocast") is True:
+    if enabled(config, "torch_autocast") is True:
         raise ConfigError(
             f"torch_autocast.enabled of {options.origin} is True and {_argument(run, 'precision', asked)}",
             expected="one of the two",
         )
-
-
-def _dtype_of(policy: PrecisionPolicy) -> torch.dtype | None:
-    return policy.compute_dtype or policy.param_dtype
-
-
-def _enabled(config: Mapping[str, Any], section: str) -> Any:
-    """Return whether `section` is enabled; None if nobody said so."""
-    said = config.get(section, {}).get("enabled")
-    return None if said == AUTO else said
 
 
 def _accumulation(run: RunContext) -> list[int]:

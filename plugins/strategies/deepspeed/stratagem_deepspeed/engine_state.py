@@ -16,7 +16,7 @@ from stratagem_deepspeed import state as logical
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
-    from stratagem_deepspeed.strategy import DeepSpeedStrategy
+    from stratagem_deepspeed.options import DeepSpeedOptions
 
 
 class InEngine(dict[str, Any]):
@@ -30,10 +30,10 @@ class InEngine(dict[str, Any]):
 
 
 def of_model(
-    strategy: DeepSpeedStrategy, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: RunContext
+    options: DeepSpeedOptions, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: RunContext
 ) -> InEngine:
     """Return what stands for the model in `engine`; no tensor is gathered."""
-    excludes = strategy.exclude_frozen_parameters
+    excludes = options.exclude_frozen_parameters
     frozen = {name for name, parameter in module.named_parameters() if excludes and not parameter.requires_grad}
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in frozen}
     tensors = {
@@ -42,9 +42,9 @@ def of_model(
         for name, value in own.items()
     }  # fmt: skip
     facts = {
-        "stage": strategy.zero_stage,
+        "stage": options.zero_stage,
         "world_size": run.world_size,
-        "dtype": str(strategy.engine_dtype(run.policy) or torch.float32).removeprefix("torch."),
+        "dtype": str(options.engine_dtype(run.policy) or torch.float32).removeprefix("torch."),
         "tensors": tensors,
         "groups": groups,
         "sizes": _sizes(zero),

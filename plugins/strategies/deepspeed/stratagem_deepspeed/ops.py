@@ -11,7 +11,7 @@ import torch
 
 from stratagem.errors import ConfigError
 from stratagem_deepspeed.builds import OPS, check_tools, unusable
-from stratagem_deepspeed.engine_config import device_of
+from stratagem_deepspeed.zero_section import device_of
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext

@@ -14,8 +14,7 @@ from stratagem.api import PrecisionPolicy
 from stratagem.api.options import check, options
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_deepspeed import config as configuration
-from stratagem_deepspeed import ds_config as user
+from stratagem_deepspeed import ds_config, zero_section
 from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
 if TYPE_CHECKING:
@@ -35,6 +34,11 @@ _BESIDE_A_CONFIG = {
 _FOR_NVME = (
     "nvme_path", "params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size",
     "queue_depth", "single_submit", "overlap_events", "thread_count",
+)  # fmt: skip
+
+_BUCKETS = (
+    "contiguous_gradients", "allgather_partitions", "reduce_scatter", "allgather_bucket_size", "reduce_bucket_size",
+    "sub_group_size",
 )  # fmt: skip
 
 
@@ -165,8 +169,8 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         else:
             self._check_alone(setting)
             self._origin = setting if isinstance(source, Mapping) else f"{source} ({setting})"
-            self._given = user.read(source, self._origin, setting)
-        configuration.check_zero(self.zero, self.called)
+            self._given = ds_config.read(source, self._origin, setting)
+        zero_section.check_zero(self.zero, self.called)
         self._check_remote_device()
 
     # --- What is in force ----------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ class DeepSpeedOptions(ProcessGroupStrategy):
     def zero(self) -> Mapping[str, Any]:
         """The zero_optimization section in force."""
         if self._given is None:
-            return configuration.zero_section(self)
+            return self.zero_section()
         section: Mapping[str, Any] = self._given.get("zero_optimization", {})
         return section
 
@@ -197,12 +201,12 @@ class DeepSpeedOptions(ProcessGroupStrategy):
     @property
     def offloads_optimizer(self) -> str | None:
         """Where the optimizer's state is kept if not on the device: "cpu" or "nvme"."""
-        return configuration.device_of(self.zero, "offload_optimizer")
+        return zero_section.device_of(self.zero, "offload_optimizer")
 
     @property
     def offloads_parameters(self) -> str | None:
         """Where idle parameters are kept if not on the device: "cpu" or "nvme"."""
-        return configuration.device_of(self.zero, "offload_param")
+        return zero_section.device_of(self.zero, "offload_param")
 
     @property
     def configured_optimizer(self) -> str | None:
@@ -220,7 +224,7 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         Raises:
             ConfigError: 16 bits at stage 0.
         """
-        dtype = configuration.engine_dtype(self._given, policy)
+        dtype = zero_section.engine_dtype(self._given, policy)
         if dtype is not None and self.zero_stage == 0:
             raise ConfigError(
                 f"{self.called('stage')} is 0 and the precision is {dtype}, with which the installed DeepSpeed trains "
@@ -229,11 +233,35 @@ class DeepSpeedOptions(ProcessGroupStrategy):
             )
         return dtype
 
+    def zero_section(self) -> dict[str, Any]:
+        """Return the zero_optimization section that the options describe."""
+        if not self.zero_optimization:
+            return {"stage": 0}
+        stage = 2 if self.stage is None else self.stage
+        section: dict[str, Any] = {"stage": stage, **{name: getattr(self, name) for name in _BUCKETS}}
+        if self.overlap_comm is not None:
+            section["overlap_comm"] = self.overlap_comm
+        if self.offload_optimizer:
+            section["offload_optimizer"] = {
+                "device": self.offload_optimizer_device, "buffer_count": self.optimizer_buffer_count,
+                "pin_memory": self.pin_memory, **self._nvme_path(self.offload_optimizer_device),
+            }  # fmt: skip
+        if self.offload_parameters:
+            section["offload_param"] = {
+                "device": self.offload_params_device, "buffer_count": self.params_buffer_count,
+                "buffer_size": self.params_buffer_size, "max_in_cpu": self.max_in_cpu,
+                "pin_memory": self.pin_memory, **self._nvme_path(self.offload_params_device),
+            }  # fmt: skip
+        return section
+
+    def _nvme_path(self, device: str) -> dict[str, str]:
+        return {"nvme_path": str(self.nvme_path)} if device == "nvme" else {}
+
     def called(self, key: str) -> str:
         """How the user wrote `key` of the zero_optimization section."""
         if self._given is not None:
             return f"zero_optimization.{key} of {self._origin}"
-        return f"{_PATH}.{configuration.OPTIONS.get(key, key)}"
+        return f"{_PATH}.{zero_section.OPTIONS.get(key, key)}"
 
     # --- Contradictions ------------------------------------------------------------------------------------------
 

@@ -28,20 +28,23 @@ from stratagem.errors import ConfigError
 from stratagem_deepspeed import engine_state, native, start
 from stratagem_deepspeed import state as logical
 from stratagem_deepspeed.activations import CheckpointedLayers
-from stratagem_deepspeed.checks import check_dtypes, check_integers, check_same_optimizers, check_sizes
-from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
-from stratagem_deepspeed.engine import (
-    EngineModule,
-    EngineOptimizer,
+from stratagem_deepspeed.checks import (
+    check_dtypes,
     check_elementwise,
     check_groups,
+    check_integers,
+    check_same_optimizers,
+    check_sizes,
     check_tested,
-    stop_earlier,
     the_only,
 )
-from stratagem_deepspeed.engine_config import device_of, engine_config, micro_batch_size
+from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
+from stratagem_deepspeed.engine import EngineModule, stop_earlier
+from stratagem_deepspeed.engine_config import engine_config, micro_batch_size
+from stratagem_deepspeed.engine_optimizer import EngineOptimizer
 from stratagem_deepspeed.options import DeepSpeedOptions
 from stratagem_deepspeed.partitions import Shares, check_not_compiled, share_out
+from stratagem_deepspeed.zero_section import device_of
 from stratagem_process_group import group_options_after
 
 if TYPE_CHECKING:

@@ -1,0 +1,41 @@
+"""ZeRO's optimizer as a torch optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """ZeRO's optimizer as one of torch's, which schedulers insist on; everything is ZeRO's."""
+
+    def __init__(self, zero: Any) -> None:  # of torch's, nothing is made: groups and state are ZeRO's
+        # Schedulers warn where they see no step; the run steps ZeRO's directly.
+        self.__dict__["zero"], self.__dict__["_opt_called"] = zero, True
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.zero.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.zero.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.zero.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zero.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.zero.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.zero.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["zero"], name)
