@@ -1,4 +1,4 @@
-"""What a checkpoint format must hold: what was written comes back, whole or not at all, and is never executed."""
+"""What a checkpoint format must do: load exactly what was saved, detect damage, and never execute code of a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH = 24
 
 
 class CheckpointConformance(Conformance):
-    """Writes, damages and reads checkpoints.
+    """Saves, damages and loads checkpoints.
 
     class TestMyFormat(CheckpointConformance):
         plugin = "my_format"
@@ -47,7 +47,7 @@ class CheckpointConformance(Conformance):
         assert_same(back, state)
 
     def test_a_run_continues_at_another_world_size(self, world_size: int) -> None:
-        """Saved by `world_size` ranks, continued by one and by two; as if it had never stopped."""
+        """Saved by `world_size` ranks and resumed by one and by two, the weights equal those without interruption."""
         batches = joined_batches(8, _BATCH)
         whole, _ = train_module_plainly(Scheduled(), batches)
         for other in (1, 2):
@@ -66,7 +66,7 @@ class CheckpointConformance(Conformance):
             assert self._load(path)["state_dict"]["w"].unique().tolist() == [2.0]
             assert self.format.is_whole(path)
 
-    # --- Whole, or an error --------------------------------------------------------------------------------------
+    # --- Complete, or an error -----------------------------------------------------------------------------------
 
     def test_what_cannot_be_saved_leaves_the_old_one_intact(self) -> None:
         with self._folder() as folder:
@@ -76,18 +76,18 @@ class CheckpointConformance(Conformance):
             with pytest.raises(CheckpointError):
                 self._save({"state_dict": {"w": torch.ones(9)}, "values": {"deep": [lambda: None]}}, path)
 
-            assert _files(folder) == before, "the failed attempt left something behind, or changed what was there"
+            assert _files(folder) == before, "the failed save left files, or changed existing ones"
             assert_same(self._load(path), example())
 
     def test_damage_is_noticed(self) -> None:
-        """A flipped bit, a missing end, a missing file: refused when loading, and not called whole."""
+        """A flipped bit, a truncated file, a missing file: `load_checkpoint` fails, and `is_whole` is False."""
         for damage in (_flip, _cut, Path.unlink):
             with self._folder() as folder:
                 self._save(example(), folder / self._name())
                 largest = max(_paths(folder), key=lambda path: path.stat().st_size)
                 damage(largest)
 
-                assert not self.format.is_whole(folder / self._name()), f"whole in spite of {damage.__name__}"
+                assert not self.format.is_whole(folder / self._name()), f"is_whole() after {damage.__name__}"
                 with pytest.raises(CheckpointError):
                     self._load(folder / self._name())
 
@@ -96,13 +96,13 @@ class CheckpointConformance(Conformance):
             self._load(folder / "nowhere.ckpt")
 
     def test_nothing_in_it_is_executed(self) -> None:
-        """Each file replaced by a pickle that would write to the disk when loaded carelessly."""
+        """Replace each file by a pickle that writes to the disk if it is loaded without weights_only."""
         with self._folder() as folder:
             path, proof = folder / self._name(), folder / "executed"
             self._save({"state_dict": {"w": torch.ones(2)}}, path)
             for file in _paths(folder):
                 original = file.read_bytes()
-                for poison in (pickle.dumps(_Poison(proof)), _torch_pickle(_Poison(proof))):
+                for poison in (pickle.dumps(_WritesFile(proof)), _torch_pickle(_WritesFile(proof))):
                     file.write_bytes(poison)
                     said = outcome(lambda: self._load(path))
                     assert not proof.exists(), f"{file.name} was executed"
@@ -171,7 +171,7 @@ class CheckpointConformance(Conformance):
 
 
 def example() -> dict[str, Any]:
-    """Return a state with everything in it that a checkpoint may hold."""
+    """Return a state with all kinds of values that a checkpoint may have."""
     generator = torch.Generator().manual_seed(0)
     big = torch.randn(64, 65, generator=generator)
     optimizer = {"state": {"weight": {"step": 3, "momentum": big * 2}}, "groups": [{"lr": 1e-3, "names": ["weight"]}]}
@@ -192,9 +192,9 @@ def example() -> dict[str, Any]:
 
 
 def assert_same(got: Any, wanted: Any, path: str = "state") -> None:
-    """Insist that two nested states are equal, dtypes included."""
+    """Assert that two nested states are equal, including dtypes."""
     if isinstance(wanted, Tensor):
-        assert isinstance(got, Tensor), f"{path} is no tensor any more"
+        assert isinstance(got, Tensor), f"{path} is not a tensor"
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{path} is {got.dtype} {tuple(got.shape)}"
         assert torch.equal(got, wanted), f"{path} has other values"
     elif isinstance(wanted, dict):
@@ -210,7 +210,7 @@ def assert_same(got: Any, wanted: Any, path: str = "state") -> None:
         assert got == wanted or got != got, path  # NaN is itself
 
 
-class _Poison:
+class _WritesFile:
     """Writes a file when unpickled."""
 
     def __init__(self, proof: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a communication hook must hold: the average over the ranks, on all of them, without waiting for it."""
+"""What a communication hook must do: average over the ranks, equally on all of them, without blocking."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class CommHookConformance(Conformance):
 
     kind = "comm_hook"
     world_sizes: ClassVar[Sequence[int]] = (2,)
-    #: Largest error of an averaged bucket, relative to its norm. None: the hook keeps back more than a single step
-    #: shows (error feedback); then only training is compared.
+    #: Largest error of an averaged bucket, relative to its norm. None compares training only, for hooks with error
+    #: feedback, whose single steps have larger errors.
     tolerance: ClassVar[float | None] = 1e-2
     #: Largest relative difference of any weight after ten steps, from training with exact averages.
     training_tolerance: ClassVar[float] = 1e-2
@@ -43,12 +43,12 @@ class CommHookConformance(Conformance):
     # --- Buckets -------------------------------------------------------------------------------------------------
 
     def test_averages_over_the_ranks(self, several: int, dtype: torch.dtype) -> None:
-        """Buckets of many sizes, several steps; the same bits on all ranks, in the buffer's dtype and shape."""
+        """Buckets of many sizes in several steps: bit-equal on all ranks, with the buffer's dtype and shape."""
         results = self.run_in(_average_buckets, several, self.choose(), dtype)
         coarse = torch.finfo(dtype).eps * 8
         for step, _ in enumerate(results[0]):
             for rank, result in enumerate(results):
-                assert torch.equal(result[step]["got"], results[0][step]["got"]), f"rank {rank} got another average"
+                assert torch.equal(result[step]["got"], results[0][step]["got"]), f"rank {rank} has another average"
                 assert result[step]["like_buffer"], "the result has another dtype or shape than the buffer"
                 if self.tolerance is not None:
                     got, true = result[step]["got"].double(), result[step]["true"].double()
@@ -57,7 +57,7 @@ class CommHookConformance(Conformance):
 
     def test_does_not_wait(self) -> None:
         """It leaves backward alone: several buckets may be on their way, and their answers come in any order."""
-        run, paper = sg.Run(**self.choose()), _Paper()
+        run, paper = sg.Run(**self.choose()), _SimulatedRanks()
         reduce = run.context.bucket_reducer(over=paper)
         assert reduce is not None
         futures = [reduce(_of_one_parameter(index)) for index in range(2)]
@@ -75,9 +75,9 @@ class CommHookConformance(Conformance):
                 assert torch.allclose(future.wait().float(), torch.full((64,), float(2 + index)), rtol=self.tolerance)
 
     def test_what_is_not_finite_stays_so(self, several: int) -> None:
-        """Loss scaling finds an overflow in the averaged gradients: a hook that hides it breaks training."""
+        """A value that is not finite must not be hidden: loss scaling detects overflows in the averaged gradients."""
         for finite in self.run_in(_send_infinity, several, self.choose()):
-            assert not finite, "an infinite gradient on one rank became finite on its way"
+            assert not finite, "an infinite gradient on one rank became finite in the average"
 
     def test_zeros_stay_zeros(self, several: int) -> None:
         for largest in self.run_in(_send_zeros, several, self.choose()):
@@ -97,7 +97,7 @@ class CommHookConformance(Conformance):
         self._compare(self._train(several, batches, **limits), reference)
 
     def test_stacks_over_and_under_another_hook(self, several: int) -> None:
-        """What a hook above sends may be any piece of a bucket, and what a hook below returns may be rounded."""
+        """An outer hook may send any part of a bucket, and an inner hook may return rounded values."""
         batches = joined_batches(6, _BATCH)
         reference, _ = train_module_plainly(Net(), batches)
         plugin = self.choice().plugin
@@ -111,13 +111,13 @@ class CommHookConformance(Conformance):
                 assert refusal(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack))) is not None  # type: ignore[misc]
 
     def test_a_second_run_is_like_the_first(self, several: int) -> None:
-        """The same instance, in one process: nothing of the first run may be left in it."""
+        """The same instance works twice in one process, and the first run does not affect the second."""
         for first, second in self.run_in(_twice, several, self._arguments(several), joined_batches(4, _BATCH)):
             differing = [name for name in first if not torch.equal(first[name], second[name])]
-            assert not differing, f"{', '.join(differing)} came out differently the second time"
+            assert not differing, f"{', '.join(differing)} differ in the second run"
 
     def test_strategies_without_buckets_are_refused(self) -> None:
-        """It would have no effect there."""
+        """The hook would have no effect with them."""
         assert GRADIENT_BUCKETS in self.capabilities.requires, "it does not require 'gradient-buckets'"
         single = catalog.default("strategy")
 
@@ -138,7 +138,7 @@ class CommHookConformance(Conformance):
 
 
 class Halves(sg.CommHook):
-    """Sends each buffer in two pieces: what a hook under or over it must live with."""
+    """Sends each buffer in two halves, which hooks inside and outside of it must support."""
 
     @sg.hookimpl
     def reduce_bucket(self, bucket: Bucket) -> Any:
@@ -148,13 +148,13 @@ class Halves(sg.CommHook):
         return torch.cat([first, second], out=bucket.buffer)
 
 
-class _Paper(Collectives):
-    """Two ranks that send the same, to be answered when a check says so."""
+class _SimulatedRanks(Collectives):
+    """Simulates two ranks that send the same; a check completes the messages."""
 
     world_size = 2
 
     def __init__(self) -> None:
-        #: What each message is to be answered with.
+        #: The future and the result of each message.
         self.sent: list[tuple[Tensor, Any]] = []
 
     def average_async(self, tensor: Tensor) -> Any:
@@ -170,7 +170,7 @@ class _Paper(Collectives):
 
 
 def _of_one_parameter(index: int) -> Bucket:
-    """Return one of two buckets that hold the gradient of a square parameter each."""
+    """Return one of two buckets, each with the gradient of one square parameter."""
     parameter, buffer = torch.nn.Parameter(torch.zeros(8, 8)), torch.full((64,), float(2 + index))
     return Bucket(
         buffer=buffer, index=index, is_last=index == 1, parameters=(parameter,), gradients=(buffer.view(8, 8),)

@@ -1,4 +1,4 @@
-"""``stratagem plugins check NAME``: run the conformance class of an installed plugin, outside its own tests."""
+"""``stratagem plugins check NAME``: run the conformance class of an installed plugin without its own tests."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def conformance_class(kind: str) -> str:
     """
     name = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
     if kind not in KINDS or name not in stratagem_testing.__all__:
-        raise ConfigError(f"a {kind} has no conformance kit", expected=", ".join(KINDS))
+        raise ConfigError(f"a {kind} has no conformance class", expected=", ".join(KINDS))
     return name
 
 
 def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list[dict[str, Any]]:
-    """Run the kit on `entry`; return a row for each check: ``check``, ``outcome`` and ``reason``.
+    """Run the conformance checks of `entry`; return a row for each: ``check``, ``outcome`` and ``reason``.
 
-    Prints what pytest prints, unless `quiet`.
+    Prints pytest's output, unless `quiet`.
     """
     cls = conformance_class(entry.kind)
     rows = _Rows()

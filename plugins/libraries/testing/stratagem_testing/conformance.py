@@ -1,4 +1,4 @@
-"""What every conformance class shares: how a plugin is named, how checks are parametrized, why one is skipped.
+"""The base of all conformance classes: how a plugin is chosen, how checks are parametrized, and checks of every kind.
 
 A check is a ``test_`` method. It takes parameters by name from `Conformance.parameters`, so that pytest and
 `Conformance.checks` run the same ones.
@@ -38,21 +38,21 @@ SEVERAL = ("comm_hook", "callback", "logger")
 
 
 class Conformance:
-    """Base of the classes that prove a plugin correct. Subclass the one of its kind, and set `plugin`."""
+    """Base of the classes that test a plugin. Subclass that of its kind, and set `plugin`."""
 
     kind: ClassVar[str]
-    #: What is tested: a name, a mapping with a name and options, or an instance.
+    #: The plugin to test: a name, a mapping with a name and options, or an instance.
     plugin: ClassVar[Any] = None
-    #: Numbers of processes to try, on this machine.
+    #: Numbers of processes to test with, on this machine.
     world_sizes: ClassVar[Sequence[int]] = (1, 2)
-    #: Where the checks run. A GPU's rounding wants a larger `tolerance`.
+    #: Devices on which the checks run. On a GPU, rounding needs a larger `tolerance`.
     accelerator: ClassVar[str] = "cpu"
-    #: How long one check's processes may take, in seconds.
+    #: Timeout for the processes of one check, in seconds.
     limit_s: ClassVar[float] = 60
 
     @classmethod
     def parameters(cls) -> dict[str, Sequence[Any]]:
-        """Return the values of each parameter that a check may take."""
+        """Return the values of each parameter that a check may have."""
         sizes = cls.world_sizes
         several, alone = [size for size in sizes if size > 1], [size for size in sizes if size == 1]
         return {"world_size": sizes, "several": several, "alone": alone}
@@ -65,7 +65,7 @@ class Conformance:
 
     @classmethod
     def checks(cls) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield every check with its name, for a runner that is not pytest. A skip raises ``pytest.skip.Exception``."""
+        """Yield every check with its name, for runners other than pytest. A skip raises ``pytest.skip.Exception``."""
         available = cls.parameters()
         for name in _in_order(cls):
             wanted = [each for each in inspect.signature(getattr(cls, name)).parameters if each != "self"]
@@ -77,11 +77,11 @@ class Conformance:
     # --- The plugin ----------------------------------------------------------------------------------------------
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
-        """Return the arguments of a Run or Trainer that choose the plugin, `arguments` added."""
+        """Return the arguments of a Run or Trainer that select the plugin, plus `arguments`."""
         return {"accelerator": self.accelerator, self.kind: self.plugin} | arguments
 
     def choice(self) -> Choice:
-        """Return the plugin as the resolver makes it of what the user wrote, with the resolver's own complaints."""
+        """Return the plugin as the resolver makes it from `plugin`. Raises the resolver's errors."""
         if self.plugin is None:
             raise ConfigError(f"{type(self).__name__}.plugin is None", expected="a name, a mapping or an instance")
         run = sg.Run(**self.choose())
@@ -101,7 +101,7 @@ class Conformance:
         return capabilities
 
     def claims(self, word: str) -> bool:
-        """Whether the plugin says that it provides `word`."""
+        """Whether the plugin's capabilities provide `word`."""
         return word in self.capabilities.provides
 
     def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -111,7 +111,7 @@ class Conformance:
     # --- Checks of every kind ------------------------------------------------------------------------------------
 
     def test_it_is_a_plugin_of_its_kind(self) -> None:
-        """It resolves, its class is well formed, and all its hooks are hooks."""
+        """It resolves, its class is well formed, and every hook that it implements exists."""
         plugin = self.choice().plugin
 
         assert isinstance(plugin, KINDS[self.kind].base)
@@ -119,19 +119,19 @@ class Conformance:
         assert isinstance(plugin.capabilities, Capabilities)
 
     def test_options_are_typed_and_documented(self) -> None:
-        """Every option has a type and a ``#:`` line over it that says what the choice trades."""
+        """Every option has a type and a ``#:`` line above it that describes its trade-off."""
         cls = type(self.choice().plugin)
         try:
             inspect.getsource(cls)
         except (OSError, TypeError):
-            pytest.skip("its source cannot be read, and so neither can the comments over its options")
+            pytest.skip("its source, which has the comments of its options, cannot be read")
         documented = option_docs(cls)
         for name, field in options(cls).items():
             assert field.type is not None, f"option {name} of {cls.__name__} has no type"
-            assert documented.get(field.name), f"option {name} of {cls.__name__} has no `#:` line over it"
+            assert documented.get(field.name), f"option {name} of {cls.__name__} has no `#:` line above it"
 
     def test_unknown_and_wrong_options_are_refused(self) -> None:
-        """With a sentence that has the option's path."""
+        """The error message has the option's path."""
         cls = type(self.choice().plugin)
         with pytest.raises(ConfigError, match="no_such_option"):
             convert_options(cls, {"no_such_option": 1}, "plugin")
@@ -141,10 +141,10 @@ class Conformance:
                     convert_options(cls, {name: object()}, "plugin")
 
     def test_it_travels_to_other_processes(self) -> None:
-        """A launcher that starts fresh processes pickles it."""
+        """It can be pickled, as launchers that start new processes do."""
         choice = self.choice()
         if choice.entry is None:
-            pytest.skip("given as an instance; what an entry point names can be imported anywhere")
+            pytest.skip("passed as an instance, which other processes may not be able to import")
         copied = pickle.loads(pickle.dumps(choice.plugin))  # noqa: S301 - our own bytes
 
         for field in options(type(copied)).values():
@@ -153,7 +153,7 @@ class Conformance:
     def test_it_can_be_found_by_its_name_in_any_case(self) -> None:
         choice = self.choice()
         if choice.entry is None:
-            pytest.skip("given as an instance, by no name")
+            pytest.skip("passed as an instance, without a name")
 
         assert registry.find(self.kind, choice.name.upper()) == choice.entry
         assert registry.find(self.kind, choice.entry.qualified_name) == choice.entry
@@ -161,7 +161,7 @@ class Conformance:
     # --- State of every kind -------------------------------------------------------------------------------------
 
     def test_its_state_comes_back_under_every_spelling(self, world_size: int) -> None:
-        """By name, alias, mapping, instance and a subclass that adds no state: resuming gives it what it had saved."""
+        """Selected by name, alias, mapping, instance or a subclass without new state, it is resumed with its state."""
         cls = type(self._with_state())
         self._require_saving(world_size)
         chosen = self._arguments(world_size)
@@ -171,14 +171,14 @@ class Conformance:
         assert not any(dropped), f"resumed without its state: {'; '.join(itertools.chain(*dropped))}"
 
     def test_its_state_comes_back_where_an_option_changed(self) -> None:
-        """A larger patience, another rate: what the plugin had saved is still its own."""
+        """State is restored after an option changed, such as a larger patience or another rate."""
         plugin = self._with_state()
         for method, (name, other) in itertools.product(self._state_methods(), changed(plugin)):
             [saved], [wanted] = self._keys(method, plugin), self._keys(method, other)
-            assert matched([wanted], [saved]), f"saved as {saved!r}; with another {name} looked for as {wanted!r}"
+            assert matched([wanted], [saved]), f"saved as {saved!r}; with another {name} loaded as {wanted!r}"
 
     def test_states_of_two_are_not_exchanged(self) -> None:
-        """Two of the class that differ in an option, listed in another order when the run is resumed."""
+        """Two plugins of the class that differ in an option keep their state when they are listed in another order."""
         if self.kind not in SEVERAL:
             pytest.skip(f"a run has one {self.kind}")
         plugin = self._with_state()
@@ -188,30 +188,30 @@ class Conformance:
             found = matched([at_second, at_first], [first, second])
             assert found == {at_first: first, at_second: second}, (
                 f"two with different {name} are saved as {first!r} and {second!r}, "
-                f"and in another order looked for as {at_first!r} and {at_second!r}"
+                f"and in another order loaded as {at_first!r} and {at_second!r}"
             )
 
     # --- Helpers -------------------------------------------------------------------------------------------------
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
-        """Return the arguments of a Trainer in `world_size` processes that choose the plugin, `arguments` added."""
+        """Return the arguments of a Trainer in `world_size` processes that select the plugin, plus `arguments`."""
         return QUIET | self.choose(devices=world_size, **arguments)
 
     def _require_saving(self, world_size: int) -> None:
-        """Skip where nothing can be saved at `world_size`."""
+        """Skip the check if nothing can be saved at `world_size`."""
 
     def _state_methods(self) -> list[str]:
         plugin = self.choice().plugin
         return [method for method in ("state_dict", "rank_state") if callable(getattr(plugin, method, None))]
 
     def _with_state(self) -> Any:
-        """Return the plugin; skip if it has no state."""
+        """Return the plugin; skip the check if it has no state."""
         if not self._state_methods():
             pytest.skip("it has no state")
         return self.choice().plugin
 
     def _spellings(self) -> list[Any]:
-        """Return other ways to choose the plugin with the same options."""
+        """Return other values that select the plugin with the same options."""
         choice = self.choice()
         cls = type(choice.plugin)
         instance, subclass = copy.deepcopy(choice.plugin), copy.deepcopy(choice.plugin)
@@ -231,7 +231,7 @@ class Conformance:
         return other
 
     def _keys(self, method: str, *plugins: Any) -> list[str]:
-        """Return what the states of `plugins`, listed in that order, are saved as."""
+        """Return the keys under which the states of `plugins`, in this order, are saved."""
         choices = [SimpleNamespace(kind=self.kind, plugin=plugin) for plugin in plugins]
         stack: Any = SimpleNamespace(active=lambda: choices)
         return [key for key, _ in keyed(stack, method)]
@@ -252,7 +252,7 @@ def changed(plugin: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refusal(act: Callable[[], Any]) -> str | None:
-    """Return the sentence with which `act` was refused; None if it was not."""
+    """Return the message of the `StratagemError` that `act` raises; None if it raises none."""
     try:
         act()
     except StratagemError as error:
@@ -261,7 +261,7 @@ def refusal(act: Callable[[], Any]) -> str | None:
 
 
 def _in_order(cls: type[Any]) -> list[str]:
-    """Return the checks of `cls` as they are written, those of its bases first."""
+    """Return the names of the checks of `cls` in order of definition, those of its bases first."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         names |= dict.fromkeys(name for name in vars(base) if name.startswith("test_"))

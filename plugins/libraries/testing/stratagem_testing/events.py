@@ -1,4 +1,4 @@
-"""What callbacks and loggers must hold: they watch, and training comes out the same."""
+"""What callbacks and loggers must do: observe training without changing it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stratagem_testing.training import QUIET, in_empty_folder, outcome, resource
 _BATCH = 24
 
 
-class _Watching(Conformance):
-    """What is true of both."""
+class _ObserverConformance(Conformance):
+    """Checks of both kinds."""
 
-    #: The plugin is there to change training (early stopping, an average of the weights): do not compare weights.
+    #: Whether the plugin changes training (early stopping, averaged weights), so that weights are not compared.
     changes_training: ClassVar[bool] = False
 
     def test_every_stage_runs_with_it(self, world_size: int) -> None:
@@ -32,22 +32,22 @@ class _Watching(Conformance):
 
         for weights in self.run_in(_all_stages, world_size, self._arguments(world_size), batches):
             if not self.changes_training:
-                assert relative_difference(weights, reference) < 1e-6, "training came out differently"
+                assert relative_difference(weights, reference) < 1e-6, "training gave other weights"
 
     def test_an_error_in_training_is_not_hidden(self, world_size: int) -> None:
-        """Nor turned into a hang: a plugin that talks to other ranks in `on_exception` would."""
+        """Nor does it hang, as with a plugin that communicates in `on_exception`."""
         *_, raiser = self.run_in(_raise, world_size, self._arguments(world_size))
 
         assert raiser == "ValueError: out of order"
 
     def test_it_serves_two_runs_in_one_process(self, world_size: int) -> None:
-        """The same instance in two trainers, and nothing of the process stays open afterwards."""
-        for first, second in self.run_in(_two_lives, world_size, self._arguments(world_size)):
+        """The same instance works in two trainers, and no resource stays open afterwards."""
+        for first, second in self.run_in(_run_twice, world_size, self._arguments(world_size)):
             for what in ("threads", "open files and ports", "process group"):
                 assert second[what] <= first[what], f"{what}: {first[what]} after one run, {second[what]} after two"
 
     def test_its_state_can_be_saved(self) -> None:
-        """`state_dict` has plain values only, and `load_state_dict` takes what it gave."""
+        """`state_dict` has plain values only, and `load_state_dict` accepts them."""
         if not hasattr(self.choice().plugin, "state_dict"):
             pytest.skip("it has no state")
         before, after = self.run_in(_resume, 1, self._arguments(1))[0]
@@ -62,8 +62,8 @@ class _Watching(Conformance):
         return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments
 
 
-class CallbackConformance(_Watching):
-    """Trains with the callback, alone and on two ranks.
+class CallbackConformance(_ObserverConformance):
+    """Trains with the callback, in one process and on two ranks.
 
     class TestMyCallback(CallbackConformance):
         plugin = "my_callback"
@@ -72,8 +72,8 @@ class CallbackConformance(_Watching):
     kind = "callback"
 
 
-class LoggerConformance(_Watching):
-    """Trains with the logger, alone and on two ranks, and feeds it strange metrics.
+class LoggerConformance(_ObserverConformance):
+    """Trains with the logger, in one process and on two ranks, and logs unusual metrics.
 
     class TestMyLogger(LoggerConformance):
         plugin = "my_logger"
@@ -82,15 +82,15 @@ class LoggerConformance(_Watching):
     kind = "logger"
 
     def test_it_writes_on_rank_0_alone(self, several: int) -> None:
-        """What other ranks would write comes from their part of the data, and over rank 0's files."""
+        """Other ranks have metrics of their part of the data only, and would overwrite rank 0's files."""
         first, *others = self.run_in(_files_written, several, self._arguments(several))
 
         assert first, "no file was written"
         assert all(files == [] for files in others), f"other ranks wrote {others}"
 
     def test_strange_metrics_are_kept_or_refused_early(self) -> None:
-        """NaN, infinity, names with slashes, spaces and other alphabets, a metric that begins late."""
-        assert self.run_in(_log_strangely, 1, self._arguments(1)) == ["nothing"]
+        """NaN, infinity, names with slashes, spaces and other alphabets, a metric first logged in a later step."""
+        assert self.run_in(_log_unusual_metrics, 1, self._arguments(1)) == ["nothing"]
 
     def test_hyperparameters_of_all_plain_kinds(self) -> None:
         assert self.run_in(_log_hyperparameters, 1, self._arguments(1)) == ["nothing"]
@@ -123,8 +123,8 @@ def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
         return outcome(lambda: train(rank, size, Raises, joined_batches(4, _BATCH), arguments))
 
 
-def _two_lives(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
-    lives = []
+def _run_twice(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+    after_each = []
     with in_empty_folder() as folder:
         plugin = next(iter(sg.Trainer(**choose).run.stack.callbacks + sg.Trainer(**choose).run.stack.loggers)).plugin
         name = "callbacks" if "callbacks" in choose else "logger"
@@ -134,14 +134,14 @@ def _two_lives(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, A
             trainer.fit(Net(), mine, mine)
             trainer.close()
             del trainer
-            lives.append(resources_held())
-    return lives[1:]
+            after_each.append(resources_held())
+    return after_each[1:]
 
 
 def _resume(rank: int, size: int, choose: dict[str, Any]) -> list[Any]:
     with in_empty_folder() as folder:
         states, batches = list[Any](), joined_batches(4, _BATCH)
-        for epochs in (1, 1):  # the second has nothing left to train
+        for epochs in (1, 1):  # nothing is left to train in the second
             trainer = sg.Trainer(**(choose | {"max_epochs": epochs, "default_root_dir": folder}))
             trainer.fit(Net(), batches, batches, ckpt_path=folder / "x.ckpt" if states else None)
             plugin = (trainer.run.stack.callbacks or trainer.run.stack.loggers)[0].plugin
@@ -158,7 +158,7 @@ def _files_written(rank: int, size: int, choose: dict[str, Any]) -> list[str]:
         return [path.name for path in Path(name).rglob("*") if path.is_file() and path.name != lock.FILE_NAME]
 
 
-def _log_strangely(rank: int, size: int, choose: dict[str, Any]) -> str:
+def _log_unusual_metrics(rank: int, size: int, choose: dict[str, Any]) -> str:
     class Strange(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)

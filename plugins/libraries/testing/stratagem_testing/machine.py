@@ -1,4 +1,4 @@
-"""What environments, launchers and accelerators must hold: asked early, they answer from little and break nothing."""
+"""What environments, launchers and accelerators must do: answer before a run starts, without side effects."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from stratagem_testing.reference import Net, joined_batches, relative_difference
 from stratagem_testing.training import QUIET, outcome, train
 
 
-class _AskedEarly(Conformance):
-    """Environments and accelerators: under "auto" all of them are imported and asked, whatever a run uses."""
+class _AutoDetected(Conformance):
+    """Checks of environments and accelerators, all of which are imported and asked under "auto"."""
 
     def test_its_module_imports_no_torch(self) -> None:
-        """A run that does not use it would pay for it."""
+        """Runs that do not use it would take longer to start."""
         choice = self.choice()
         if choice.entry is None:
-            pytest.skip("given as an instance; what counts is the module of an entry point")
+            pytest.skip("passed as an instance; this checks the module of an entry point")
         module = choice.entry.value.partition(":")[0]
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
 
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, f"{module} imports torch"
 
 
-class EnvironmentConformance(_AskedEarly):
-    """Asks the environment who this process is, with its variables set, missing and broken.
+class EnvironmentConformance(_AutoDetected):
+    """Asks the environment for this process's rank and world size, with its variables set, missing and invalid.
 
     class TestMyScheduler(EnvironmentConformance):
         plugin = "my_scheduler"
@@ -53,9 +53,9 @@ class EnvironmentConformance(_AskedEarly):
     kind = "environment"
     #: The variables that the scheduler sets in one of several processes.
     variables: ClassVar[Mapping[str, str]] = {}
-    #: What the environment must make of them; None only checks that the answer makes sense.
+    #: The expected `World`; None only checks that the answer is consistent.
     world: ClassVar[World | None] = None
-    #: Those of `variables` that may be absent or hold anything.
+    #: Those of `variables` that may be missing or have any value.
     optional: ClassVar[Sequence[str]] = ()
 
     def test_it_detects_itself_with_its_variables_and_changes_nothing(self) -> None:
@@ -77,7 +77,7 @@ class EnvironmentConformance(_AskedEarly):
 
     def test_the_world_makes_sense(self) -> None:
         if not self.variables and self.choice().plugin.detect() is None:
-            pytest.skip("it is not here, and no `variables` are given")
+            pytest.skip("it is not detected, and `variables` is not set")
         with _variables(self.variables):
             world = self._world()
 
@@ -88,9 +88,9 @@ class EnvironmentConformance(_AskedEarly):
             assert world == self.world
 
     def test_missing_and_broken_variables_are_named(self) -> None:
-        """A ConfigError with the variable in it, not a KeyError from the middle of a start."""
+        """A ConfigError names the variable; no KeyError is raised."""
         if not self.variables:
-            pytest.skip("no `variables` are given")
+            pytest.skip("`variables` is not set")
         for name in self.variables:
             if name in self.optional:
                 continue
@@ -126,7 +126,7 @@ class LauncherConformance(Conformance):
     kind = "launcher"
 
     def test_every_process_has_its_place(self, several: int) -> None:
-        """Ranks 0 to n-1, once each, in processes of their own; rank 0's result comes back."""
+        """Each of the ranks 0 to n-1 has its own process, and rank 0's result is returned."""
         code, output, errors, _ = self._script(
             several,
             """
@@ -140,12 +140,12 @@ class LauncherConformance(Conformance):
         assert code == 0, errors
         lines = [line for line in output.splitlines() if line.startswith("RESULT")]
         assert len(lines) == 1, output
-        places = eval(lines[0].removeprefix("RESULT "))  # noqa: S307 - our own program printed it
-        assert [(rank, local) for rank, local, _ in places] == [(rank, rank) for rank in range(several)]
-        assert len({pid for *_, pid in places}) == several
+        ranks = eval(lines[0].removeprefix("RESULT "))  # noqa: S307 - our own program printed it
+        assert [(rank, local) for rank, local, _ in ranks] == [(rank, rank) for rank in range(several)]
+        assert len({pid for *_, pid in ranks}) == several
 
     def test_an_error_ends_all_and_is_shown_once(self, several: int) -> None:
-        """Of the last rank, while rank 0 waits for it; no process is left and the exit code is not 0."""
+        """An error of the last rank, for which rank 0 waits, ends all processes with an exit code that is not 0."""
         code, _, errors, folder = self._script(
             several,
             """
@@ -162,13 +162,13 @@ class LauncherConformance(Conformance):
         deadline = time.monotonic() + 10
         while (left := _processes_with(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not left, f"processes {left} are left behind"
+        assert not left, f"processes {left} still run"
 
     def _script(self, processes: int, body: str) -> tuple[int, str, str, str]:
-        """Run a program that launches; return exit code, output, errors, and a text that marks its processes."""
+        """Run a program that launches; return exit code, output, errors, and a text in its processes' command lines."""
         choice = self.choice()
         if choice.entry is None:
-            pytest.skip("given as an instance; a program on its own needs the plugin by name")
+            pytest.skip("passed as an instance; a separate program needs the plugin by name")
         strategy = catalog.default("strategy_distributed")
         with tempfile.TemporaryDirectory(prefix="stratagem-launch-") as folder:
             path = Path(folder) / "program.py"
@@ -192,8 +192,8 @@ class LauncherConformance(Conformance):
             return done.returncode, done.stdout, done.stderr, folder
 
 
-class AcceleratorConformance(_AskedEarly):
-    """Counts the devices, and trains on one if there is one.
+class AcceleratorConformance(_AutoDetected):
+    """Counts the devices, and trains on one if this machine has any.
 
     class TestMyDevice(AcceleratorConformance):
         plugin = "my_device"
@@ -208,7 +208,7 @@ class AcceleratorConformance(_AskedEarly):
         return {"accelerator": self.plugin} | arguments
 
     def test_counts_without_starting_the_driver(self) -> None:
-        """Under "auto" it is asked in the parent of forked processes, which could not use a started driver."""
+        """Under "auto" it is asked in the parent of forked processes, which could not use an initialized driver."""
         accelerator, started = self._plugin(), torch.cuda.is_initialized()
         count = accelerator.count()
 
@@ -242,7 +242,7 @@ class AcceleratorConformance(_AskedEarly):
     def _plugin(self) -> Any:
         if not isinstance(self.plugin, str):
             return self.choice().plugin
-        return make(registry.find("accelerator", self.plugin), {})  # also where there is no such device
+        return make(registry.find("accelerator", self.plugin), {})  # also on machines without such a device
 
     def choice(self) -> Any:
         self._need_a_device()
@@ -258,7 +258,7 @@ class AcceleratorConformance(_AskedEarly):
 
 
 class _variables:  # noqa: N801 - reads as a statement
-    """Within: the environment has these variables of a launcher and no others."""
+    """Within: of all variables of launchers only these are set."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.variables = variables
@@ -275,7 +275,7 @@ class _variables:  # noqa: N801 - reads as a statement
 
 
 def _processes_with(text: str) -> list[int]:
-    """Return the processes whose command line has `text` in it."""
+    """Return the ids of processes with `text` in their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What a precision must hold: the dtypes of its policy, training within their rounding, and no trace afterwards."""
+"""What a precision must do: use the dtypes of its policy, train within their rounding, and leave no global state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BATCH = 24
 
 
 class PrecisionConformance(Conformance):
-    """Trains small models on one device and on two ranks, and compares with fp32 within the rounding of the policy.
+    """Trains small models on one device and on two ranks, and compares with fp32 within the policy's rounding error.
 
     class TestMyPrecision(PrecisionConformance):
         plugin = "my-precision"
@@ -46,12 +46,12 @@ class PrecisionConformance(Conformance):
     # --- The policy ----------------------------------------------------------------------------------------------
 
     def test_its_policy_is_honest_about_loss_scaling(self) -> None:
-        """`loss_scaling` in the policy and in the capabilities say the same."""
+        """`loss_scaling` is the same in the policy and in the capabilities."""
         assert isinstance(self.policy, PrecisionPolicy)
         assert self.policy.loss_scaling is self.claims(LOSS_SCALING)
 
     def test_dtypes_are_those_of_the_policy(self) -> None:
-        """Of parameters and buffers at rest, and of a matrix product in training and in evaluation."""
+        """The dtypes of parameters and buffers, and of a matrix product in training and in evaluation."""
         seen = self.run_in(_dtypes, 1, self._arguments(1))[0]
         policy = self.policy
 
@@ -60,13 +60,13 @@ class PrecisionConformance(Conformance):
         assert seen["validate"] == seen["train"], "evaluation computes in another dtype than training"
 
     def test_batches_keep_what_is_no_floating_point_number(self) -> None:
-        """Integers, booleans, complex numbers, text and the types of containers."""
+        """Integers, booleans, complex numbers, text and types of containers are not converted."""
         moved = self.run_in(_transfer, 1, self._arguments(1))[0]
 
         assert moved["float"] == str(self.policy.param_dtype or torch.float32)
         assert moved["others"] == ["torch.int64", "torch.bool", "torch.complex64", "text", "tuple", "list"]
 
-    # --- The same training as in fp32, but for rounding ----------------------------------------------------------
+    # --- The same training as in fp32, except for rounding -------------------------------------------------------
 
     def test_trains_like_fp32(self, world_size: int) -> None:
         batches = joined_batches(8, _BATCH)
@@ -76,10 +76,10 @@ class PrecisionConformance(Conformance):
         difference = self._compare(results, lambda used: train_module_plainly(Net(), [batches[i] for i in used])[0])
         narrow = {self.policy.compute_dtype, self.policy.param_dtype} & {torch.float16, torch.bfloat16}
         if narrow:
-            assert difference > 1e-6, "indistinguishable from fp32: nothing was computed in fewer bits"
+            assert difference > 1e-6, "equal to fp32: nothing was computed in fewer bits"
 
     def test_clips_the_unscaled_gradients(self, world_size: int) -> None:
-        """By norm, and by value; the norm that is returned is that of plain fp32."""
+        """Clipping by norm and by value gives the weights of plain fp32."""
         batches = joined_batches(8, _BATCH)
         by_value = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
@@ -103,17 +103,19 @@ class PrecisionConformance(Conformance):
         batches = joined_batches(12, _BATCH)
         results = self._train(world_size, Net, batches, accumulate_grad_batches=2)
         used = results[0]["used"]
-        # Windows whose step was skipped; `used` has the batch after which a skipped step was counted missing.
+        # `used` lacks the last batch of each window whose step was skipped.
         kept = [batch for first in range(0, 12, 2) for batch in batches[first : first + 2] if first + 1 in used]
 
         self._compare(results, lambda _: train_module_plainly(Net(), kept, accumulate=2)[0])
 
     def test_two_optimizers_by_hand(self) -> None:
-        """A GAN: what the precision remembers of one optimizer's step must not leak into the other's."""
+        """A GAN: the precision's state for one optimizer's step must not affect the other's."""
         batches = joined_batches(6, _BATCH)
         results = self._train(1, Gan, batches)
         if len(results[0]["used"]) < len(batches):
-            pytest.skip("its first steps overflow, as loss scaling's do; which of the two optimizers' is not recorded")
+            pytest.skip(
+                "its first steps overflow, as with loss scaling, and which optimizer's was skipped is not recorded"
+            )
 
         self._compare(results, lambda _: train_gan_plainly(batches))
 
@@ -128,12 +130,12 @@ class PrecisionConformance(Conformance):
         assert float((got - expected).norm() / expected.norm()) < 0.05, "scaled too little, or not unscaled"
 
     def test_an_overflow_skips_the_step_on_every_rank(self, world_size: int) -> None:
-        """One rank's loss is infinite once; also where its gradients stay on that rank."""
+        """One rank's loss is infinite once; also with a strategy that keeps gradients on their rank."""
         if not self.claims(LOSS_SCALING):
             pytest.skip("it does not scale the loss")
         batches = joined_batches(12, _BATCH)
-        calm = self._train(world_size, Net, batches)[0]["used"]
-        bad = calm[len(calm) // 2]
+        used_without = self._train(world_size, Net, batches)[0]["used"]
+        bad = used_without[len(used_without) // 2]
         for strategy in ("auto", _Local()):
             results = self.run_in(_train_overflowing, world_size, self._arguments(world_size), strategy, batches, bad)
             used = [result["used"] for result in results]
@@ -142,10 +144,10 @@ class PrecisionConformance(Conformance):
             assert used[0][-1] == len(batches) - 1, "training did not recover"
             assert all(torch.isfinite(tensor).all() for tensor in results[0]["weights"].values())
 
-    # --- State and traces ----------------------------------------------------------------------------------------
+    # --- State ---------------------------------------------------------------------------------------------------
 
     def test_save_and_continue(self) -> None:
-        """Half the training, a checkpoint, the other half in a new process: the same weights as in one go."""
+        """Train half, save, resume in a new process: the weights equal those without interruption."""
         batches = joined_batches(10, _BATCH)
         whole = self._train(1, Net, batches)
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
@@ -156,8 +158,8 @@ class PrecisionConformance(Conformance):
         assert relative_difference(rest[0], whole[0]["weights"]) < 1e-6
 
     def test_leaves_no_trace(self) -> None:
-        """torch's default dtype and autocast are as before: after a run, and after an error within a step."""
-        for after in self.run_in(_traces, 1, self._arguments(1))[0]:
+        """torch's default dtype and autocast are restored after a run, and after an error within a step."""
+        for after in self.run_in(_global_state, 1, self._arguments(1))[0]:
             assert after == {"dtype": "torch.float32", "autocast": False}
 
     def test_validates_like_fp32(self, world_size: int) -> None:
@@ -182,17 +184,17 @@ class PrecisionConformance(Conformance):
         return self.run_in(_train, world_size, self._arguments(world_size, **arguments), make, batches)
 
     def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
-        """Insist on equal weights on all ranks, near those of ``reference(batches used)``; return how near."""
+        """Assert equal weights on all ranks, close to ``reference(batches used)``; return the difference."""
         first = weights_on_all_ranks(results)
         used = results[0]["used"]
-        assert len(used) >= 2, "nearly every step was skipped"
+        assert len(used) >= 2, "almost every step was skipped"
         difference = relative_difference(first, reference(used))
         assert difference < self._tolerance(), f"weights differ by {difference:.1e} from fp32"
         return difference
 
 
 def tolerance_of(policy: PrecisionPolicy) -> float:
-    """Return how far a few steps of training in `policy` may be from fp32, relative."""
+    """Return the relative tolerance of weights after a few steps in `policy`, compared with fp32."""
     stored, computed = policy.param_dtype or torch.float32, policy.compute_dtype or torch.float32
     coarse: float = max(torch.finfo(stored).eps * 40, torch.finfo(computed).eps * 8)
     return max(coarse, 1e-6)
@@ -202,7 +204,7 @@ def tolerance_of(policy: PrecisionPolicy) -> float:
 
 
 class _Local(sg.Strategy):
-    """Keeps gradients on their rank, as a sharded strategy does: an overflow stays there unless the ranks agree."""
+    """Keeps gradients on their rank, as a sharded strategy does, where an overflow is not seen by other ranks."""
 
     capabilities = sg.Capabilities(provides={MULTI_PROCESS})
 
@@ -229,8 +231,8 @@ def _train_overflowing(rank: int, size: int, choose: dict[str, Any], strategy: A
     return train(rank, size, lambda: module, batches, choose | {"strategy": strategy})
 
 
-class _Looks(Net):
-    """Notes the dtype of every matrix product."""
+class _RecordsDtypes(Net):
+    """Records the dtype of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +244,7 @@ class _Looks(Net):
 
 
 def _dtypes(rank: int, size: int, choose: dict[str, Any]) -> Any:
-    trainer, module = sg.Trainer(**choose), _Looks()
+    trainer, module = sg.Trainer(**choose), _RecordsDtypes()
     batches = share(trainer, joined_batches(3, _BATCH))
     trainer.fit(module, batches, batches)
     return module.seen | {"parameters": {str(parameter.dtype) for parameter in module.parameters()}}
@@ -270,7 +272,7 @@ def _own_run(choose: dict[str, Any]) -> tuple[sg.Run, Any, Any]:
 def _norms(rank: int, size: int, choose: dict[str, Any], batches: Any) -> list[float]:
     run, model, optimizer = _own_run(choose)
     norms = []
-    for _ in range(8):  # the same batch, until a scale that is too large has come down
+    for _ in range(8):  # the same batch, until a loss scale that overflows has been reduced
         for x, y in run.dataloader(part(batches[:1], 0, 1)):
             run.backward(loss_of(model(x), y))
             norms.append(float(run.clip_gradients(optimizer, max_norm=1e-9)))
@@ -307,7 +309,7 @@ def _second_half(rank: int, size: int, choose: dict[str, Any], batches: Any, pat
     return weights_of(trainer)
 
 
-def _traces(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+def _global_state(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
     class Raises(Net):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
             raise ValueError("out of order")

@@ -1,6 +1,6 @@
-"""Run a function in several gloo processes: a quarter of a second for two, because they fork from a warm parent.
+"""Run a function in several gloo processes: a quarter of a second for two, since they fork from this process.
 
-Independent of stratagem's launchers, so that tests of them and of everything above have something else to lean on.
+Independent of stratagem's launchers, so that these are tested against something else.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.rendezvous import RendezvousStore
 
-#: The variables with which launchers tell a process its rank.
+#: The variables in which launchers pass ranks to processes.
 LAUNCH_VARIABLES = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
-#: How long the other ranks have to write what they saw, once one has failed.
-_LAST_WORDS_S = 0.3
+#: Seconds in which the other ranks may write their errors after one has failed.
+_REPORT_GRACE_S = 0.3
 
 
 class ProcessesFailed(AssertionError):
-    """Some rank raised, died, or did not end in time. The text begins with the traceback of the root cause."""
+    """A rank raised an error, was killed, or timed out. The message begins with the traceback of the root cause."""
 
 
 def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 60) -> list[Any]:
@@ -45,7 +45,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 
     Raises:
         ValueError: `world_size` is not positive.
-        ProcessesFailed: a rank raised or died, or some were still running after `limit_s` seconds (their stacks are in
+        ProcessesFailed: a rank raised an error or was killed, or ran longer than `limit_s` seconds (stacks are in
             the text); all of them were ended.
     """
     import torch
@@ -61,7 +61,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
 def _run_in(
     folder: Path, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], limit_s: float
 ) -> list[Any]:
-    store = RendezvousStore()  # hosted here, as a launcher does: it outlives a rank that dies
+    store = RendezvousStore()  # in this process, as in a launcher: it survives a rank that is killed
     children = [_fork(function, rank, world_size, store.port, folder, arguments) for rank in range(world_size)]
     try:
         store.serve()
@@ -91,7 +91,7 @@ def _fork(
     if child:
         return child
     code = 1
-    gc.freeze()  # the parent's garbage may hold a process group, whose threads are not here to be joined
+    gc.freeze()  # the parent's garbage may have a process group, whose threads do not exist here
     try:
         import torch
 
@@ -100,7 +100,7 @@ def _fork(
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-            STRATAGEM_STORE_HOSTED="1", TORCHELASTIC_USE_AGENT_STORE="True",  # for ours, and for torch's own env://
+            STRATAGEM_STORE_HOSTED="1", TORCHELASTIC_USE_AGENT_STORE="True",  # for stratagem, and for torch's env://
         )  # fmt: skip
         result = function(rank, world_size, *arguments)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
@@ -116,7 +116,7 @@ def _fork(
 
 
 def _wait(children: list[int], deadline: float) -> str:
-    """Return what went wrong, or an empty string."""
+    """Return what failed, or an empty string."""
     waiting = dict(enumerate(children))
     while waiting:
         for rank, child in list(waiting.items()):
@@ -125,19 +125,19 @@ def _wait(children: list[int], deadline: float) -> str:
                 del waiting[rank]
                 code = os.waitstatus_to_exitcode(status)
                 if code:
-                    time.sleep(_LAST_WORDS_S)
+                    time.sleep(_REPORT_GRACE_S)
                     return f"rank {rank} ended with {code}"
         if time.monotonic() > deadline:
             for child in waiting.values():  # each writes its stack, see _fork
                 os.kill(child, signal.SIGUSR1)
-            time.sleep(_LAST_WORDS_S)
+            time.sleep(_REPORT_GRACE_S)
             return f"ranks {sorted(waiting)} were still running at the time limit"
         time.sleep(0.005)
     return ""
 
 
 def _tracebacks(folder: Path, world_size: int) -> list[str]:
-    """Return what each rank said, the root cause first; ranks that only noticed its end are cut to a line."""
+    """Return the tracebacks of all ranks, the root cause first; those of ranks that failed as a result, in one line."""
     reports, stacks = {}, {}
     for rank in range(world_size):
         with contextlib.suppress(OSError, ValueError):
@@ -152,5 +152,5 @@ def _tracebacks(folder: Path, world_size: int) -> list[str]:
 
 
 def _own_frames(stack: str) -> str:
-    """Return a dumped stack without what the parent was doing when it forked, which is the same for all ranks."""
+    """Return a dumped stack without the frames of the parent, which are equal on all ranks."""
     return "\n".join(thread.split(f'  File "{__file__}"')[0].rstrip() for thread in stack.split("\n\n"))

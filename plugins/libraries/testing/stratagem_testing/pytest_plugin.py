@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are."""
+    """Skip tests that need more GPUs than are available."""
     needing = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not needing:
         return
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment_restored() -> Iterator[None]:
-    """What a test leaves in the environment, or a library that it imports first, does not reach the next test."""
+    """Restore the environment after each test, including variables that an imported library sets."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -60,7 +60,7 @@ def run_in_processes() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin the test as a process that nobody launched, and without settings from variables; leave no process group."""
+    """Run the test as a process without a launcher and without settings from variables; destroy its process group."""
     for name in [name for name in os.environ if name.startswith("STRATAGEM_")]:
         monkeypatch.delenv(name)
     for name in LAUNCH_VARIABLES:

@@ -98,7 +98,7 @@ class Scalar(Net):
 
 
 class Buffered(Net):
-    """A buffer that every rank counts in alike."""
+    """A buffer in which every rank counts its batches."""
 
     seen: Tensor
 
@@ -113,7 +113,7 @@ class Buffered(Net):
 
 
 class Shifted(Net):
-    """A buffer that takes part, and depends on the seed."""
+    """A buffer that is used in forward, and depends on the seed."""
 
     shift: Tensor
 
@@ -135,7 +135,7 @@ class Unused(Net):
 
 
 class Branching(Net):
-    """From batch `since` on, the first number of a batch says which of two layers it takes: ranks may differ."""
+    """From batch `since` on, the first number of a batch selects one of two layers, so that ranks may differ."""
 
     since = 0
 
@@ -157,7 +157,7 @@ class Branching(Net):
 
 
 class BranchingLater(Branching):
-    """The ranks take the same layer in two steps, and then different ones."""
+    """The ranks use the same layer in two steps, and then different ones."""
 
     since = 2
 
@@ -203,7 +203,7 @@ class Scheduled(Net):
 
 
 class ByHand(Net):
-    """The same training as `Net`, its optimizer stepped by the module."""
+    """Trains as `Net`; the module steps the optimizer."""
 
     automatic_optimization = False
 
@@ -215,7 +215,7 @@ class ByHand(Net):
 
 
 class CustomStep(Net):
-    """Doubles the loss and quarters the learning rate, in methods of its own: trains as `Net` at half the rate."""
+    """Doubles the loss in `backward` and quarters the learning rate in `optimizer_step`: half that of `Net`."""
 
     def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         super().backward(2 * loss, *arguments, **options)
@@ -227,7 +227,7 @@ class CustomStep(Net):
 
 
 class CustomClipping(Net):
-    """Clips gradients to a norm of 0.5 with torch's own function."""
+    """Clips gradients to a norm of 0.5 with torch's function."""
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -236,7 +236,7 @@ class CustomClipping(Net):
 
 
 class Double(Net):
-    """Double precision from end to end."""
+    """Double precision in parameters, data and loss."""
 
     criterion = staticmethod(square)
 
@@ -253,7 +253,7 @@ class Lbfgs(Double):
 
 
 class Gan(sg.Module):
-    """Two optimizers stepped by hand; each loss reaches the other half of the model or leaves it out."""
+    """Two optimizers that the module steps; the critic's loss excludes the generator."""
 
     automatic_optimization = False
 
@@ -296,7 +296,7 @@ def train_plainly(
     batches: list[Batch], accumulate: int = 1, max_norm: float | None = None, max_value: float | None = None,
     model: nn.Module | None = None, lr: float = 5e-3,
 ) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
-    """Train `net` (or `model` in its place) on joined batches; return its weights and the norms before clipping."""
+    """Train `net`, or `model` instead, on joined batches; return its weights and the norms before clipping."""
     module = Net(lr=lr)
     if model is not None:
         module.net = copy.deepcopy(model)  # type: ignore[assignment]
@@ -307,7 +307,7 @@ def train_module_plainly(
     module: Net, batches: list[Batch], accumulate: int = 1, max_norm: float | None = None,
     max_value: float | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:  # fmt: skip
-    """Train `module` with its own optimizer, and no trainer; return its weights and the norms before clipping."""
+    """Train `module` with its own optimizer without a trainer; return its weights and the norms before clipping."""
     made = module.configure_optimizers()
     schedule = made["lr_scheduler"]["scheduler"] if isinstance(made, dict) else None
     optimizer = made["optimizer"] if isinstance(made, dict) else made
@@ -331,7 +331,7 @@ def train_module_plainly(
 
 
 def branching_batches(num_batches: int, batch_size: int, world_size: int) -> list[Batch]:
-    """Return joined batches for `Branching`, of which every other rank's part takes the other layer."""
+    """Return joined batches for `Branching`, with which every other rank uses the other layer."""
     batches = joined_batches(num_batches, batch_size)
     for x, _ in batches:
         for rank, part_of_it in enumerate(x.chunk(world_size)):
@@ -389,18 +389,18 @@ def train_gan_plainly(batches: list[Batch]) -> dict[str, Tensor]:
 
 
 def joined_batches(num_batches: int, batch_size: int, seed: int = 5) -> list[Batch]:
-    """Different batches, each to be cut into equal parts for the ranks of a run."""
+    """Return different batches, each to be split into equal parts for the ranks of a run."""
     x, y = data(num_batches * batch_size, seed)
     return list(zip(x.split(batch_size), y.split(batch_size), strict=True))
 
 
 def part(batches: list[Batch], rank: int, world_size: int) -> list[Batch]:
-    """One rank's share of every batch."""
+    """Return one rank's part of every batch."""
     return [tuple(tensor.chunk(world_size)[rank].clone() for tensor in batch) for batch in batches]
 
 
 def relative_difference(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the largest distance of any tensor from its reference, relative to its norm; inf if one is not finite."""
+    """Return the largest relative distance of a tensor from its reference in norm; inf if one is not finite."""
     assert weights.keys() == reference.keys()
     return max(_relative_difference(weights[name].double(), reference[name].double()) for name in weights)
 

@@ -1,7 +1,7 @@
-"""A Python process that has imported what scripts import, and forks a copy of itself for each script.
+"""A Python process that has imported the modules of scripts, and forks a copy of itself for each script.
 
-Started and asked by `stratagem_testing.scripts`. A copy runs the script as ``python script.py`` does: a new
-``__main__``, its arguments, folder, environment and streams, and the interpreter's own end.
+Started by `stratagem_testing.scripts`, which sends it requests. A copy runs the script as ``python script.py``: a new
+``__main__``, its arguments, working folder, environment and streams, and the interpreter's own shutdown.
 
 [Note: one thread]
 A copy has only the thread that forked it. A lock that another thread of the server held would stay locked in the copy,
@@ -33,10 +33,10 @@ from typing import Any, cast
 PADDING = 8000
 #: A request: its length, then that many bytes of `pickle`, with four file descriptors beside the length.
 LENGTH = struct.Struct("!I")
-#: What is answered in the pipe that came with the request: the process's id, then its wait status.
+#: A number in the pipe that comes with a request: the process's id, then its wait status.
 NUMBER = struct.Struct("!i")
 
-#: Whether this process ends as one does that nothing saved from Ctrl-C.
+#: Whether this process ends with the signal of Ctrl-C.
 _interrupted = False
 
 
@@ -49,7 +49,7 @@ def serve(control: int, preload: list[str]) -> None:
         RuntimeError: an import started a thread.
     """
     atexit.register(_end_by_signal)  # the first to be registered is the last to be called
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which close the socket
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, which close the socket
     for name in preload:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -106,13 +106,13 @@ def _report_ended(running: dict[int, int]) -> None:
         if not child:
             return
         answer = running.pop(child)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        with contextlib.suppress(BrokenPipeError):  # no process waits for it any longer
             os.write(answer, NUMBER.pack(status))
         os.close(answer)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Make this fork what the interpreter is before it runs a program."""
+    """Put this fork in the state of an interpreter before it runs a program."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if request["new_session"]:
@@ -139,7 +139,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _set_command_line(request: dict[str, Any]) -> None:
-    """Show the script's command, and the variables that are its own, where tools such as ps look for them."""
+    """Write the script's command and its own variables to the process's command line, as ps shows it."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         end = int(file.read().rpartition(")")[2].split()[46])  # arg_end, see proc(5)
     text = "\0".join([*request["command"], *request["own_variables"]]).encode()[:PADDING]
@@ -147,16 +147,16 @@ def _set_command_line(request: dict[str, Any]) -> None:
 
 
 def _forget_the_server() -> None:
-    """Set again what modules took from their process when they were imported."""
+    """Reset what modules read from the server process when they were imported."""
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # random does so by itself
+        sys.modules["numpy"].random.seed()  # the module random does so itself
     tempfile.tempdir = None
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
 
 def _run(request: dict[str, Any]) -> None:
-    """Run the program, and leave an exception to the hooks that the interpreter would call."""
+    """Run the program, and pass an exception to the hooks that the interpreter would call."""
     global _interrupted
     main = types.ModuleType("__main__")
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _end_by_signal() -> None:
-    """End as the interpreter does after a KeyboardInterrupt: by the signal, so that a shell sees it."""
+    """End with the signal, as the interpreter does after a KeyboardInterrupt, so that a shell detects it."""
     if _interrupted:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Run scripts without waiting four seconds for each to import torch: in place of `subprocess.run`, `subprocess.Popen`.
+"""Replacements of `subprocess.run` and `subprocess.Popen` that run scripts without the four seconds to import torch.
 
     from stratagem_testing import scripts
 
@@ -32,7 +32,7 @@ from typing import Any
 from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.script_server import LENGTH, NUMBER, PADDING
 
-#: What scripts import, and what torch and stratagem import late.
+#: Modules that scripts import, and modules that torch and stratagem import on first use.
 PRELOAD = (
     "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli",
     "stratagem_testing.reference",
@@ -60,7 +60,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does, in a session of its own; at the time limit end all of that session."""
+    """Run a command as `subprocess.run` does, in its own session, which is killed at the time limit."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
@@ -78,19 +78,19 @@ def run(
 
 
 class Popen(subprocess.Popen[Any]):
-    """A `subprocess.Popen` whose process, if it runs a Python program, is a fork of one that has imported torch."""
+    """A `subprocess.Popen` that runs Python programs in a fork of a process that has imported torch."""
 
-    #: Where the server tells how the process ended; None if the process is a child of this one.
+    #: Descriptor from which the exit status is read; None if the process is a child of this one.
     _answers: int | None = None
     _ended: int | None = None
 
     @property
     def is_fork(self) -> bool:
-        """Whether it runs in a process that had imported torch."""
+        """Whether the process is a fork of the one that has imported torch."""
         return self._answers is not None
 
     def kill_all(self) -> None:
-        """Kill the process, and those of its group if it leads one; wait for it."""
+        """Kill the process, and its process group if it leads one; wait for the process."""
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             if self.poll() is None and os.getpgid(self.pid) == self.pid:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ class Popen(subprocess.Popen[Any]):
 
 
 class _Server:
-    """The process that has imported what scripts import."""
+    """The process that has imported the modules of scripts, and forks."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -179,7 +179,7 @@ class _Server:
         return mine
 
 
-#: That of the server: as it was before any test changed it.
+#: The server's environment: that of this process before any test changed it.
 _ENVIRONMENT = dict(os.environ)
 _server: _Server | None = None
 
@@ -192,7 +192,7 @@ def _the_server() -> _Server:
 
 
 def _request(command: Any, cwd: Any, env: Mapping[str, str] | None, new_session: bool) -> dict[str, Any] | None:
-    """Return what to ask the server; None if the command needs an interpreter of its own."""
+    """Return the request for the server; None if the command needs a new interpreter."""
     words = [os.fspath(word) for word in ([command] if isinstance(command, str | os.PathLike) else command)]
     folder = os.path.abspath(cwd or os.getcwd())
     variables = dict(os.environ if env is None else env)
@@ -216,7 +216,7 @@ def _is_read_late(name: str) -> bool:
 
 
 def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None:
-    """Return how a Python program is named (a file, or by -c or -m), its name or code, and its arguments."""
+    """Return how a Python program is given ("file", "c" or "m"), its name or code, and its arguments."""
     if words[0] == sys.executable and words[1:]:
         words = words[1:]
         if words[0] in ("-c", "-m") and words[1:]:
@@ -228,7 +228,7 @@ def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None
 
 
 def _is_script_of_this_environment(name: str) -> bool:
-    """Whether it is one that pip made of an entry point."""
+    """Whether `name` is a script that pip made from an entry point."""
     path = Path(name)
     if path.parent != Path(sys.executable).parent or not path.is_file():
         return False
@@ -239,5 +239,5 @@ def _is_script_of_this_environment(name: str) -> bool:
 def _number(answers: int) -> int:
     content = os.read(answers, NUMBER.size)
     if len(content) < NUMBER.size:
-        raise EOFError("the process that forks scripts ended; its own output tells why")
+        raise EOFError("the process that forks scripts ended; see its output for the reason")
     return int(NUMBER.unpack(content)[0])

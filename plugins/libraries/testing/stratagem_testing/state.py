@@ -1,4 +1,4 @@
-"""What the checks of a plugin's state do inside each process."""
+"""Checks of a plugin's state: the functions that run in each process."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _LOADERS = {"state_dict": "load_state_dict", "rank_state": "load_rank_states"}
 def resume_each(
     rank: int, size: int, choose: dict[str, Any], cls: type[Any], others: list[tuple[str, dict[str, Any]]], folder: Path
 ) -> list[str]:
-    """Save a run with `choose`, and resume it with each of `others`; return which state of a `cls` was not given back.
+    """Save a run with `choose`, and resume it with each of `others`; return which state of a `cls` was not restored.
 
     Patches `cls`: call it in a process that ends afterwards.
     """
-    given: list[str] = []
+    loaded: list[str] = []
     wanted = [method for method in _LOADERS if callable(getattr(cls, method, None))]
     for method in wanted:
         load = _LOADERS[method]
         assert callable(getattr(cls, load, None)), f"{cls.__name__} has {method} and not {load}"
-        setattr(cls, load, _noting(getattr(cls, load), method, given))
+        setattr(cls, load, _recording(getattr(cls, load), method, loaded))
     dropped, path = list[str](), folder / "saved.ckpt"
     with in_empty_folder():
-        kept = [_fit(choose | {"default_root_dir": folder}, None, path)]  # no other object has the place of this one
+        kept = [_fit(choose | {"default_root_dir": folder}, None, path)]  # so that no other object gets its id
         for name, other in others:
-            given.clear()
+            loaded.clear()
             kept.append(_fit(other | {"default_root_dir": folder}, path, None))
-            dropped += [f"{method} when chosen as {name}" for method in wanted if method not in given]
+            dropped += [f"{method} when selected as {name}" for method in wanted if method not in loaded]
     return dropped
 
 
-def _noting(load: Any, method: str, given: list[str]) -> Any:
+def _recording(load: Any, method: str, loaded: list[str]) -> Any:
     @functools.wraps(load)
-    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
-        given.append(method)
+    def recording(self: Any, *arguments: Any, **named: Any) -> Any:
+        loaded.append(method)
         return load(self, *arguments, **named)
 
-    return noting
+    return recording
 
 
 def _fit(arguments: dict[str, Any], resumed: Any, saved: Any) -> sg.Trainer:

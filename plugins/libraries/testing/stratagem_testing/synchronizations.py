@@ -1,4 +1,4 @@
-"""Find what makes the host wait for a GPU, on a machine that has none.
+"""Find operations that make the host wait for a GPU, on a machine without one.
 
     with recording() as recorder:
         trainer = Trainer(accelerator=StandIn(), ...)
@@ -6,18 +6,19 @@
     print(recorder.found)
 
 [Note: the stand-in]
-A training step should only queue work: ``loss.item()``, ``if flag:`` on a GPU's tensor, or a blocking copy to it or
-from it makes the host wait until the queue is empty, and the GPU wait for the host after that. Here ``cpu:0`` stands
-for the GPU, and ``cpu`` for the host. `StandIn` is an accelerator whose device is ``cpu:0``. A recorder follows every
-tensor that is put there (``to``, a factory with ``device=``) and all that is computed from it, through forward,
-backward, optimizers, DDP's buckets and the callbacks of futures. ``tensor.device`` tells the two apart.
+A training step should only enqueue work: ``loss.item()``, ``if flag:`` on a GPU's tensor, or a blocking copy to or from
+the GPU makes the host wait until the queue is empty, and then the GPU wait for the host. Here ``cpu:0`` represents the
+GPU, and ``cpu`` the host. `StandIn` is an accelerator whose device is ``cpu:0``. A recorder tracks every tensor on that
+device (``to``, a factory with ``device=``) and all results computed from it, through forward, backward, optimizers,
+DDP's buckets and the callbacks of futures. ``tensor.device`` returns the represented device.
 
-Recorded are: numbers that the host reads (``item``, ``float``, ``bool``, ``tolist``, ``numpy``), operations whose
-result has a size that depends on values (``nonzero``, a boolean mask as index, ``unique``), and copies between the two
+It records: numbers that the host reads (``item``, ``float``, ``bool``, ``tolist``, ``numpy``), operations whose result
+has a size that depends on values (``nonzero``, a boolean mask as index, ``unique``), and copies between host and device
 without ``non_blocking=True``, such as ``torch.tensor([1, 2], device=device)``.
 
-Not seen are: what becomes of tensors that are older than the recorder, C++ code that reads memory itself, and what only
-CUDA has (``torch.cuda.synchronize``, events). On a GPU ``torch.cuda.set_sync_debug_mode("error")`` sees more.
+It does not detect: operations on tensors that are older than the recorder, C++ code that reads memory directly, and
+functions of CUDA only (``torch.cuda.synchronize``, events). On a GPU ``torch.cuda.set_sync_debug_mode("error")`` finds
+more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import stratagem as sg
 from stratagem.api.capabilities import DEVICE_CPU
 
 _HOST, _DEVICE = torch.device("cpu"), torch.device("cpu", 0)
-#: Operations that the host waits for, by schema: their answer is a number, or a shape that depends on numbers.
+#: Operations for which the host waits, by schema: they return a number, or a shape that depends on values.
 _WAITS = {
     f"aten::{name}"
     for name in (
@@ -49,22 +50,22 @@ _WAITS = {
         "linalg_eig", "linalg_lstsq",
     )
 }  # fmt: skip
-#: Functions that make a tensor of none.
+#: Functions that make a tensor without another one.
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "eye", "arange", "linspace", "rand", "randn", "randint", "randperm", "from_numpy",
     "frombuffer",
 )  # fmt: skip
-#: Entries of tensors that are gone are dropped when there are so many.
+#: Number of entries at which those of deleted tensors are removed.
 _MANY = 100_000
 
 
 @frozen
 class Synchronization:
-    """One moment in which the host would wait for a GPU."""
+    """An operation for which the host would wait for a GPU."""
 
-    #: What was called: "item", "nonzero", "copy to the device" ...
+    #: The operation: "item", "nonzero", "copy to the device" ...
     operation: str
-    #: The lines that led there, the innermost first, without those of torch.
+    #: The calling lines, innermost first, without those of torch.
     where: tuple[str, ...]
     #: `Recorder.step` at the time.
     step: int
@@ -190,7 +191,7 @@ class Recorder:
             self._local.calls -= 1
 
     def _quietly(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call `function` without noting that it waits, as that is noted already."""
+        """Call `function` without recording, since the caller has recorded it."""
         found, self.found = self.found, []
         try:
             return function(*arguments, **options)
@@ -206,7 +207,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Watch what this thread dispatches, if that is not done yet."""
+        """Track what this thread dispatches, unless that is done already."""
         if getattr(self._local, "watched", False):
             yield
             return
@@ -219,7 +220,7 @@ class Recorder:
 
 
 class _Mode(TorchDispatchMode):
-    """Shows a recorder what one thread dispatches."""
+    """Passes the operations that one thread dispatches to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -235,7 +236,7 @@ class _Mode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record, within, what would make the host wait for a GPU; see [Note: the stand-in]. Not to be nested."""
+    """Within: record operations for which the host would wait for a GPU; see [Note: the stand-in]. Cannot be nested."""
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
         replace = functools.partial(_replaced, stack)
@@ -263,13 +264,13 @@ def recording() -> Iterator[Recorder]:
 
 
 def _by_device(original: Callable[..., Any], lists: Any, *arguments: Any) -> Any:
-    """Return what `original` returns, under devices as ``tensor.device`` tells them."""
+    """Return the result of `original`, with the devices that ``tensor.device`` returns."""
     groups = original(lists, *arguments)
     return {(tensors[0][0].device, dtype): (tensors, *rest) for (_, dtype), (tensors, *rest) in groups.items()}
 
 
 def _of_fsdp() -> list[tuple[Any, str]]:
-    """Return what asks a mesh for its device, which is then named by its type alone."""
+    """Return the functions of FSDP that return a mesh's device, which has no index."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp._fully_shard import _fully_shard

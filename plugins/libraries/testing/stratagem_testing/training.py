@@ -1,4 +1,4 @@
-"""What the checks do inside each process: train a reference model with the plugin under test, and look around."""
+"""Functions for the processes of a check: train a model with the plugin under test, and measure the process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ import stratagem as sg
 from stratagem.errors import StratagemError
 from stratagem_testing.reference import Batch, part
 
-#: A trainer that writes nothing and says nothing.
+#: Arguments of a trainer that writes no files and prints nothing.
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
 
-#: How long a thread that has ended may take to be gone.
+#: Seconds that the system may take to remove a thread that was joined.
 _SETTLING_S = 0.5
 #: Offset of the count of payload bytes sent in Linux's `struct tcp_info`.
 _TCPI_BYTES_SENT = 200
@@ -53,7 +53,7 @@ def train(
 
 
 class EveryBatch(sg.Callback):
-    """Calls a function with the trainer after each training batch, and keeps what it returns in `results`."""
+    """Calls a function with the trainer after each training batch, and appends its result to `results`."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function, self.results = function, list[Any]()
@@ -64,7 +64,7 @@ class EveryBatch(sg.Callback):
 
 
 def share(trainer: sg.Trainer, batches: list[Batch]) -> list[Batch]:
-    """Return this process's part of every batch, as the strategy's mesh cuts data."""
+    """Return this process's part of every batch, according to the strategy's mesh."""
     trainer.run.connect()
     mesh = trainer.run.mesh
     return part(batches, mesh.data_shard, mesh.num_data_shards)
@@ -78,7 +78,7 @@ def weights_of(trainer: sg.Trainer) -> dict[str, Tensor]:
 
 
 def weights_on_all_ranks(results: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the ``weights`` of ranks that must hold the same ones, to the last bit."""
+    """Return the ``weights`` of the ranks, after checking that they are bit-equal on all."""
     first: dict[str, Tensor] = results[0]["weights"]
     for rank, result in enumerate(results):
         differing = [name for name in first if not torch.equal(first[name], result["weights"][name])]
@@ -87,7 +87,7 @@ def weights_on_all_ranks(results: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def outcome(act: Callable[[], Any]) -> str:
-    """Return what `act` raised, as text; a `StratagemError` begins with "refused: "."""
+    """Return the error that `act` raises as text, with "refused: " before a `StratagemError`; "nothing" if none."""
     try:
         act()
     except StratagemError as error:
@@ -103,12 +103,12 @@ def loader(samples: Batch, batch_size: int) -> DataLoader[Any]:
 
 
 def bytes_sent() -> int | None:
-    """Return how many bytes this process has sent over its TCP connections; None where the system does not tell."""
+    """Return the number of bytes sent over this process's TCP connections; None if the system does not count them."""
     if sys.platform != "linux":
         return None
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is gone
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 total += _bytes_sent_on(os.dup(int(name)))
     return total
@@ -124,7 +124,7 @@ def _bytes_sent_on(descriptor: int) -> int:
 
 
 def resources_held() -> dict[str, Any]:
-    """Return what this process holds: descriptors (files and ports), threads, a process group, files in its folder."""
+    """Return this process's resources: open descriptors, threads, process group, files in its working folder."""
     gc.collect()
     descriptors = Path("/proc/self/fd")
     return {
@@ -137,7 +137,7 @@ def resources_held() -> dict[str, Any]:
 
 
 def _threads() -> int:
-    """Return how many threads there are; one that was joined is the system's for a moment longer."""
+    """Return the number of threads; the system removes a joined one a moment later."""
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return threading.active_count()
@@ -148,7 +148,7 @@ def _threads() -> int:
 
 
 class in_empty_folder:  # noqa: N801 - reads as a statement
-    """Work in a fresh folder within a ``with`` block; the working folder returns and it is removed."""
+    """Within: work in a new folder, which is removed at the end."""
 
     def __enter__(self) -> Path:
         self._before, self._folder = Path.cwd(), tempfile.TemporaryDirectory(prefix="stratagem-test-")
