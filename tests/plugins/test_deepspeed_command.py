@@ -13,7 +13,7 @@ from stratagem.cli import main
     ("arguments", "said"),
     [
         (["build-ops", "cpu_adm"], "did you mean 'cpu_adam'"),
-        (["tune-nvme", "/nowhere"], "the path to tune is '/nowhere', which is no folder"),
+        (["tune-nvme", "/nowhere"], "the path to tune is '/nowhere', which is not a folder"),
         (["tune-nvme", "/proc"], "the path to tune is '/proc', which cannot hold what is offloaded"),
         (["tune-nvme", ".", "--size", "much"], "--size is 'much'"),
     ],

@@ -98,7 +98,7 @@ def test_what_the_guides_show_is_accepted_from_code_and_from_a_file(guide, tmp_p
 
     from_code, from_file = DeepSpeedOptions(config=guide), DeepSpeedOptions(config=str(path))
 
-    assert from_code.given == from_file.given
+    assert from_code.user_config == from_file.user_config
     assert from_code.zero["reduce_bucket_size"] == guide["zero_optimization"]["reduce_bucket_size"]
     assert type(from_code.zero["reduce_bucket_size"]) is int
     assert from_file.origin == f"{path} (strategy.deepspeed.config)"
@@ -116,9 +116,9 @@ def test_a_configuration_is_read_once_and_never_changed(tmp_path):
     assert config == CUSTOM
     of_code = DeepSpeedOptions(config=config)
     config["optimizer"]["params"]["betas"].clear()
-    assert of_code.given["optimizer"] == CUSTOM["optimizer"]
-    assert options.given["optimizer"] == CUSTOM["optimizer"]
-    assert pickle.loads(pickle.dumps(options)).given == options.given
+    assert of_code.user_config["optimizer"] == CUSTOM["optimizer"]
+    assert options.user_config["optimizer"] == CUSTOM["optimizer"]
+    assert pickle.loads(pickle.dumps(options)).user_config == options.user_config
 
 
 WITHOUT_EFFECT = [
@@ -141,7 +141,7 @@ WITHOUT_EFFECT = [
     ({"compression_training": {}}, "compression_training of .* has removed"),
     ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload of .* another name now; write \"offload_optimizer\""),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "has removed MiCS"),
-    ({"dataloader_drop_last": True}, "dataloader_drop_last of .* say drop_last to your DataLoader"),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last of .* set drop_last of your DataLoader"),
     ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation of .* is true; expected false"),
     ({"train_batch_size": 0}, "train_batch_size of .* is 0; expected a whole number, at least 1"),
     ({"gradient_clipping": math.nan}, "gradient_clipping of .* is nan; expected a number, at least 0"),
@@ -153,9 +153,9 @@ WITHOUT_EFFECT = [
     ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size of .* is '5e8'; expected a whole number"),
     ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "reduce_bucket_size of .* is 0.5; expected a whole number"),
     ({"zero_optimization": {"overlap_comm": "true"}}, "overlap_comm of .* is 'true'; expected true or false"),
-    ({"zero_optimization": {"stage": "auto"}}, "stage of .* is \"auto\", and nothing here tells what that is"),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr of .* is \"auto\", and nothing"),
-    ({"zero_allow_untested_optimizer": "auto"}, "zero_allow_untested_optimizer of .* is \"auto\", and nothing"),
+    ({"zero_optimization": {"stage": "auto"}}, "stage of .* is \"auto\", which nothing here determines"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr of .* is \"auto\", which nothing"),
+    ({"zero_allow_untested_optimizer": "auto"}, "zero_allow_untested_optimizer of .* is \"auto\", which nothing"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled of .* are both true"),
     ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bf16 and bfloat16 of .* are both set"),
 ]  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_path_that_leads_to_no_configuration_is_refused(tmp_path):
     assert "a folder; expected a JSON file" in refusal(DeepSpeedOptions, config=tmp_path)
     assert re.search("is not JSON .line 2, column ", refusal(DeepSpeedOptions, config=broken))
     assert "holds [1, 2]; expected a mapping" in refusal(DeepSpeedOptions, config=listed)
-    assert "says 'steps_per_print' twice" in refusal(DeepSpeedOptions, config=twice)
+    assert "has 'steps_per_print' twice" in refusal(DeepSpeedOptions, config=twice)
     assert "not text in UTF-8" in refusal(DeepSpeedOptions, config=binary)
 
 
@@ -213,7 +213,7 @@ def test_options_of_the_engine_stand_in_for_a_configuration_never_beside_one():
     said = refusal(DeepSpeedOptions, config=CUSTOM, reduce_bucket_size=5e8)
 
     assert "strategy.deepspeed.reduce_bucket_size and strategy.deepspeed.config are both set" in said
-    assert DeepSpeedOptions(config=CUSTOM, timeout=5, logging_level=20, exclude_frozen_parameters=True).given
+    assert DeepSpeedOptions(config=CUSTOM, timeout=5, logging_level=20, exclude_frozen_parameters=True).user_config
 
 
 # --- The installed DeepSpeed -------------------------------------------------------------------------------------
@@ -341,20 +341,20 @@ IMPOSSIBLE = [
     ({"stage": 4}, "strategy.deepspeed.stage is 4; expected 0 or 1 or 2 or 3"),
     ({"stage": 2, "offload_parameters": True}, "offload_parameters is set and strategy.deepspeed.stage is 2; expected stage 3"),
     ({"offload_optimizer": True, "offload_optimizer_device": "nvme"}, "offload_optimizer_device is 'nvme' and .*stage is 2"),
-    ({"offload_optimizer_device": "nvme"}, "offload_optimizer_device is 'nvme', of which nothing would come; expected offload_optimizer=True"),
-    ({"stage": 3, "offload_params_device": "nvme"}, "offload_params_device is 'nvme', of which nothing"),
-    ({"zero_optimization": False, "stage": 3}, "stage is 3, of which nothing would come; expected zero_optimization=True"),
+    ({"offload_optimizer_device": "nvme"}, "offload_optimizer_device is 'nvme', which has no effect; expected offload_optimizer=True"),
+    ({"stage": 3, "offload_params_device": "nvme"}, "offload_params_device is 'nvme', which has no effect"),
+    ({"zero_optimization": False, "stage": 3}, "stage is 3, which has no effect; expected zero_optimization=True"),
     ({"stage": 0, "offload_optimizer": True}, "offload_optimizer is set and .*stage is 0"),
-    ({"nvme_path": "/tmp"}, "nvme_path is '/tmp', of which nothing would come"),
-    ({"queue_depth": 3}, "queue_depth is 3, of which nothing would come; expected what it is for to be offloaded"),
-    ({"pin_memory": True}, "pin_memory is True, of which nothing would come"),
-    ({"sub_group_size": 5}, "sub_group_size is 5, of which nothing would come; expected stage 3"),
+    ({"nvme_path": "/tmp"}, "nvme_path is '/tmp', which has no effect"),
+    ({"queue_depth": 3}, "queue_depth is 3, which has no effect; expected what it is for to be offloaded"),
+    ({"pin_memory": True}, "pin_memory is True, which has no effect"),
+    ({"sub_group_size": 5}, "sub_group_size is 5, which has no effect; expected stage 3"),
     ({"stage": 1, "overlap_comm": True}, "overlap_comm is True and .*stage is 1; expected stage 2 or 3"),
-    ({"allgather_partitions": False}, "allgather_partitions is False, which DeepSpeed no longer can"),
+    ({"allgather_partitions": False}, "allgather_partitions is False, which DeepSpeed has removed"),
     ({"logging_batch_size_per_gpu": 0}, "logging_batch_size_per_gpu is 0; expected at least 1"),
     ({"config": {"zero_optimization": {"allgather_partitions": False}}}, "allgather_partitions of .* is False"),
     ({"contiguous_memory_optimization": True}, "without partition_activations and number_checkpoints; expected both"),
-    ({"number_checkpoints": 4}, "number_checkpoints is 4, of which nothing would come"),
+    ({"number_checkpoints": 4}, "number_checkpoints is 4, which has no effect"),
     ({"remote_device": "cpu"}, "remote_device is 'cpu' and strategy.deepspeed.stage is 2"),
     ({"stage": 3, "remote_device": "nvme"}, "remote_device is 'nvme' and parameters are offloaded to None"),
     (NVME | {"remote_device": "cpu"}, "remote_device is 'cpu' and parameters are offloaded to 'nvme'"),
@@ -368,7 +368,7 @@ IMPOSSIBLE = [
      "offload_optimizer.device of .* is 'nvme' .*where DeepSpeed would use the CPU"),
     ({"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "has no nvme_path"),
     ({"config": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_read": True}}}},
-     "offload_optimizer.pipeline_read of .* is True, at which DeepSpeed fails"),
+     "offload_optimizer.pipeline_read of .* is True, with which DeepSpeed fails"),
     ({"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}},
      "offload_optimizer.ratio of .* is 0.5 and"),
 ]  # fmt: skip
@@ -382,7 +382,7 @@ def test_options_that_cannot_take_effect_together_are_refused():
 def test_a_folder_for_offloading_must_be_there(tmp_path):
     missing = DeepSpeedOptions(**NVME | {"nvme_path": tmp_path / "missing"})
 
-    assert re.search("strategy.deepspeed.nvme_path is '.*missing', which is no folder here", refusal(told, missing))
+    assert re.search("strategy.deepspeed.nvme_path is '.*missing', which is not a folder", refusal(told, missing))
     assert not (tmp_path / "missing").exists()
 
 
@@ -433,7 +433,7 @@ def test_two_precisions_are_an_error_that_names_both(config, precision):
 
 def test_stage_0_computes_in_32_bits_only():
     for options in (DeepSpeedOptions(stage=0), DeepSpeedOptions(config={})):
-        assert "with which the installed DeepSpeed trains wrongly" in refusal(told, options, precision="bf16-mixed")
+        assert "with which DeepSpeed trains wrongly" in refusal(told, options, precision="bf16-mixed")
         assert told(options)["zero_optimization"]["stage"] == 0
 
 
@@ -449,7 +449,7 @@ def test_the_loss_is_scaled_as_the_options_say_also_beside_a_configuration():
         "min_loss_scale": 1,
     }  # fmt: skip
     assert "initial_scale_power is 8 and nothing is computed in fp16" in refusal(told, options, precision="bf16-mixed")
-    both = DeepSpeedOptions(hysteresis=4, config=dict(options.given))
+    both = DeepSpeedOptions(hysteresis=4, config=dict(options.user_config))
     assert "hysteresis is 4 and fp16.hysteresis of" in refusal(told, both, precision="16-mixed")
 
 
@@ -513,7 +513,7 @@ def test_a_loop_of_ones_own_accumulates_by_itself():
     run = sg.Run(strategy="ddp", accelerator="cpu", devices=1).context
 
     assert engine_config(configured(gradient_accumulation_steps=1), run)["gradient_clipping"] == 0.0
-    assert "a loop of one's own accumulates by itself" in refusal(
+    assert "a loop of your own accumulates itself" in refusal(
         engine_config, configured(gradient_accumulation_steps=2), run
     )
 

@@ -379,7 +379,7 @@ def _forge(path, name, proof):
     """Replace a file by a pickle that does something, with a checksum to match."""
     from stratagem_deepspeed import folder
 
-    facts = folder.read_mark(path)
+    facts = folder.read_manifest(path)
     torch.save({"module": Poison(proof), "optimizer_state_dict": Poison(proof)}, path / name)
     folder.write_mark(path, facts | {"files": folder.seal(path, folder.files_in(path))})
 
@@ -555,7 +555,7 @@ def test_conversion_names_what_is_wrong(foreign, tmp_path):
     shutil.copytree(foreign[0], broken)
     next(broken.glob("*/*rank_1*_optim_states.pt")).unlink()
     for path, match in (
-        (tmp_path / "nowhere", "does not exist"), (tmp_path, "no folder that DeepSpeed wrote"),
+        (tmp_path / "nowhere", "does not exist"), (tmp_path, "not a folder that DeepSpeed wrote"),
         (foreign[0] / "global_step6", f"give {foreign[0]}"), (broken, "cannot be read"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=match):
@@ -613,7 +613,7 @@ def test_whole_weights_alone_are_taken_at_stage_3(written, tmp_path):
     results = run_in_processes(_from_whole_weights, 2, tmp_path / "all.ckpt", written(3)[0])
 
     for found, refused in results:
-        assert "holds shards" in refused
+        assert "is sharded" in refused
         for weights, optimizer, steps, _ in found:
             assert_same(weights, trainer.module.state_dict())
             assert not any(float(value.abs().max()) for entry in optimizer.values() for value in entry.values())

@@ -519,7 +519,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     first, second = run_in_processes(_unwritable, 2, tmp_path / "file")
 
     assert first == second
-    assert f"cpu_adam cannot be kept in {tmp_path}/file" in first
+    assert f"cpu_adam cannot be stored in {tmp_path}/file" in first
 
 
 def _updated(rank, world_size):

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer state, gradients and parameters shared out over the processes, and offloaded.
+"""DeepSpeed's ZeRO: optimizer state, gradients and parameters partitioned over the processes, and offloaded.
 
 Importing the package imports neither torch nor DeepSpeed: names below load their module on first use.
 """

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class AutocastSteps(nn.Module):
-    """Runs steps of a model with 16-bit parameters: inputs stay as they are, and each operation casts what it gets.
+    """Runs the steps of a model with 16-bit parameters under autocast; inputs are not converted.
 
-    It stands inside the engine, which switches off what autocast it finds around it.
+    It is inside the engine, which disables an autocast around it.
     """
 
     def __init__(self, step: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.step, self._dtype, self._device_type = step, dtype, device.type
         self._hooks = match_inputs(step) if device.type == "cpu" else []
-        # Running statistics have 32 bits, and torch wants the weights beside them to have as many.
+        # Running statistics are fp32, and torch requires weights of the same dtype.
         self._running = [part for part in step.modules() if isinstance(part, _NormBase) and part.weight is not None]
         for part in self._running:
             part.__dict__["forward"] = functools.partial(_with_wide_weights, part)
 
     def stop(self) -> None:
-        """Leave the layers as they were."""
+        """Restore the layers."""
         for hook in self._hooks:
             hook.remove()
         for part in self._running:

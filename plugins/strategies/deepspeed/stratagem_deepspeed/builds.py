@@ -1,13 +1,13 @@
-"""Building DeepSpeed's ops: once on a machine, whoever asks first, and what to say where that is not possible.
+"""Build DeepSpeed's ops once on a machine, and report what is missing where that is not possible.
 
-[Note: whose build it is]
-An op is a shared library in a folder of its own. torch compiles it there, guarded by a file named ``lock`` that a
-killed build leaves behind; whoever comes later waits for that file to go, forever. So we hold a lock of the kernel's
-around torch's, which ends with its process: whoever has ours and sees nobody at work in the folder takes torch's away.
+[Note: locks of builds]
+An op is a shared library in its own folder. torch compiles it there, guarded by a file named ``lock``. A killed build
+does not remove that file, and later processes wait for it forever. So this module also holds a file lock of the kernel,
+which is released when its process ends: a process that holds it, and sees no build in the folder, deletes torch's.
 
-torch also compiles again whenever a path in the command changes, as it does from one virtual environment to the next.
-What we built carries a mark of all that it depends on (the versions of Python, torch and deepspeed, the CPU) and is
-loaded without asking torch, or a compiler, as long as the mark fits.
+torch also compiles again whenever a path in the command changes, as between two virtual environments. This module
+writes a stamp with all that a build depends on (the versions of Python, torch and deepspeed, the CPU), and loads the op
+without torch or a compiler as long as the stamp matches.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from stratagem.errors import ConfigError
 
 @frozen
 class _Op:
-    #: The class of deepspeed that builds it.
+    #: deepspeed's class that builds it.
     builder: str
-    #: How to do without it.
+    #: What to use instead.
     otherwise: str
 
 
 _ADAM = 'use an optimizer of torch\'s ("torch_adam": true in a configuration)'
 
-#: The ops that a training may need, by name.
+#: The ops that training may need, by name.
 OPS = {
     "cpu_adam": _Op("CPUAdamBuilder", _ADAM),
     "cpu_adagrad": _Op("CPUAdagradBuilder", "use torch.optim.Adagrad"),
@@ -53,49 +53,49 @@ OPS = {
     "fused_adam": _Op("FusedAdamBuilder", _ADAM),
     "fused_lion": _Op("FusedLionBuilder", "use an optimizer of torch's"),
     "fused_lamb": _Op("FusedLambBuilder", "use an optimizer of torch's"),
-    "async_io": _Op("AsyncIOBuilder", "offload to the CPU in place of NVMe"),
-    "pin_memory": _Op("PinMemoryBuilder", "unset DS_PIN_MEMORY_BACKEND and offload to the CPU in place of NVMe"),
+    "async_io": _Op("AsyncIOBuilder", "offload to the CPU instead of NVMe"),
+    "pin_memory": _Op("PinMemoryBuilder", "unset DS_PIN_MEMORY_BACKEND and offload to the CPU instead of NVMe"),
 }
 
 
-#: deepspeed's own way to build an op, while ours is in its place.
-_theirs: Callable[..., ModuleType] | None = None
-#: This process tells the user what takes long.
-_speaks = True
+#: deepspeed's own function that builds an op, while it is replaced.
+_original_jit_load: Callable[..., ModuleType] | None = None
+#: Whether this process prints progress.
+_prints_progress = True
 
 
 def take_over(*, speaks: bool) -> None:
-    """Build every op that anything in this process asks deepspeed for as `prepare_ops` does. Safe to call twice.
+    """Replace deepspeed's function that builds an op by the one of this module. Safe to call twice.
 
-    An optimizer of deepspeed's that a user makes loads its op by itself.
+    deepspeed's optimizers load their ops themselves when they are made.
     """
-    global _theirs, _speaks
+    global _original_jit_load, _prints_progress
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    _speaks = speaks
-    if _theirs is None:
-        _theirs, OpBuilder.jit_load = OpBuilder.jit_load, _load
+    _prints_progress = speaks
+    if _original_jit_load is None:
+        _original_jit_load, OpBuilder.jit_load = OpBuilder.jit_load, _load
 
 
 def give_back() -> None:
     """Undo `take_over`. Safe to call twice."""
-    global _theirs, _speaks
+    global _original_jit_load, _prints_progress
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    _speaks = True
-    if _theirs is not None:
-        OpBuilder.jit_load, _theirs = _theirs, None
+    _prints_progress = True
+    if _original_jit_load is not None:
+        OpBuilder.jit_load, _original_jit_load = _original_jit_load, None
 
 
 def _load(builder: Any, verbose: bool = False) -> ModuleType:
-    """Load an op, built if need be; what deepspeed calls for one that was not installed with it."""
+    """Load an op, after building it if necessary; deepspeed calls this for ops that were not installed with it."""
     library = _library(builder)
     try:
         module = library.loaded() or _built(builder, library, verbose)
     except OSError as error:
         raise ConfigError(
-            f"deepspeed's {builder.name} cannot be kept in {library.folder} ({error})",
-            expected="a folder to write to, with space for 100 MB", do="set TORCH_EXTENSIONS_DIR to one",
+            f"deepspeed's {builder.name} cannot be stored in {library.folder} ({error})",
+            expected="a writable folder with space for 100 MB", do="set TORCH_EXTENSIONS_DIR to one",
         ) from error  # fmt: skip
     type(builder)._loaded_ops[builder.name] = module
     return module
@@ -104,8 +104,8 @@ def _load(builder: Any, verbose: bool = False) -> ModuleType:
 def _built(builder: Any, library: _Library, verbose: bool) -> ModuleType:
     if not library.is_there():
         check_tools(builder)
-        if _speaks:
-            _say(f"building deepspeed's {builder.name} in {library.folder}, once on this machine; a few minutes")
+        if _prints_progress:
+            _print(f"building deepspeed's {builder.name} in {library.folder}, once on this machine; a few minutes")
     with library.locked():
         found = library.loaded()  # another process may have built it meanwhile
         if found is not None:
@@ -117,31 +117,31 @@ def _built(builder: Any, library: _Library, verbose: bool) -> ModuleType:
 
 
 def _compiled(builder: Any, library: _Library, verbose: bool) -> ModuleType:
-    assert _theirs is not None, "taken over before"
+    assert _original_jit_load is not None, "set by take_over"
     try:
         with _variables(TORCH_EXTENSIONS_DIR=str(library.folder.parent), PATH=_path()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _theirs(builder, verbose)
+            return _original_jit_load(builder, verbose)
     except Exception as error:
         raise unusable(builder.name, error) from error
 
 
 def unusable(name: str, error: Exception) -> ConfigError:
-    """Return what to raise where an op cannot be had."""
+    """Return the error for an op that cannot be built or loaded."""
     return ConfigError(
         f"deepspeed's {name} could not be built and loaded on {socket.gethostname()} ({_root(error)})",
-        do=_advice(name, "repair that"),
+        do=_advice(name, "fix that"),
     )
 
 
 def _root(error: Exception) -> str:
-    """Return the line of what a compiler printed that says what is wrong."""
+    """Return the first line of a compiler's output that has an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrong = [line for line in lines if "error:" in line.lower()]
     return (wrong or lines or [type(error).__name__])[0]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"stratagem: {text}", file=sys.stderr, flush=True)
 
 
@@ -149,7 +149,7 @@ def _say(text: str) -> None:
 
 
 def check_tools(builder: Any) -> None:
-    """Refuse to begin without what the build of that op needs, unless there is nothing to build."""
+    """Raise an error if a tool that the build of this op needs is missing, unless the op is built already."""
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import get_cxx_compiler
 
@@ -159,14 +159,14 @@ def check_tools(builder: Any) -> None:
     path = _path()
     for tool, package in ((shlex.split(get_cxx_compiler())[0], "apt-get install g++"), ("ninja", "pip install ninja")):
         if shutil.which(tool, path=path) is None:
-            raise _lacking(builder.name, tool, package)
+            raise _missing(builder.name, tool, package)
     if builder.name == "async_io":
         with _variables(PATH=path):
             if not builder.has_function("io_submit", ("aio",)):
-                raise _lacking(builder.name, "libaio", "apt-get install libaio-dev")
+                raise _missing(builder.name, "libaio", "apt-get install libaio-dev")
 
 
-def _lacking(name: str, what: str, remedy: str) -> ConfigError:
+def _missing(name: str, what: str, remedy: str) -> ConfigError:
     return ConfigError(
         f"deepspeed's {name} is built on the machine that uses it, and {what} is missing on {socket.gethostname()}",
         do=_advice(name, f"install it ({remedy})"),
@@ -178,7 +178,7 @@ def _advice(name: str, remedy: str) -> str:
 
 
 def _path() -> str:
-    """Return PATH, with the place where pip puts ninja: a virtual environment need not be activated to be used."""
+    """Return PATH, with the folder in which pip installs ninja, for virtual environments that are not activated."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
@@ -196,7 +196,7 @@ def _variables(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# --- Where they are kept -----------------------------------------------------------------------------------------
+# --- The folder of ops --------------------------------------------------------------------------------------------
 
 
 def _library(builder: Any) -> _Library:
@@ -204,7 +204,7 @@ def _library(builder: Any) -> _Library:
 
 
 def _folder() -> Path:
-    """Return where ops are kept: TORCH_EXTENSIONS_DIR, or a folder of the user's for what is installed here."""
+    """Return the folder of ops: TORCH_EXTENSIONS_DIR, or one in the user's cache for the installed versions."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
@@ -213,7 +213,7 @@ def _folder() -> Path:
 
 
 def _fingerprint() -> str:
-    """Return a word for all that a built op depends on."""
+    """Return a string that identifies all that a built op depends on."""
     import deepspeed
 
     facts = (
@@ -225,14 +225,14 @@ def _fingerprint() -> str:
 
 
 def _cpu() -> str:
-    """Return the model of this CPU and what it can do: ops are compiled for it alone."""
+    """Return the model and the features of this CPU, for which ops are compiled."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    told = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
-    return "\n".join([platform.machine(), *sorted(set(told))])
+    features = [line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join([platform.machine(), *sorted(set(features))])
 
 
 def _devices() -> str:
-    """Return what kind of devices deepspeed is here for: an op for GPUs is compiled for those that are there."""
+    """Return the type of devices, and for GPUs their compute capabilities, for which ops are compiled."""
     from deepspeed.accelerator import get_accelerator
 
     kind: str = get_accelerator().device_name()
@@ -242,7 +242,7 @@ def _devices() -> str:
 
 @define
 class _Library:
-    """A built op, or the place where it will be."""
+    """An op's shared library, which may not be built yet."""
 
     name: str
     folder: Path
@@ -256,7 +256,7 @@ class _Library:
         return self.folder / "built-by-stratagem"
 
     def is_there(self) -> bool:
-        """Whether torch would load what is in the folder as it is, as far as one can tell."""
+        """Whether torch would probably load the library without building it again."""
         import deepspeed
 
         if self._mark.exists() and self._file.exists():
@@ -265,33 +265,33 @@ class _Library:
         return self._file.exists() and commands.exists() and package in commands.read_text()
 
     def loaded(self) -> ModuleType | None:
-        """Load it, if it was built for what is installed here."""
+        """Load the library if it was built for the installed versions; otherwise return None."""
         with contextlib.suppress(FileNotFoundError):
             if self._mark.read_text() == self._state():
                 return _import(self.name, self._file)
         return None
 
     def mark(self) -> None:
-        """Note what it was built for."""
-        # torch gives a changed op another name, within one process; the next one finds it under its own.
+        """Write the stamp of the build."""
+        # Within one process torch gives an op that is built again another name, which later processes do not load.
         if self._file.exists():
             self._mark.write_text(self._state())
 
     def clear(self) -> None:
-        """Take away what a killed build left, which would make torch wait for it. Whoever calls this holds the lock."""
+        """Remove the lock of a killed build, for which torch would wait. The caller holds `locked`."""
         self._mark.unlink(missing_ok=True)
-        if _is_worked_in(self.folder):  # by another program, or by a compiler that outlived who started it
-            _say(f"waiting for another build of deepspeed's {self.name} in {self.folder}")
+        if _is_worked_in(self.folder):  # by another program, or by a compiler whose parent was killed
+            _print(f"waiting for another build of deepspeed's {self.name} in {self.folder}")
         while _is_worked_in(self.folder):
             time.sleep(0.2)
         left = self.folder / "lock"
         if left.exists():
-            _say(f"removing {left}, left by a build of deepspeed's {self.name} that was killed")
+            _print(f"removing {left}, left by a build of deepspeed's {self.name} that was killed")
             left.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out; the kernel lets go when this one ends, however it ends."""
+        """Hold the file lock; the kernel releases it when this process ends, also when it is killed."""
         from filelock import FileLock
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ class _Library:
 
 
 def _is_worked_in(folder: Path) -> bool:
-    """Whether a process of this machine builds in `folder`: it has torch's lock open, or is a ninja that runs there."""
+    """Whether a process of this machine builds in `folder`: it has torch's lock open, or is ninja and runs there."""
     processes, lock = Path("/proc"), folder / "lock"
     return any(_same(each, lock) for each in processes.glob("[0-9]*/fd/*")) or any(
         _same(each, folder) and _called(each.parent) == "ninja" for each in processes.glob("[0-9]*/cwd")
@@ -321,14 +321,14 @@ def _called(process: Path) -> str:
 def _same(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
-    except OSError:  # one is gone, or belongs to somebody else
+    except OSError:  # a file was removed, or belongs to another user
         return False
 
 
 def _import(name: str, file: Path) -> ModuleType:
     specification = importlib.util.spec_from_file_location(name, file)
     assert specification is not None, "the name of a shared library"
-    assert specification.loader is not None, "of which Python knows the loader"
+    assert specification.loader is not None, "it has a loader"
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module

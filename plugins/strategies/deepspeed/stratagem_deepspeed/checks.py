@@ -1,4 +1,4 @@
-"""What is refused before an engine is made: models and optimizers on which DeepSpeed would fail, or go on wrongly."""
+"""Checks before an engine is made: models and optimizers with which DeepSpeed fails or trains wrongly."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stratagem_deepspeed.state import shape_of
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: What fits into fp32.
+#: Dtypes that fp32 masters represent exactly.
 _MASTERED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dtypes(module: nn.Module, engine_dtype: torch.dtype | None) -> None:
-    """Refuse parameters of dtypes that the engine does not step.
+    """Refuse parameters of dtypes that the engine does not train.
 
     Args:
-        engine_dtype: the 16-bit dtype that the engine makes all parameters; None for 32 bits.
+        engine_dtype: the 16-bit dtype to which the engine converts all parameters; None for 32 bits.
 
     Raises:
         ConfigError: there is one.
@@ -31,7 +31,7 @@ def check_dtypes(module: nn.Module, engine_dtype: torch.dtype | None) -> None:
         if parameter.dtype not in _MASTERED and (parameter.is_floating_point() or parameter.is_complex()):
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}, and DeepSpeed steps fp32 copies",
-                expected="parameters in 32 bits or fewer, and real ones",
+                expected="real parameters of at most 32 bits",
                 do="convert it, or choose another strategy",
             )
         if engine_dtype is None and parameter.is_floating_point() and parameter.dtype is not torch.float32:
@@ -43,7 +43,7 @@ def check_dtypes(module: nn.Module, engine_dtype: torch.dtype | None) -> None:
 
 
 def check_sizes(module: nn.Module) -> None:
-    """Refuse parameters without elements, which stage 3 cannot share out.
+    """Refuse parameters without elements, which stage 3 cannot partition.
 
     Raises:
         ConfigError: there is one.
@@ -52,7 +52,7 @@ def check_sizes(module: nn.Module) -> None:
         if shape_of(parameter).numel() == 0:
             raise ConfigError(
                 f"parameter {name!r} has no elements (shape {tuple(shape_of(parameter))}), and stage 3 gives each rank "
-                "a share of every parameter",
+                "a partition of every parameter",
                 expected="at least one element",
                 do='leave the parameter out, or choose strategy="deepspeed_stage_2"',
             )
@@ -75,7 +75,7 @@ def check_integers(optimizer: Any, module: nn.Module) -> None:
 
 
 def check_same_optimizers(optimizers: list[Any], module: nn.Module, run: RunContext) -> None:
-    """Refuse ranks that made different optimizers. Collective.
+    """Refuse different optimizers on different ranks. Collective.
 
     Raises:
         ConfigError: two ranks differ; on all ranks.
@@ -88,8 +88,8 @@ def check_same_optimizers(optimizers: list[Any], module: nn.Module, run: RunCont
             one, other = _first_difference(every[0], theirs)
             raise ConfigError(
                 f"configure_optimizers returned {other} on rank {rank} and {one} on rank 0",
-                expected="the same on all ranks, each of which steps a share",
-                do="make the optimizer without looking at the rank",
+                expected="the same on all ranks, each of which steps a partition",
+                do="make an optimizer that does not depend on the rank",
             )
 
 
@@ -113,27 +113,27 @@ def _first_difference(one: list[list[str]], other: list[list[str]]) -> tuple[str
     return "fewer parameter groups", "more parameter groups"
 
 
-#: Optimizers for which a layer is more than its numbers.
+#: Optimizers that compute with whole matrices or layers.
 _WHOLE_LAYERS = {"adafactor", "muon", "shampoo", "soap", "lars", "lamb", "novograd"}
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Refuse an optimizer that looks at whole matrices or layers: ZeRO cuts them up and lays them end to end.
+    """Refuse an optimizer that computes with whole matrices or layers: ZeRO flattens and partitions them.
 
     Raises:
         ConfigError: it is known to do so.
     """
     if type(optimizer).__name__.lower() in _WHOLE_LAYERS and not type(optimizer).__module__.startswith("deepspeed."):
         raise ConfigError(
-            f"configure_optimizers returned {type(optimizer).__name__}, which looks at whole layers, and ZeRO hands it "
-            "pieces of them",
-            expected="an optimizer that treats each number by itself, such as AdamW",
-            do='choose it, or a strategy that steps whole parameters, such as "ddp"',
+            f"configure_optimizers returned {type(optimizer).__name__}, which computes with whole layers, and ZeRO "
+            "gives it flat partitions of them",
+            expected="an elementwise optimizer, such as AdamW",
+            do='use such an optimizer, or a strategy that steps whole parameters, such as "ddp"',
         )
 
 
 def check_groups(optimizer: Any) -> None:
-    """Refuse a parameter group in which nothing is trained: ZeRO wants something of each to share out.
+    """Refuse a parameter group without trainable parameters, of which ZeRO cannot make a flat tensor.
 
     Raises:
         ConfigError: there is one.
@@ -141,31 +141,30 @@ def check_groups(optimizer: Any) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):
             raise ConfigError(
-                f"parameter group {number} of {type(optimizer).__name__} has no parameter that is trained",
-                expected="at least one in each group, which ZeRO shares out",
+                f"parameter group {number} of {type(optimizer).__name__} has no trainable parameter",
+                expected="at least one in each group, which ZeRO partitions",
                 do="leave the group out of configure_optimizers",
             )
 
 
 def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
-    """Refuse an optimizer that DeepSpeed would refuse, with what to write where.
+    """Refuse an optimizer that DeepSpeed would refuse, and name the key that allows it.
 
     Raises:
-        ConfigError: the state of such an optimizer was never tried cut up, and the configuration does not allow that.
+        ConfigError: DeepSpeed has not tested the optimizer, and the configuration does not allow untested ones.
     """
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     if not config.get("zero_allow_untested_optimizer") and not is_zero_supported_optimizer(optimizer):
         raise ConfigError(
-            f"configure_optimizers returned {type(optimizer).__name__}, which DeepSpeed has not tried with ZeRO",
+            f"configure_optimizers returned {type(optimizer).__name__}, which DeepSpeed has not tested with ZeRO",
             expected="Adam or AdamW",
-            do=f'set "zero_allow_untested_optimizer": true in {origin}; it holds for any optimizer that treats '
-            "each number by itself",
+            do=f'set "zero_allow_untested_optimizer": true in {origin} if the optimizer is elementwise',
         )
 
 
 def the_only(optimizers: list[Any], configured: str | None) -> Any:
-    """Return the one optimizer of a run, None if DeepSpeed is to make it.
+    """Return the optimizer of a run; None if DeepSpeed makes it.
 
     Raises:
         ConfigError: there are several.
@@ -173,7 +172,7 @@ def the_only(optimizers: list[Any], configured: str | None) -> Any:
     if len(optimizers) > 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and DeepSpeed steps one",
-            expected="one, with a parameter group for each",
+            expected="one optimizer, with a parameter group instead of each",
         )
     if optimizers and configured is not None:
         raise ConfigError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gradient_norms(engine: Any) -> list[torch.Tensor]:
-    """Return what the norm is made of, times the loss scale: one over all ranks for each piece that is stepped."""
+    """Return the norms over all ranks, times the loss scale: one for each flat tensor that is stepped."""
     zero = engine.optimizer
     if hasattr(zero, "_get_norm_groups"):
         groups: list[torch.Tensor] = zero._get_norm_groups()
@@ -26,7 +26,7 @@ def gradient_norms(engine: Any) -> list[torch.Tensor]:
 
 
 def combined_norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return one norm for all; DeepSpeed says -1 for one that is not finite."""
+    """Return the norm over all tensors; DeepSpeed returns -1 for a norm that is not finite."""
     device = next((norm.device for norm in norms if isinstance(norm, torch.Tensor)), None)
     each = torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in norms]).cpu()
     return torch.linalg.vector_norm(each) if bool((each >= 0).all()) else torch.tensor(torch.inf)
@@ -34,7 +34,7 @@ def combined_norm(norms: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_averaging(engine: Any, norms: list[torch.Tensor]) -> Iterator[None]:
-    """Have the step take gradients as they are, and their norms as they were measured."""
+    """Within: the engine's step neither averages gradients nor measures their norms again."""
     zero = engine.optimizer
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(engine, "enable_backward_allreduce", False))

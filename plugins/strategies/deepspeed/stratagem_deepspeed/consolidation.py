@@ -1,4 +1,4 @@
-"""One set of whole fp32 weights from the shards that DeepSpeed's ranks wrote."""
+"""Consolidate the partitions that DeepSpeed's ranks wrote into whole fp32 weights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from stratagem.checkpoint.alone import Alone
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import folder, start
 
-#: The key of what a run of ours remembers beside weights and optimizer.
+#: The key of the run's state besides weights and optimizer.
 REST = "stratagem"
-#: What DeepSpeed itself writes beside the weights.
+#: Keys that DeepSpeed itself writes.
 _DEEPSPEEDS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dims", "ds_config", "ds_version",
     "universal_checkpoint_info", "num_experts", "ds_autoep_layers",
 }  # fmt: skip
-#: What some trainers put before every name.
+#: The prefix that some trainers add to every name.
 _PREFIX = "_forward_module."
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -39,22 +39,22 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """Make one file of fp32 weights, with what the trainer kept beside them, of a checkpoint folder of DeepSpeed's.
+    """Write one file of fp32 weights, and the trainer's other state, from a checkpoint folder of DeepSpeed's.
 
-    The folder holds pickles, which are executed: call it for folders of people you trust. ``torch.load(output_file,
-    weights_only=True)["state_dict"]`` are the weights, which every strategy reads, too; there is no optimizer in it.
+    The folder has pickles, which are executed: call it only for folders that you trust. ``torch.load(output_file,
+    weights_only=True)["state_dict"]`` are the weights, which every strategy reads; the optimizer is not included.
 
     Args:
         checkpoint_dir: the folder with the file ``latest``, of any stage, by any program.
         output_file: where to write.
-        tag: the folder inside; by default what ``latest`` names.
-        exclude_frozen_parameters: leave out what is not trained.
+        tag: the folder inside; by default that which ``latest`` names.
+        exclude_frozen_parameters: leave out parameters that are not trained.
 
     Returns:
-        What was written.
+        The contents of the file.
 
     Raises:
-        CheckpointError: it is no such folder, or not whole.
+        CheckpointError: it is not such a folder, or not complete.
     """
     from stratagem.checkpoints import FullCheckpoint
 
@@ -64,14 +64,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def consolidate(path: Path, tag: str | None = None, exclude_frozen: bool = False) -> dict[str, Any]:
-    """Return weights and what the trainer kept beside them. Executes what the pickles say.
+    """Return the weights and the trainer's other state. Executes the pickles' code.
 
     Raises:
-        CheckpointError: it is no folder of DeepSpeed's, or not whole.
+        CheckpointError: it is not a folder of DeepSpeed's, or not complete.
     """
     facts = None
     if folder.is_ours(path):
-        facts = folder.read_mark(path)
+        facts = folder.read_manifest(path)
         folder.verify(path, facts)
     elif tag is None or not (path / tag).is_dir():
         folder.check_place(path)
@@ -90,10 +90,10 @@ def weights(
     exclude_frozen: bool = False,
     saved: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the whole weights by the names of the user's module, as far as `facts` tell them.
+    """Return the whole weights by the names of the user's module, as far as `facts` has them.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or holds what `folder.as_data` refuses.
+        CheckpointError: a file is missing or damaged, or has objects that `folder.as_data` refuses.
     """
     saved = _load(folder.model_file(path, tag)) if saved is None else saved
     found: dict[str, Any] = _collated(path, tag, exclude_frozen) if folder.has_shards(path, tag) else {}
@@ -112,7 +112,7 @@ def weights(
 def _not_sharded(
     saved: Mapping[str, Any], found: set[str], exclude_frozen: bool, has_placeholders: bool, path: Path
 ) -> dict[str, Any]:
-    """Return what rank 0's file of weights has whole: buffers in their own dtype, and what no optimizer trains."""
+    """Return the whole tensors of rank 0's file: buffers in their own dtype, and parameters in no optimizer."""
     buffers = set(saved.get("buffer_names") or ())
     own = {
         name: value for name, value in saved["module"].items() if name in buffers or not isinstance(value, torch.Tensor)
@@ -122,7 +122,8 @@ def _not_sharded(
         return own
     if rest and has_placeholders:
         warnings.warn(
-            f"{path} lacks {', '.join(rest)}: at stage 3 DeepSpeed saves what it trains or freezes", stacklevel=2
+            f"{path} lacks {', '.join(rest)}: at stage 3 DeepSpeed saves only trained or frozen parameters",
+            stacklevel=2,
         )
         return own
     return own | rest
@@ -149,11 +150,11 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return what went wrong while DeepSpeed or torch read `path` as the error to raise."""
+    """Return the error to raise after DeepSpeed or torch failed to read `path`."""
     text = str(error).strip().splitlines()
     return CheckpointError(
         f"{path} cannot be read ({type(error).__name__}: {text[0][:160] if text else 'no reason given'})",
-        expected="what DeepSpeed wrote, all files of it", do="use another checkpoint",
+        expected="all files that DeepSpeed wrote, undamaged", do="use another checkpoint",
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _widened(value: Any) -> Any:
 
 
 def _beside(saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what a trainer put beside the weights, as far as it can be kept without pickles."""
+    """Return the trainer's state beside the weights, as far as it can be saved without pickles."""
     if REST in saved:
         rest: dict[str, Any] = dict(saved[REST])
         return rest
@@ -176,5 +177,5 @@ def _beside(saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
         except CheckpointError as error:
             dropped.append(error.found)
     if dropped:
-        warnings.warn(f"{path}: {'; '.join(dropped)}, which a file without pickles cannot keep", stacklevel=2)
+        warnings.warn(f"{path}: {'; '.join(dropped)}, which a file without pickles cannot store", stacklevel=2)
     return kept

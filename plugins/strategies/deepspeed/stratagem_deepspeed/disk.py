@@ -1,11 +1,10 @@
-"""What a run keeps on a disk: in a folder of its own, with room for every file, and removed at the end.
+"""Files that a run offloads to a disk: in its own folder, with checked requests, and removed at the end.
 
-[Note: what deepspeed's requests do not notice]
-deepspeed reads and writes past the operating system's cache, which a disk only does from and to memory at multiples of
-its block size, and never looks at what became of a request. On a full disk, or with a tensor in the middle of a buffer,
-it goes on with the numbers that happened to be in memory: gradients of zero, or of the step before. `Disk.watched` puts
-around its requests what it does not check: room for a file before anything is written to it, and an aligned buffer
-where a tensor is not.
+[Note: unchecked disk requests]
+deepspeed uses direct I/O, which needs memory that is aligned to the disk's block size, and does not check the result
+of a request. On a full disk, or with a tensor that is not aligned, it continues with the values that happen to be in
+memory: zeros, or gradients of the previous step. `Disk.watched` adds the missing checks: it reserves space for a file
+before the first write, and copies unaligned tensors to aligned buffers.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from stratagem_deepspeed.zero_section import device_of
 
 SECTIONS = ("offload_optimizer", "offload_param")
 
-#: Folders of runs begin with this, in whatever folder the user names.
+#: Prefix of the folders of runs.
 _PREFIX = "stratagem-swap-"
-#: Held by the process that a folder belongs to, as long as it lives.
+#: Lock file in a folder, held by its process until that ends.
 _LOCK = "in-use"
-#: Bytes to whose multiples disks may want addresses and sizes.
+#: Block sizes in bytes to which disks may require addresses and sizes to be aligned.
 _ALIGNMENTS = (512, 4096)
-#: deepspeed keeps what is smaller in memory.
+#: Smaller tensors stay in memory.
 _SMALLEST_BYTES = 1024**2
-#: Bit of Linux's capability to lock any amount of memory.
+#: Bit of the Linux capability to lock any amount of memory.
 _CAP_IPC_LOCK = 14
 
 
@@ -45,13 +44,13 @@ _CAP_IPC_LOCK = 14
 
 
 class Disk:
-    """The folders of this process, one for each folder that the configuration names; `remove` takes them away."""
+    """The folders of this process, one for each `nvme_path` of the configuration; `remove` deletes them."""
 
     def __init__(self, zero: Mapping[str, Any], called: Callable[[str], str]) -> None:
         """Make the folders, after removing those of runs that were killed.
 
         Raises:
-            ConfigError: nobody can write there, or not in the way that deepspeed writes.
+            ConfigError: the folder is not writable, or its file system does not support direct I/O.
         """
         self._parents = {
             section: str(Path(zero[section]["nvme_path"])) for section in SECTIONS if device_of(zero, section) == "nvme"
@@ -66,7 +65,7 @@ class Disk:
 
     def _make(self, parent: Path, name: str) -> None:
         try:
-            _remove_forsaken(parent)
+            _remove_abandoned(parent)
             path = self._own[str(parent)] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._locks.append(_lock(path))
             self._alignment = max(self._alignment, _alignment(path))
@@ -74,17 +73,17 @@ class Disk:
             self.remove()
             raise ConfigError(
                 f"{name} is {str(parent)!r}, which cannot hold what is offloaded ({_reason(error)})",
-                expected="a folder on a local disk with room, where this user may write",
+                expected="a writable folder on a local disk with enough space",
             ) from error
 
     def begin(self) -> None:
-        """Give the next model places that no earlier one uses; what an optimizer left there is removed."""
+        """Use new folders for the next model; remove the optimizer state of the previous one."""
         for path in self._own.values():
             shutil.rmtree(path / f"optimizer-{self._models}", ignore_errors=True)
         self._models += 1
 
     def place(self, zero: dict[str, Any]) -> None:
-        """Let the configuration name this process's folders."""
+        """Set the `nvme_path` of each section of `zero` to this process's folder."""
         for section, parent in self._parents.items():
             kind = "optimizer" if section == "offload_optimizer" else "parameters"
             path = self._own[parent] / f"{kind}-{self._models}"
@@ -93,11 +92,11 @@ class Disk:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Have the handles that deepspeed makes within check what they do. See the note above."""
+        """Within: handles that deepspeed makes check their requests; see [Note: unchecked disk requests]."""
         import deepspeed.utils
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        deepspeed.utils._deepspeed_nvme_write_warning_emitted = True  # that a disk wears out is said at `nvme_path`
+        deepspeed.utils._deepspeed_nvme_write_warning_emitted = True  # the documentation of `nvme_path` warns
         op = AsyncIOBuilder().load()
         before, op.aio_handle = op.aio_handle, _watched(op.aio_handle, self._alignment)
         try:
@@ -106,7 +105,7 @@ class Disk:
             op.aio_handle = before
 
     def remove(self) -> None:
-        """Remove the folders and all that is in them. Safe to call twice."""
+        """Delete the folders. Safe to call twice."""
         for path in self._own.values():
             shutil.rmtree(path, ignore_errors=True)
         for descriptor in self._locks:
@@ -115,7 +114,7 @@ class Disk:
 
 
 def _lock(path: Path) -> int:
-    """Make a lock file that is held from the moment on which others can see it."""
+    """Create a lock file that is held before other processes can see it."""
     hidden = path / f"{_LOCK}.new"
     descriptor = os.open(hidden, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     lock_descriptor(descriptor, blocking=False)
@@ -123,8 +122,8 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _remove_forsaken(parent: Path) -> None:
-    """Remove folders of processes that are gone: they were killed, and could not do it."""
+def _remove_abandoned(parent: Path) -> None:
+    """Remove folders whose processes were killed before they could do so."""
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -136,10 +135,10 @@ def _remove_forsaken(parent: Path) -> None:
 
 
 def _alignment(path: Path) -> int:
-    """Return to what multiple of bytes the disk of `path` wants addresses and sizes.
+    """Return the alignment in bytes that the disk of `path` requires of addresses and sizes.
 
     Raises:
-        OSError: it is full, or has no such access.
+        OSError: the disk is full, or does not support direct I/O.
     """
     trial = path / "trial"
     descriptor = os.open(trial, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
@@ -159,7 +158,7 @@ def _alignment(path: Path) -> int:
 
 def _reason(error: OSError) -> str:
     if error.errno == errno.EINVAL:
-        return "its file system only writes through the system's cache"
+        return "its file system does not support direct I/O"
     return error.strerror or str(error)
 
 
@@ -167,19 +166,19 @@ def _reason(error: OSError) -> str:
 
 
 def _watched(handle: Any, alignment: int) -> Any:
-    """Return a class of handles that reserves room, and passes unaligned tensors through aligned ones."""
+    """Return a subclass of `handle` that reserves disk space, and copies unaligned tensors to aligned buffers."""
 
     class Watched(handle):  # type: ignore[misc] # a class of a compiled module
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self._parts = options["intra_op_parallelism"]
+            self._num_threads = options["intra_op_parallelism"]
             self._reserved: dict[str, int] = {}
-            #: Aligned buffers under way, and the tensors to fill from them.
-            self._detours: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-            self._under_way = 0
+            #: Aligned buffers of pending requests, and the tensors to which they are copied after a read.
+            self._aligned_buffers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+            self._pending = 0
 
         def __del__(self) -> None:
-            if self._under_way:  # a handle that still waits for something ends the process
+            if self._pending:  # destroying a handle with pending requests would end the process
                 super().wait()
 
         def async_pwrite(self, tensor: torch.Tensor, path: str, offset: int = 0) -> int:
@@ -195,42 +194,42 @@ def _watched(handle: Any, alignment: int) -> Any:
 
         def wait(self) -> int:
             done: int = super().wait()
-            self._under_way = 0
-            for buffer, tensor in self._detours:
+            self._pending = 0
+            for buffer, tensor in self._aligned_buffers:
                 if tensor is not None:
                     tensor.copy_(buffer[: tensor.numel()])
                 self.free_cpu_locked_tensor(buffer)
-            self._detours = []
+            self._aligned_buffers = []
             return done
 
         def _aligned(self, tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
-            unit = alignment * self._parts
+            unit = alignment * self._num_threads
             if tensor.data_ptr() % alignment == 0 and tensor.nbytes % unit == 0:
                 return tensor
             padded = -(-tensor.nbytes // unit) * unit
             buffer: torch.Tensor = self.new_cpu_locked_tensor(padded // tensor.itemsize, tensor)
             if not is_read:
                 buffer[: tensor.numel()].copy_(tensor)
-            self._detours.append((buffer, tensor if is_read else None))
+            self._aligned_buffers.append((buffer, tensor if is_read else None))
             return buffer
 
         def _request(self, request: Callable[..., int], tensor: torch.Tensor, path: str, offset: int) -> int:
             result = request(tensor, path, offset)
             if result != 0:
                 raise StratagemError(
-                    f"{path} cannot be opened, which holds what was offloaded", do="see what removed it"
+                    f"{path}, which holds offloaded state, cannot be opened", do="find out what removed it"
                 )
-            self._under_way += 1
+            self._pending += 1
             return result
 
     return Watched
 
 
 def _reserve(path: str, size: int) -> None:
-    """Give the file at `path` room for `size` bytes.
+    """Allocate `size` bytes of disk space for the file at `path`.
 
     Raises:
-        StratagemError: there is none.
+        StratagemError: the disk does not have them.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
@@ -239,7 +238,7 @@ def _reserve(path: str, size: int) -> None:
         raise StratagemError(
             f"{path} needs {size / 1e6:.1f} MB for what is offloaded, and the disk has {_free(path)} "
             f"({error.strerror})",
-            do="free some, or name another nvme_path",
+            do="free disk space, or set another nvme_path",
         ) from error
     finally:
         os.close(descriptor)
@@ -249,10 +248,10 @@ def _free(path: str) -> str:
     return f"{shutil.disk_usage(os.path.dirname(path)).free / 1e6:.1f} MB"
 
 
-def mend(swapper: Any) -> None:
-    """Let deepspeed's swapper of parameters be asked for one twice at a time.
+def patch_swapper(swapper: Any) -> None:
+    """Make deepspeed's parameter swapper accept a request that has the same parameter twice.
 
-    Reading ahead, it asks so for a layer that is used twice in a row: last in forward, and first in backward.
+    Its prefetching makes such requests for a layer that is last in forward and first in backward.
     """
     swap_in = swapper.swap_in
 
@@ -272,28 +271,28 @@ def check_parameters(
     world_size: int,
     called: Callable[[str], str],
 ) -> None:
-    """Refuse buffers that parameters of `module` would not fit into, on their way from and to the disk.
+    """Refuse buffers that are too small or too few for the parameters of `module` that are on the disk.
 
     Raises:
-        ConfigError: a buffer is too small, there are too few of them, or the system does not let them be locked.
+        ConfigError: a buffer is too small, there are too few, or the system does not allow them to be locked.
     """
     section = config["zero_optimization"]["offload_param"]
     size, count = section.get("buffer_size", 100_000_000), section.get("buffer_count", 5)  # deepspeed's defaults
     smallest = max(_SMALLEST_BYTES, config.get("aio", {}).get("block_size", 0))
-    shares = {
-        name: share
+    partitions = {
+        name: elements
         for name, parameter in module.named_parameters()
-        if (share := _share(parameter, world_size)) * (dtype or parameter.dtype).itemsize >= smallest
+        if (elements := _partition_size(parameter, world_size)) * (dtype or parameter.dtype).itemsize >= smallest
     }
-    if shares and max(shares.values()) > size:
-        name = max(shares, key=lambda name: shares[name])
+    if partitions and max(partitions.values()) > size:
+        name = max(partitions, key=lambda name: partitions[name])
         raise ConfigError(
-            f"{called('offload_param.buffer_size')} is {size}, and each rank's share of {name} has {shares[name]} "
+            f"{called('offload_param.buffer_size')} is {size}, and a rank's partition of {name} has {partitions[name]} "
             "elements",
-            expected="room for the largest", do=f"set it to {shares[name]}",
+            expected="a buffer for the largest partition", do=f"set it to {partitions[name]}",
         )  # fmt: skip
     for name, part in module.named_modules():
-        own = [key for key, _ in part.named_parameters(name, recurse=False) if key in shares]
+        own = [key for key, _ in part.named_parameters(name, recurse=False) if key in partitions]
         if len(own) > count:
             raise ConfigError(
                 f"{called('offload_param.buffer_count')} is {count}, and {name or type(part).__name__} computes with "
@@ -303,15 +302,15 @@ def check_parameters(
     check_lockable(size * count * (dtype or torch.float32).itemsize, called("offload_param.buffer_size"))
 
 
-def _share(parameter: Any, world_size: int) -> int:
+def _partition_size(parameter: Any, world_size: int) -> int:
     return -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
 
 
 def check_lockable(size: int, name: str) -> None:
-    """Refuse buffers that the system does not let this user lock into memory, which deepspeed would die of.
+    """Refuse buffers that the system does not allow this user to lock into memory, with which deepspeed would crash.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they exceed the limit.
     """
     import resource
 
@@ -321,7 +320,7 @@ def check_lockable(size: int, name: str) -> None:
     raise ConfigError(
         f"{name} asks for {size / 1e6:.0f} MB of buffers, which are locked into memory, and a process of this user may "
         f"lock {limit / 1e6:.0f} MB",
-        expected="smaller ones", do='or have the limit raised ("ulimit -l unlimited")',
+        expected="smaller buffers", do='lower it, or have the limit raised ("ulimit -l unlimited")',
     )  # fmt: skip
 
 
@@ -331,7 +330,7 @@ def _may_lock_all() -> bool:
 
 
 def check_optimizer(optimizer: Any, section: Mapping[str, Any], called: Callable[[str], str]) -> None:
-    """Refuse fewer buffers than `optimizer` needs to step a parameter: its weights, its gradient, and its state.
+    """Refuse fewer buffers than a step of `optimizer` needs: for weights, gradients, and each tensor of its state.
 
     Raises:
         ConfigError: there are fewer.
@@ -341,12 +340,12 @@ def check_optimizer(optimizer: Any, section: Mapping[str, Any], called: Callable
         raise ConfigError(
             f"{called('offload_optimizer.buffer_count')} is {count}, and a step of {type(optimizer).__name__} needs "
             f"{wanted} buffers",
-            expected="as many", do=f"set it to {wanted}",
+            expected=f"at least {wanted}", do=f"set it to {wanted}",
         )  # fmt: skip
 
 
 def _tensors_kept(optimizer: Any) -> int:
-    """Return how many tensors of a parameter's size the optimizer keeps for each."""
+    """Return the number of tensors of a parameter's size in the optimizer's state."""
     known = {"DeepSpeedCPUAdam": 2, "DeepSpeedCPUAdagrad": 1, "DeepSpeedCPULion": 1}
     if type(optimizer).__name__ in known:
         return known[type(optimizer).__name__]
@@ -358,7 +357,7 @@ def _tensors_kept(optimizer: Any) -> int:
 
 
 def _alone_with(optimizer: Any, parameter: nn.Parameter) -> Any:
-    """Return an optimizer like this one that has nothing but `parameter`."""
+    """Return a copy of the optimizer with `parameter` as its only one."""
     import collections
     import copy
 
@@ -369,25 +368,26 @@ def _alone_with(optimizer: Any, parameter: nn.Parameter) -> Any:
 
 
 def check_not_lost(module: nn.Module) -> None:
-    """Refuse a model whose parameters were on a disk in an earlier run, and went with its folder.
+    """Refuse a model whose parameters were on a disk in an earlier run, which has deleted them.
 
     Raises:
         ConfigError: some were.
     """
     for name, parameter in module.named_parameters():
-        share = getattr(parameter, "ds_tensor", None)
-        if getattr(share, "final_location", None) == "nvme" and parameter.nvme_swapper is None:  # type: ignore[attr-defined]
+        partition = getattr(parameter, "ds_tensor", None)
+        if getattr(partition, "final_location", None) == "nvme" and parameter.nvme_swapper is None:  # type: ignore[attr-defined]
             raise ConfigError(
-                f"the model's {name} was on a disk, and went with the run that had put it there",
-                expected="a whole model", do="save a checkpoint before a run is closed, and load it into a new model",
+                f"the model's {name} was on a disk, and was deleted with the run that had offloaded it",
+                expected="a model with all its parameters",
+                do="save a checkpoint before a run is closed, and load it into a new model",
             )  # fmt: skip
 
 
-# --- The end -----------------------------------------------------------------------------------------------------
+# --- Release ------------------------------------------------------------------------------------------------------
 
 
-def let_go(module: nn.Module) -> None:
-    """Free the buffers that parameters of `module` came through; those on the disk are lost with its folder."""
+def release(module: nn.Module) -> None:
+    """Free the swap buffers of the parameters of `module`; parameters on the disk are deleted with its folder."""
     on_disk = [parameter for parameter in module.parameters() if getattr(parameter, "nvme_swapper", None) is not None]
     swappers = {id(parameter.nvme_swapper): parameter.nvme_swapper for parameter in on_disk}  # type: ignore[attr-defined]
     for swapper in swappers.values():

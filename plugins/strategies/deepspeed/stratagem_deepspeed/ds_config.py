@@ -1,11 +1,11 @@
-"""The user's own DeepSpeed configuration: read, and every word of it checked.
+"""The user's own DeepSpeed configuration: read it, and check every key.
 
-[Note: words without effect]
-DeepSpeed passes over most words that it does not know, and over some that it does. Here an unknown word is an error,
-and so is one that cannot take effect. The words are those of deepspeed 0.19.8 (config.py, zero/config.py,
-zero/offload_config.py, precision_config.py and lr_schedules.py in runtime), written down by hand so that a
-configuration can be checked before deepspeed is imported. "auto" stays where a run can tell what it is, is dropped
-where DeepSpeed has a default, and is an error elsewhere.
+[Note: keys without effect]
+DeepSpeed ignores most keys that it does not know, and some that it does. Here an unknown key is an error, and so is one
+that has no effect. The keys are those of deepspeed 0.19.8 (config.py, zero/config.py, zero/offload_config.py,
+precision_config.py and lr_schedules.py in runtime), listed here so that a configuration can be checked before deepspeed
+is imported. "auto" is kept where a run determines the value, dropped where DeepSpeed has a default, and an error
+elsewhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stratagem.errors import ConfigError, nearest
 
 AUTO = "auto"
 
-# --- What DeepSpeed knows ----------------------------------------------------------------------------------------
+# --- DeepSpeed's keys ----------------------------------------------------------------------------------------------
 
-#: What a value may be: whether it is, and how to say so.
+#: Kinds of values: the check, and how to describe them.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "flag": (lambda value: isinstance(value, bool), "true or false"),
     "count": (lambda value: type(value) is int and value >= 0, "a whole number, at least 0"),
@@ -130,7 +130,7 @@ _ADAM = [
     "lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", "torch_adam", "foreach",
     "fp32_optimizer_states", "set_grad_none",
 ]  # fmt: skip
-#: Optimizers that DeepSpeed makes by itself, with their parameters where it is choosy; it asks torch for any other.
+#: Optimizers that DeepSpeed makes itself, with the parameters that they accept if these are checked.
 _OPTIMIZERS: dict[str, list[str] | None] = {
     "Adam": _ADAM, "AdamW": _ADAM, "Adagrad": None, "Lamb": None, "Lion": None, "Muon": None, "MuAdam": None,
     "MuAdamW": None, "MuSGD": None,
@@ -147,7 +147,7 @@ _SCHEDULERS = {
     "WarmupCosineLR": ["total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
                        "last_batch_iteration"],
 }  # fmt: skip
-#: What parameters of optimizers and schedulers may be, where that is known.
+#: Kinds of parameters of optimizers and schedulers, where they are known.
 _PARAMETERS: dict[str, Any] = {
     **_all("number", "lr eps weight_decay momentum warmup_min_lr warmup_max_lr lr_range_test_min_lr "
                      "lr_range_test_step_rate cycle_min_lr cycle_max_lr decay_lr_rate decay_mom_rate cycle_min_mom "
@@ -161,8 +161,8 @@ _PARAMETERS: dict[str, Any] = {
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 
 _GONE = "DeepSpeed has removed"
-_NOT_USED = "of DeepSpeed's own, which is not used here"
-#: Words that DeepSpeed knew once, knows by another name, or knows for what another part of a run does here.
+_NOT_USED = "of DeepSpeed's own, which this strategy does not use"
+#: Keys that DeepSpeed has removed or renamed, and keys for what another part of a run does here.
 _REFUSED = {
     "amp": (f"{_GONE} Apex", "use fp16 or bf16"),
     "sparse_attention": (f"{_GONE} sparse attention", ""),
@@ -179,8 +179,8 @@ _REFUSED = {
     "zero_optimization.mics_hierarchical_params_gather": (f"{_GONE} MiCS", ""),
     "zero_optimization.zeropp_loco_param": (f"{_GONE} LoCo", ""),
     "zero_optimization.round_robin_gradients": ("checkpoints are not read from masters in that order", ""),
-    "zero_optimization.elastic_checkpoint": ("it concerns checkpoints that DeepSpeed writes by itself", ""),
-    "checkpoint.load_universal": ("universal checkpoints are not read here", "use stratagem's, which move anywhere"),
+    "zero_optimization.elastic_checkpoint": ("it applies only to checkpoints that DeepSpeed writes itself", ""),
+    "checkpoint.load_universal": ("universal checkpoints are not supported", "use stratagem's own"),
     "zero_optimization.legacy_stage1": (f"{_GONE} the first form of stage 1", ""),
     "zero_optimization.cpu_offload": ("it has another name now", 'write "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_params": ("it has another name now", 'write "offload_param": {"device": "cpu"}'),
@@ -191,28 +191,28 @@ _REFUSED = {
         "it has another name now", "write stage3_gather_16bit_weights_on_model_save"),
     "aio.thread_count": ("it has another name now", "write intra_op_parallelism"),
     "optimizer.params.max_grad_norm": ("DeepSpeed's optimizers do not clip", "write gradient_clipping"),
-    "zero_optimization.zero_quantized_gradients": (f"{_GONE} it for training, and would pass over it", ""),
+    "zero_optimization.zero_quantized_gradients": (f"{_GONE} it for training, and would ignore it", ""),
     "data_types.grad_accum_dtype": (
-        "gradients are kept as the precision says", "choose a precision of the trainer"),
+        "the precision determines the dtype of gradients", "set precision of the trainer"),
     "data_types.keep_in_fp32_modules": (
-        "the model is not made 16 bits wide by what reads it", "convert these modules yourself"),
+        "DeepSpeed's conversion to 16 bits, which reads it, is not used", "convert these modules yourself"),
     "optimizer.legacy_fusion": ("DeepSpeed no longer reads it", ""),
     "disable_allgather": ("DeepSpeed no longer reads it", ""),
-    "dataloader_drop_last": (f"it concerns a loader {_NOT_USED}", "say drop_last to your DataLoader"),
-    "data_efficiency": (f"it concerns a loader {_NOT_USED}", "use a sampler of your own"),
-    "pipeline": (f"it concerns an engine {_NOT_USED}", ""),
-    "hybrid_engine": (f"it concerns an engine {_NOT_USED}", ""),
-    "compile": (f"it concerns an engine {_NOT_USED}", "call torch.compile"),
-    "weight_quantization": ("it concerns inference, and this is training", ""),
+    "dataloader_drop_last": (f"it applies to a loader {_NOT_USED}", "set drop_last of your DataLoader"),
+    "data_efficiency": (f"it applies to a loader {_NOT_USED}", "use a sampler of your own"),
+    "pipeline": (f"it applies to an engine {_NOT_USED}", ""),
+    "hybrid_engine": (f"it applies to an engine {_NOT_USED}", ""),
+    "compile": (f"it applies to an engine {_NOT_USED}", "call torch.compile"),
+    "weight_quantization": ("it applies to inference only", ""),
     "autotuning": ("it needs DeepSpeed's own launcher", ""),
-    "tensor_parallel": ("this strategy only shares out data", ""),
-    "expert_parallel": ("this strategy only shares out data", ""),
-    "use_data_before_expert_parallelism": ("this strategy only shares out data", ""),
-    "sequence_parallel_size": ("this strategy only shares out data", ""),
-    "data_parallel_size": ("this strategy only shares out data", ""),
-    "seq_parallel_communication_data_type": ("this strategy only shares out data", ""),
+    "tensor_parallel": ("this strategy has data parallelism only", ""),
+    "expert_parallel": ("this strategy has data parallelism only", ""),
+    "use_data_before_expert_parallelism": ("this strategy has data parallelism only", ""),
+    "sequence_parallel_size": ("this strategy has data parallelism only", ""),
+    "data_parallel_size": ("this strategy has data parallelism only", ""),
+    "seq_parallel_communication_data_type": ("this strategy has data parallelism only", ""),
 }  # fmt: skip
-#: Where "auto" means something that the run knows, or that stands elsewhere in the configuration.
+#: Keys whose "auto" is determined by the run or by another key of the configuration.
 _RESOLVED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "fp16.enabled", "bf16.enabled", "bfloat16.enabled",
@@ -224,20 +224,21 @@ _RESOLVED = {
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike[str], origin: str, setting: str) -> dict[str, Any]:
-    """Return the user's configuration, every word of it known; "auto" stays where only a run can tell what it is.
+    """Return the user's configuration, checked; "auto" is kept where only a run determines the value.
 
     Args:
-        origin: how to call the configuration in errors.
+        source: a mapping, or the path of a JSON file.
+        origin: how error messages refer to the configuration.
         setting: the option or variable that names it.
 
     Raises:
-        ConfigError: it is no mapping and no file of one, or says something that DeepSpeed would pass over.
+        ConfigError: it is neither a mapping nor a file with one, or has a key or value that DeepSpeed would ignore.
     """
     values = source if isinstance(source, Mapping) else _from_file(_path(source, setting), setting)
     config = _checked(values, _TOP, "", origin)
     if "bfloat16" in config:
         if "bf16" in config:
-            raise ConfigError(f"bf16 and bfloat16 of {origin} are both set, which are one", do="drop bfloat16")
+            raise ConfigError(f"bf16 and bfloat16 of {origin} are both set, which are the same key", do="drop bfloat16")
         config["bf16"] = config.pop("bfloat16")
     config.setdefault("zero_optimization", {"stage": 0})
     if all(config.get(section, {}).get("enabled") is True for section in ("fp16", "bf16")):
@@ -278,7 +279,7 @@ def _from_file(path: Path, setting: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} ({setting}) is not text in UTF-8", expected=expected) from error
     except _DuplicateError as error:
-        raise ConfigError(f"{path} ({setting}) says {error.args[0]!r} twice", expected="every key once") from None
+        raise ConfigError(f"{path} ({setting}) has {error.args[0]!r} twice", expected="every key once") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} ({setting}) holds {_short(values)}", expected="a mapping")
     return values
@@ -298,7 +299,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], known: Mapping[str, Any], section: str, origin: str) -> dict[str, Any]:
-    """Return a copy of `values`, without what is left to DeepSpeed's defaults."""
+    """Return a copy of `values`, without the keys for which DeepSpeed's defaults apply."""
     kept = {}
     for key, value in values.items():
         path = f"{section}.{key}" if section else str(key)
@@ -318,21 +319,21 @@ def _check_known(key: str, path: str, known: Iterable[str], origin: str) -> None
 
 
 def _is_left_to_deepspeed(section: str, key: str) -> bool:
-    """Whether "auto" is DeepSpeed's own default there; it cannot guess a place, nor whether something is wanted."""
+    """Whether DeepSpeed's default replaces "auto" there; it has none for a device, a path, or what is enabled."""
     tuned = section.startswith("zero_optimization") or section in ("fp16", "bf16", "bfloat16", "data_types")
     return tuned and key not in ("stage", "device", "nvme_path", "enabled")
 
 
 def _value(value: Any, kind: Any, path: str, origin: str) -> Any:
-    """Return `value` as DeepSpeed wants it."""
+    """Return `value`, checked, in the type that DeepSpeed expects."""
     if isinstance(kind, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} of {origin} is {_short(value)}", expected="a mapping")
         return _checked(value, kind, path, origin)
     test, expected = _rule_of(kind)
-    value = copy.deepcopy(value) if kind == "number" else _as_a_program_writes(value)
+    value = copy.deepcopy(value) if kind == "number" else _normalized(value)
     if not test(value):
-        found = '"auto", and nothing here tells what that is' if value == AUTO else _short(value)
+        found = '"auto", which nothing here determines' if value == AUTO else _short(value)
         raise ConfigError(f"{path} of {origin} is {found}", expected=expected)
     return value
 
@@ -343,8 +344,8 @@ def _rule_of(kind: str | tuple[Any, ...]) -> tuple[Callable[[Any], bool], str]:
     return lambda value: type(value) in (int, str) and value in kind, " or ".join(repr(choice) for choice in kind)
 
 
-def _as_a_program_writes(value: Any) -> Any:
-    """Return a copy of `value`, which is no fraction: people write 5e8 for a whole number, and a path for text."""
+def _normalized(value: Any) -> Any:
+    """Return a copy of `value`, with 5e8 as an integer and a path as text."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else copy.deepcopy(value)
@@ -361,7 +362,7 @@ def _check_optimizer(section: dict[str, Any] | None, origin: str) -> None:
         raise ConfigError(
             f"optimizer.type of {origin} is {name!r}, which deepspeed has removed by 0.19.8 (0.19.0 still had it)",
             expected="another optimizer, such as AdamW",
-            do='for gradients of one bit choose strategy="ddp" with comm_hook="one_bit", without this configuration',
+            do='for 1-bit gradients set strategy="ddp" with comm_hook="one_bit", without this configuration',
         )
     own = {known.lower(): known for known in _OPTIMIZERS}
     if name.lower() not in own and name not in _torch_optimizers():
@@ -395,7 +396,7 @@ def _check_scheduler(section: dict[str, Any] | None, origin: str) -> None:
 
 def _type_of(section: Mapping[str, Any], path: str, origin: str) -> str:
     if "type" not in section:
-        raise ConfigError(f"{path} of {origin} has no type", expected="its name")
+        raise ConfigError(f"{path} of {origin} has no type", expected="the name of its class")
     name: str = section["type"]
     if not isinstance(section.get("params", {}), Mapping):
         raise ConfigError(f"{path}.params of {origin} is {_short(section['params'])}", expected="a mapping")
@@ -407,7 +408,7 @@ def _check_parameters(section: Mapping[str, Any], path: str, known: list[str] | 
         full = f"{path}.params.{key}"
         _check_known(str(key), full, [key] if known is None else known, origin)
         if value == AUTO and full not in _RESOLVED:
-            raise ConfigError(f'{full} of {origin} is "auto", and nothing here tells what that is', expected="a number")
+            raise ConfigError(f'{full} of {origin} is "auto", which nothing here determines', expected="a number")
         if value not in (None, AUTO) and key in _PARAMETERS:
             _value(value, _PARAMETERS[key], full, origin)
 

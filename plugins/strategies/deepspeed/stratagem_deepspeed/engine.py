@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as a module to call, and how a model and an optimizer become one."""
+"""A module that runs the user's steps in DeepSpeed's engine: start, backward, clip, step and stop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from stratagem.errors import ConfigError
 from stratagem_deepspeed.autocast import AutocastSteps
 from stratagem_deepspeed.clipping import combined_norm, gradient_norms, without_averaging
-from stratagem_deepspeed.gradient_guard import GradientsElsewhere
+from stratagem_deepspeed.gradient_guard import GradientGuard
 from stratagem_deepspeed.gradient_order import GradientOrder
-from stratagem_deepspeed.manual_writes import WrittenByHand
+from stratagem_deepspeed.manual_writes import ManualWrites
 from stratagem_deepspeed.patches import (
     clear_model_caches,
     let_zero_grad_drop_all,
@@ -23,20 +23,20 @@ from stratagem_deepspeed.patches import (
     zero_gradient_buffers,
 )
 from stratagem_deepspeed.state import masters, put_masters
-from stratagem_deepspeed.trace import SharedTrace, TraceOfEngine
+from stratagem_deepspeed.trace import EngineTrace, LayerTrace
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
 _UNCHANGED = contextlib.nullcontext()
-#: Where a module remembers what wrapped it last.
+#: Attribute of a module: weak reference to the last `EngineModule` that wrapped it.
 _LATEST = "_stratagem_engine"
-#: Where it keeps the masters of its 16-bit parameters from one engine to the next.
+#: Attribute of a module: fp32 masters of its 16-bit parameters, kept from one engine to the next.
 _MASTERS = "_stratagem_masters"
 
 
 class EngineModule(nn.Module):
-    """What a run calls: the user's steps inside DeepSpeed's engine, or by themselves as long as there is none."""
+    """The module that a run calls: the user's steps inside DeepSpeed's engine, or directly while there is no engine."""
 
     #: DeepSpeed's, which has no types.
     engine: Any
@@ -47,31 +47,31 @@ class EngineModule(nn.Module):
         self.step = AutocastSteps(step, dtype, device) if dtype is not None else step
         self.dtype = dtype
         self.dtypes = [(parameter, parameter.dtype) for parameter in step.parameters()]
-        #: What the next step will clip by, as measured for it.
+        #: Gradient norms measured for the next step, which clips with them.
         self.norms: list[torch.Tensor] | None = None
-        self.arrivals: GradientOrder | None = None
-        #: At stage 3 on several ranks: which layers all of them compute.
-        self.traced: TraceOfEngine | None = None
-        #: At stages 1 to 3: weights that a program has written.
-        self.written: WrittenByHand | None = None
-        #: At stages 2 and 3: refuses those who look for gradients at the parameters.
-        self.gradients: GradientsElsewhere | None = None
-        #: There was a backward since the last step.
+        self.gradient_order: GradientOrder | None = None
+        #: At stage 3 on several ranks: checks that all ranks compute the same layers.
+        self.layer_trace: EngineTrace | None = None
+        #: At stages 1 to 3: detects weights that user code writes between steps.
+        self.manual_writes: ManualWrites | None = None
+        #: At stages 2 and 3: refuses user code that reads or changes `parameter.grad`.
+        self.gradient_guard: GradientGuard | None = None
+        #: Whether there was a backward since the last step.
         self._differentiated = False
         self._frozen: set[int] = set()
-        #: At stage 0, what is trained and in no group: its gradient counts for nothing.
+        #: At stage 0: trainable parameters in no group of the optimizer; their gradients are dropped.
         self._ungrouped: list[nn.Parameter] = []
-        #: For linear layers that do not save their weights for backward, which would keep every gathered one.
+        #: Replaces `linear` by one that does not save weights for backward, which would keep every gathered weight.
         self._linear: Any = None
-        # Not as submodules: the engine holds this model's steps itself.
+        # Not registered as submodules, since the engine has the steps as one.
         self.__dict__["engine"], self.__dict__["user"] = None, step.module
         step.module.__dict__[_LATEST] = weakref.ref(self)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         engine = self.engine
         if engine is not None:
-            if self.traced is not None:
-                self.traced.trace.begin(arguments[0])
+            if self.layer_trace is not None:
+                self.layer_trace.trace.begin(arguments[0])
             with self._with_memory_efficient_linear():
                 return engine(*arguments, **options)
         self._check_whole()
@@ -86,22 +86,22 @@ class EngineModule(nn.Module):
     def _check_whole(self) -> None:
         if any(hasattr(parameter, "ds_id") for parameter in self.step.parameters()):
             raise ConfigError(
-                "the model is shared out over the processes, and no engine gathers it: another run took it over, or "
-                "this one got no optimizer",
+                "the model is partitioned over the processes and this run has no engine that gathers it: another run "
+                "uses the model, or this one has no optimizer",
                 expected="a fit, or an evaluation, of the run that uses it",
             )
 
     def start(self, deepspeed: Any, config: dict[str, Any], optimizer: Any, run: RunContext) -> None:
-        """Make the engine; without an optimizer it only gathers what a forward needs."""
+        """Make the engine; without an optimizer it only gathers parameters for a forward."""
         trained = [parameter for parameter in self.step.parameters() if parameter.requires_grad]
         self._frozen = {id(parameter) for parameter in self.step.parameters() if not parameter.requires_grad}
         accelerator = deepspeed.accelerator.get_accelerator()
-        groups = None if optimizer is None else optimizer.param_groups  # ZeRO puts its own partitions there
+        groups = None if optimizer is None else optimizer.param_groups  # ZeRO replaces their parameters later
         inside = {id(each) for group in groups or () for each in group["params"]}
         with contextlib.ExitStack() as stack:
-            # All ranks have the same parameters already, and it stumbles over those without dimensions.
+            # All ranks have the same parameters already, and it fails for those without dimensions.
             stack.enter_context(replaced(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda _: None))
-            if accelerator.device_name() == "cpu":  # torch can, if the processor cannot
+            if accelerator.device_name() == "cpu":  # torch supports it on any processor
                 stack.enter_context(replaced(accelerator, "is_fp16_supported", lambda: True))
             self.__dict__["engine"], *_ = deepspeed.initialize(
                 model=self.step, optimizer=optimizer, model_parameters=trained, config=config
@@ -119,73 +119,73 @@ class EngineModule(nn.Module):
 
             self._linear = zero3_linear_wrap
         if self.zero is not None:
-            self.written = WrittenByHand(self.zero, self.user)
+            self.manual_writes = ManualWrites(self.zero, self.user)
             if zero["stage"] > 1:
-                self.gradients = GradientsElsewhere(self.user, zero["stage"], inside if groups is not None else None)
+                self.gradient_guard = GradientGuard(self.user, zero["stage"], inside if groups is not None else None)
         if zero["stage"] == 3:
             refuse_double_backward(self.engine)
         if run.world_size > 1 and zero["stage"] == 3:
-            self.traced = TraceOfEngine(SharedTrace(run), self.engine, self.user)
-            self.traced.trace.watch()
+            self.layer_trace = EngineTrace(LayerTrace(run), self.engine, self.user)
+            self.layer_trace.trace.watch()
         if run.world_size > 1 and zero["stage"] in (1, 2) and optimizer is not None:
-            self.arrivals = GradientOrder(trained, run)
+            self.gradient_order = GradientOrder(trained, run)
             if zero["stage"] == 2:
                 self._check_each_backward()
 
     def check_thawed(self) -> None:
-        """Refuse a parameter that was frozen when the engine was made, and is to be trained now: it never is."""
+        """Refuse a parameter that was frozen when the engine was made and is not now: the engine would not train it."""
         for name, parameter in self.user.named_parameters():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ConfigError(
                     f"{name!r} was frozen when training began and is trained now, which DeepSpeed does not notice",
-                    expected="the same parameters from beginning to end of a fit",
+                    expected="the same trainable parameters during the whole fit",
                     do="begin with it trainable, or train in two fits",
                 )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Differentiate `loss`; what is computed again is computed as it was."""
+        """Differentiate `loss`, with the same `linear` in recomputed layers as in forward."""
         with self._with_memory_efficient_linear():
             self.engine.backward(loss)
         self._differentiated = True
 
     def _check_each_backward(self) -> None:
-        """Stage 2 sends what backward has left as soon as it is over: compare before."""
-        finish, arrivals = self.engine._backward_epilogue, self.arrivals
-        assert arrivals is not None, "made before"
+        """At stage 2, which averages gradients at the end of each backward: compare the ranks before that."""
+        finish, gradient_order = self.engine._backward_epilogue, self.gradient_order
+        assert gradient_order is not None, "set by start"
 
         def compare_and_finish() -> None:
-            arrivals.compare(ordered=True)
+            gradient_order.compare(ordered=True)
             finish()
 
         self.engine.__dict__["_backward_epilogue"] = compare_and_finish
 
-    def _compare_arrivals(self) -> None:
-        if self.arrivals is not None and not self.engine.zero_optimization_partition_gradients():
-            self.arrivals.compare(ordered=False)  # stage 1 sends once in a window
+    def _compare_gradient_order(self) -> None:
+        if self.gradient_order is not None and not self.engine.zero_optimization_partition_gradients():
+            self.gradient_order.compare(ordered=False)  # stage 1 averages once in an accumulation window
 
     def _with_memory_efficient_linear(self) -> contextlib.AbstractContextManager[None]:
         return _UNCHANGED if self._linear is None else replaced(nn.functional, "linear", self._linear)
 
     def clip(self, max_norm: float) -> Any:
-        """Have the next step clip; return the norm before clipping.
+        """Clip in the next step; return the norm before clipping.
 
-        The engine averages, measures and clips when it steps. Here it averages and measures before, and not again.
+        The engine averages, measures and clips in its step. Here gradients are averaged and measured before the step.
         """
         engine = self.engine
-        if self.norms is None:  # it may have been asked before, to measure alone
-            with _UNCHANGED if self.gradients is None else self.gradients.lifted():
+        if self.norms is None:  # otherwise measured by an earlier call
+            with _UNCHANGED if self.gradient_guard is None else self.gradient_guard.lifted():
                 self._finish_window()
                 self.norms = gradient_norms(engine)
         self._clip(max_norm)
         return combined_norm(self.norms) / getattr(engine.optimizer, "loss_scale", 1.0)
 
     def _finish_window(self) -> None:
-        """Average what the batches of this window have left."""
+        """Average the gradients of this accumulation window over the ranks."""
         engine = self.engine
-        self._compare_arrivals()
+        self._compare_gradient_order()
         for parameter in self._ungrouped:
             parameter.grad = None
-        engine._running_engine_step = True  # the end of a window, which is when gradients are averaged
+        engine._running_engine_step = True  # marks the end of a window, where gradients are averaged
         if not engine.zero_optimization_partition_gradients():
             engine.allreduce_gradients()
         else:
@@ -196,25 +196,25 @@ class EngineModule(nn.Module):
         engine, norms = self.engine, self.norms
         if not self._differentiated:
             raise ConfigError(
-                "an optimizer step was asked for and there was no backward since the last one",
+                "an optimizer step was requested without a backward since the last one",
                 expected="a backward before each step",
                 do="call backward of the run first, or skip the step",
             )
         self.norms, self._differentiated = None, False
-        if self.written is not None:
-            self.written.take_over()
-        if self.gradients is not None:
-            self.gradients.check_unset()
+        if self.manual_writes is not None:
+            self.manual_writes.take_over()
+        if self.gradient_guard is not None:
+            self.gradient_guard.check_unset()
         if norms is None:
-            self._compare_arrivals()
+            self._compare_gradient_order()
             engine.step()
         else:
             with without_averaging(engine, norms):
                 engine.step()
             self._clip(engine.config["gradient_clipping"])
         zero_gradient_buffers(engine.optimizer)
-        if self.written is not None:
-            self.written.remember(stepped=True)
+        if self.manual_writes is not None:
+            self.manual_writes.record(stepped=True)
         return bool(engine.was_step_applied())
 
     def _clip(self, max_norm: float) -> None:
@@ -226,46 +226,46 @@ class EngineModule(nn.Module):
         return self.dtype is not None and self.zero is not None
 
     def cast(self) -> None:
-        """Have parameters in the engine's 16 bits where no engine is needed."""
+        """Convert parameters to the engine's 16-bit dtype, where no engine is made."""
         if self.dtype is not None:
             for parameter, dtype in self.dtypes:
                 if dtype.is_floating_point:
                     parameter.data = parameter.data.to(self.dtype)
 
     def stop(self, *, keep_masters: bool = False) -> None:
-        """Take the engine's hooks off the model, and leave its parameters as wide as they were. Safe to call twice.
+        """Remove the engine's hooks from the model and restore the dtypes of its parameters. Safe to call twice.
 
         Args:
-            keep_masters: leave the masters of 16-bit parameters for the next engine: it would begin with rounded ones.
+            keep_masters: keep the fp32 masters of 16-bit parameters for the next engine, which would round them.
         """
-        if self.written is not None:
-            self.written.stop()
-            self.written = None
-        if self.gradients is not None:
-            self.gradients.stop()
-            self.gradients = None
+        if self.manual_writes is not None:
+            self.manual_writes.stop()
+            self.manual_writes = None
+        if self.gradient_guard is not None:
+            self.gradient_guard.stop()
+            self.gradient_guard = None
         if keep_masters and self._keeps_masters():
             self.user.__dict__[_MASTERS] = masters(self.engine.optimizer)
         engine, self.__dict__["engine"] = self.engine, None
-        if self.traced is not None:
-            self.traced.stop()
-            self.traced = None
+        if self.layer_trace is not None:
+            self.layer_trace.stop()
+            self.layer_trace = None
         if engine is not None:
             if hasattr(engine.optimizer, "empty_partition_cache"):
-                engine.optimizer.empty_partition_cache()  # what it has begun to gather nobody else would finish
+                engine.optimizer.empty_partition_cache()  # parameters that are still being gathered
                 clear_model_caches()
             engine.destroy()
-            engine.__dict__["destroy"] = _nothing  # or its end, some time, would unmake what the next engine has made
+            engine.__dict__["destroy"] = _nothing  # its finalizer would destroy state of the next engine
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
             for parameter in self.step.parameters():
-                parameter.__dict__.pop("_z3_optimizer", None)  # it would keep the engine for as long as the model lives
+                parameter.__dict__.pop("_z3_optimizer", None)  # it would keep the engine alive as long as the model
         for parameter, dtype in self.dtypes:
             if parameter.dtype != dtype and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
-        if self.arrivals is not None:
-            self.arrivals.stop()
-            self.arrivals = None
+        if self.gradient_order is not None:
+            self.gradient_order.stop()
+            self.gradient_order = None
         if isinstance(self.step, AutocastSteps):
             self.step.stop()
 
@@ -275,7 +275,7 @@ def _nothing() -> None:
 
 
 def stop_earlier(module: nn.Module) -> None:
-    """Stop the engine of an earlier call, or of another run, that still has its hooks on the user's `module`."""
+    """Stop an earlier engine, of another call or run, whose hooks are still on the user's `module`."""
     earlier = module.__dict__.get(_LATEST, lambda: None)()
     if earlier is not None:
         earlier.stop(keep_masters=True)

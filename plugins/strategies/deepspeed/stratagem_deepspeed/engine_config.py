@@ -1,9 +1,9 @@
-"""What DeepSpeed's engine is told: the options or the user's own configuration, completed for one run.
+"""The engine's configuration: made of the options or of the user's own configuration, and completed for one run.
 
-[Note: who decides]
-A configuration for DeepSpeed says some things that arguments of the trainer say too: precision, accumulation, clipping,
-batch sizes. Where both speak they must agree, else it is an error that names both; where one speaks it decides.
-Accumulation is the trainer's in any case: the engine is told that each of its steps has one batch.
+[Note: settings of the trainer]
+Some keys of a configuration for DeepSpeed are also arguments of the trainer: precision, accumulation, clipping, batch
+sizes. If both are set they must agree, otherwise an error names both; if one is set it is used. The trainer always does
+the accumulation: the engine is configured for one batch in each of its steps.
 """
 
 from __future__ import annotations
@@ -40,54 +40,56 @@ _LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hyster
 
 
 def engine_config(options: DeepSpeedOptions, run: RunContext) -> dict[str, Any]:
-    """Return all that ``deepspeed.initialize`` is to know in `run`, in a dict of its own.
+    """Return a new dict with the configuration for ``deepspeed.initialize`` in `run`.
 
     Raises:
-        ConfigError: the user's configuration contradicts an argument of the trainer, or asks for what this machine
-            does not have.
+        ConfigError: the user's configuration contradicts an argument of the trainer, or this machine lacks what it
+            needs.
     """
-    config = _composed(options) if options.given is None else copy.deepcopy(dict(options.given))
+    config = _composed(options) if options.user_config is None else copy.deepcopy(dict(options.user_config))
     _set_precision(config, options, run)
     _set_batches(config, options, run)
     config["gradient_clipping"] = _clipping(config, options, run)
     config.setdefault("steps_per_print", sys.maxsize)
     if options.offloads_optimizer is not None:
-        config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer steps on the CPU, if slowly
+        config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer steps on the CPU, though slowly
     zero = config["zero_optimization"]
     if zero.get("overlap_comm") is None:
         zero["overlap_comm"] = zero.get("stage", 0) >= 2 and run.device.type != "cpu"
     if run.device.type == "cpu":
-        _suit_the_cpu(config)
+        _adapt_to_cpu(config)
     _fill_scheduler(config, options, run)
     _check_folders(zero, options)
     return config
 
 
 def micro_batch_size(options: DeepSpeedOptions, run: RunContext | None = None) -> int | None:
-    """Return how many samples a batch of one process is said to have; None if nobody said so.
+    """Return the configured number of samples in a batch of one process; None if it is not configured.
 
-    A whole batch's size tells too, with `run` to divide it.
+    With `run` it is also derived from the global batch size.
     """
-    given = options.given or {}
-    said = given.get("train_micro_batch_size_per_gpu", AUTO)
-    if said != AUTO:
-        return int(said)
+    config = options.user_config or {}
+    value = config.get("train_micro_batch_size_per_gpu", AUTO)
+    if value != AUTO:
+        return int(value)
     if options.logging_batch_size_per_gpu != AUTO:
         return int(options.logging_batch_size_per_gpu)
-    whole = given.get("train_batch_size", AUTO)
+    whole = config.get("train_batch_size", AUTO)
     return None if run is None or whole == AUTO else int(whole) // (_accumulation(run)[0] * run.world_size)
 
 
 def _check_folders(zero: Mapping[str, Any], options: DeepSpeedOptions) -> None:
-    """Refuse a folder that is not there: DeepSpeed would make one, on whatever disk that path is."""
+    """Refuse a folder that does not exist: DeepSpeed would create it, possibly on another disk."""
     for section in ("offload_optimizer", "offload_param"):
         if device_of(zero, section) != "nvme":
             continue
         folder, name = zero[section]["nvme_path"], options.called(f"{section}.nvme_path")
         if not os.path.isdir(folder):
-            raise ConfigError(f"{name} is {folder!r}, which is no folder here", expected="one on a fast local disk")
+            raise ConfigError(f"{name} is {folder!r}, which is not a folder", expected="a folder on a fast local disk")
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"{name} is {folder!r}, where this user may not write", expected="a folder of theirs")
+            raise ConfigError(
+                f"{name} is {folder!r}, which is not writable", expected="a folder that this user may write to"
+            )
 
 
 # --- From the options --------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def _composed(options: DeepSpeedOptions) -> dict[str, Any]:
 
 
 def _set_precision(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
-    """Switch fp16 and bf16 on or off, in words that leave nothing to DeepSpeed."""
+    """Enable or disable fp16 and bf16 explicitly, so that no default of DeepSpeed's applies."""
     import torch
 
     _check_precision(config, options, run)
@@ -129,7 +131,7 @@ def _check_loss_scale(name: str, value: float, fp16: Mapping[str, Any], options:
     path = f"strategy.deepspeed.{name}"
     if not fp16["enabled"]:
         raise ConfigError(
-            f"{path} is {value} and nothing is computed in fp16, which alone scales the loss",
+            f"{path} is {value} and the precision is not fp16, and only fp16 scales the loss",
             expected="a precision of fp16",
             do="drop it",
         )
@@ -140,36 +142,36 @@ def _check_loss_scale(name: str, value: float, fp16: Mapping[str, Any], options:
 
 
 def _check_precision(config: Mapping[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
-    """Refuse a configuration that says one precision where the trainer was asked for another."""
-    asked = run.settings.precision
-    if asked is None:
+    """Refuse a configuration whose precision differs from that of the trainer."""
+    requested = run.settings.precision
+    if requested is None:
         return
     import torch
 
     wanted = dtype_of(run.policy)
     for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        said = enabled(config, section)
-        if (said is True and wanted is not dtype) or (said is False and wanted is dtype):
+        value = enabled(config, section)
+        if (value is True and wanted is not dtype) or (value is False and wanted is dtype):
             raise ConfigError(
-                f"{section}.enabled of {options.origin} is {said} and {_argument(run, 'precision', asked)}",
+                f"{section}.enabled of {options.origin} is {value} and {_argument(run, 'precision', requested)}",
                 expected="the same precision",
                 do=f'drop one of the two, or write "auto" for {section}.enabled',
             )
     if enabled(config, "torch_autocast") is True:
         raise ConfigError(
-            f"torch_autocast.enabled of {options.origin} is True and {_argument(run, 'precision', asked)}",
+            f"torch_autocast.enabled of {options.origin} is True and {_argument(run, 'precision', requested)}",
             expected="one of the two",
         )
 
 
 def _accumulation(run: RunContext) -> list[int]:
-    """Return how many batches make a step, in the order of epochs; a loop of one's own is its own master."""
+    """Return the number of batches in a step, by epochs; 1 in a loop of your own."""
     factor = getattr(run.settings, "accumulate_grad_batches", 1)
     return [factor[epoch] for epoch in sorted(factor)] if isinstance(factor, Mapping) else [factor]
 
 
 def _set_batches(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
-    """Tell the engine of one batch a step, once what the user says of batches fits together."""
+    """Configure the engine for one batch in each step, after checking that the user's batch sizes agree."""
     factors, micro = _accumulation(run), micro_batch_size(options, run)
     _check_accumulation(config.get("gradient_accumulation_steps", AUTO), factors, options, run)
     _check_micro_batch(config.get("train_micro_batch_size_per_gpu", AUTO), options)
@@ -179,27 +181,27 @@ def _set_batches(config: dict[str, Any], options: DeepSpeedOptions, run: RunCont
     config["managed_gradient_accumulation"] = False
 
 
-def _check_accumulation(said: Any, factors: list[int], options: DeepSpeedOptions, run: RunContext) -> None:
-    if said == AUTO or [said] == factors:
+def _check_accumulation(value: Any, factors: list[int], options: DeepSpeedOptions, run: RunContext) -> None:
+    if value == AUTO or [value] == factors:
         return
-    found = f"gradient_accumulation_steps of {options.origin} is {said}"
-    asked = getattr(run.settings, "accumulate_grad_batches", None)
-    if asked is None:
+    found = f"gradient_accumulation_steps of {options.origin} is {value}"
+    requested = getattr(run.settings, "accumulate_grad_batches", None)
+    if requested is None:
         raise ConfigError(
-            f"{found} and a loop of one's own accumulates by itself", expected="1", do='drop it, or write "auto"'
+            f"{found} and a loop of your own accumulates itself", expected="1", do='drop it, or set "auto"'
         )
     raise ConfigError(
-        f"{found} and {_argument(run, 'accumulate_grad_batches', asked)}",
+        f"{found} and {_argument(run, 'accumulate_grad_batches', requested)}",
         expected="the same",
-        do=f'set accumulate_grad_batches={said}, or write "auto"',
+        do=f'set accumulate_grad_batches={value}, or write "auto"',
     )
 
 
-def _check_micro_batch(said: Any, options: DeepSpeedOptions) -> None:
+def _check_micro_batch(value: Any, options: DeepSpeedOptions) -> None:
     logged = options.logging_batch_size_per_gpu
-    if said != AUTO and logged not in (AUTO, said):
+    if value != AUTO and logged not in (AUTO, value):
         raise ConfigError(
-            f"train_micro_batch_size_per_gpu of {options.origin} is {said} and "
+            f"train_micro_batch_size_per_gpu of {options.origin} is {value} and "
             f"strategy.deepspeed.logging_batch_size_per_gpu is {logged}",
             expected="the same",
         )
@@ -219,36 +221,36 @@ def _check_whole_batch(
 
 
 def _clipping(config: Mapping[str, Any], options: DeepSpeedOptions, run: RunContext) -> float:
-    """Return the largest norm of gradients, 0.0 for any; DeepSpeed's own default would clip at 1.0."""
-    said = config.get("gradient_clipping", AUTO)
-    asked = getattr(run.settings, "gradient_clip_val", None)
-    if said != AUTO and asked is not None and float(said) != float(asked):
+    """Return the norm at which gradients are clipped; 0.0 for no clipping, since DeepSpeed's default is 1.0."""
+    value = config.get("gradient_clipping", AUTO)
+    requested = getattr(run.settings, "gradient_clip_val", None)
+    if value != AUTO and requested is not None and float(value) != float(requested):
         raise ConfigError(
-            f"gradient_clipping of {options.origin} is {said} and {_argument(run, 'gradient_clip_val', asked)}",
+            f"gradient_clipping of {options.origin} is {value} and {_argument(run, 'gradient_clip_val', requested)}",
             expected="the same",
             do="drop one of the two",
         )
-    return float(asked or 0.0) if said == AUTO else float(said)
+    return float(requested or 0.0) if value == AUTO else float(value)
 
 
-def _suit_the_cpu(config: dict[str, Any]) -> None:
-    """Leave out what only a GPU has use for; DeepSpeed would compile operations for it, or fail."""
+def _adapt_to_cpu(config: dict[str, Any]) -> None:
+    """Remove settings for GPUs only, for which DeepSpeed would compile ops, or fail."""
     zero = config["zero_optimization"]
     for section in ("offload_optimizer", "offload_param"):
         if device_of(zero, section) == "cpu":
-            zero[section]["pin_memory"] = False  # it speeds up the way to another device
+            zero[section]["pin_memory"] = False  # useful only for copies to another device
         elif device_of(zero, section) == "nvme":
             zero[section].setdefault("pin_memory", False)
     layers = config.get("activation_checkpointing", {})
     if layers.get("cpu_checkpointing") and not layers.get("partition_activations"):
-        layers["cpu_checkpointing"] = False  # that is where they are; moving them there empties them
+        layers["cpu_checkpointing"] = False  # the inputs are there already, and DeepSpeed would clear them
     optimizer = config.get("optimizer", {})
     if optimizer.get("type", "").lower() in ("adam", "adamw") and device_of(zero, "offload_optimizer") is None:
         _use_torch_adam(optimizer.setdefault("params", {}))
 
 
 def _use_torch_adam(params: dict[str, Any]) -> None:
-    """Ask for torch's Adam with the defaults of DeepSpeed's, which would be compiled for minutes to no use."""
+    """Use torch's Adam with DeepSpeed's defaults: DeepSpeed's own would be compiled for minutes without benefit."""
     params["torch_adam"] = True
     params.setdefault("weight_decay", 0.0)
     for name in ("set_grad_none", "fp32_optimizer_states"):
@@ -258,7 +260,7 @@ def _use_torch_adam(params: dict[str, Any]) -> None:
 
 
 def _fill_scheduler(config: dict[str, Any], options: DeepSpeedOptions, run: RunContext) -> None:
-    """Put values in the place of "auto" in the scheduler's section."""
+    """Replace "auto" in the scheduler's section."""
     params = config.get("scheduler", {}).get("params", {})
     known = {
         "warmup_min_lr": 0.0,
@@ -275,6 +277,6 @@ def _fill_scheduler(config: dict[str, Any], options: DeepSpeedOptions, run: RunC
 
 
 def _argument(run: RunContext, name: str, value: Any) -> str:
-    """Say what an argument of the trainer is, and where it was said if not in code."""
+    """Return the text "name is value", followed by where it was set if not in code."""
     origin = run.settings.origins.get(name, "by default")
     return f"{name} is {value!r}{'' if origin == 'code' else f' ({origin})'}"

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """ZeRO's optimizer as one of torch's, which schedulers insist on; everything is ZeRO's."""
+    """ZeRO's optimizer as a torch optimizer, as schedulers require; delegates everything to ZeRO's."""
 
-    def __init__(self, zero: Any) -> None:  # of torch's, nothing is made: groups and state are ZeRO's
-        # Schedulers warn where they see no step; the run steps ZeRO's directly.
+    def __init__(self, zero: Any) -> None:  # not the base class's: groups and state are ZeRO's
+        # Schedulers warn if they see no step of this optimizer; the run steps ZeRO's directly.
         self.__dict__["zero"], self.__dict__["_opt_called"] = zero, True
 
     @property

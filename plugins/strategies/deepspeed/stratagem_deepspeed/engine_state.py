@@ -1,4 +1,4 @@
-"""What stands for a state that an engine of DeepSpeed's has, or a folder that it will read; see `native`."""
+"""State that an engine of DeepSpeed's has or will read from a folder; see [Note: state in the engine] in `native`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from stratagem_deepspeed.options import DeepSpeedOptions
 
 
-class InEngine(dict[str, Any]):
-    """Stands for a state by the names and shapes of its tensors: their numbers are in `engine`, or in `path`."""
+class EngineState(dict[str, Any]):
+    """Names and shapes of the tensors of a state, whose values are in `engine` or in the folder `path`."""
 
     def __init__(
         self, tensors: Mapping[str, Any], facts: dict[str, Any], engine: Any = None, path: Path | None = None
@@ -31,8 +31,8 @@ class InEngine(dict[str, Any]):
 
 def of_model(
     options: DeepSpeedOptions, engine: Any, zero: Any, groups: list[list[str]], module: nn.Module, run: RunContext
-) -> InEngine:
-    """Return what stands for the model in `engine`; no tensor is gathered."""
+) -> EngineState:
+    """Return the state of the model in `engine`, without gathering tensors."""
     excludes = options.exclude_frozen_parameters
     frozen = {name for name, parameter in module.named_parameters() if excludes and not parameter.requires_grad}
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if name not in frozen}
@@ -51,20 +51,20 @@ def of_model(
         "without_frozen": excludes,
         "prefix": "" if engine is None else _prefix(engine, module),
         "tied": _tied(module),
-        "untrained": _trained_by_nobody(module, groups),
+        "untrained": _in_no_optimizer(module, groups),
     }
-    return InEngine(without_values(tensors), facts, engine=engine)
+    return EngineState(without_values(tensors), facts, engine=engine)
 
 
-def of_optimizer(engine: Any) -> InEngine:
-    """Return what stands for the optimizer in `engine`."""
-    return InEngine({}, {}, engine=engine)
+def of_optimizer(engine: Any) -> EngineState:
+    """Return the state of the optimizer in `engine`."""
+    return EngineState({}, {}, engine=engine)
 
 
-def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict: bool, run: RunContext) -> None:
-    """Put the weights that `held` stands for into the model. Collective.
+def load_model(held: EngineState, engine: Any, zero: Any, module: nn.Module, strict: bool, run: RunContext) -> None:
+    """Load the weights of `held` into the model. Collective.
 
-    An engine that has yet to train takes all that is in the folder at once: weights, optimizer, scheduler, loss scale.
+    An engine that has not stepped yet reads the whole folder: weights, optimizer, scheduler, loss scale.
 
     Raises:
         CheckpointError: they belong to another model.
@@ -89,9 +89,9 @@ def load_model(held: InEngine, engine: Any, zero: Any, module: nn.Module, strict
 
 
 def load_optimizer(
-    held: InEngine, engine: Any, zero: Any, groups: list[list[str]], strict: bool, run: RunContext
+    held: EngineState, engine: Any, zero: Any, groups: list[list[str]], strict: bool, run: RunContext
 ) -> None:
-    """Put the optimizer's state that `held` stands for into `engine`, unless it came with the weights. Collective.
+    """Load the optimizer's state of `held` into `engine`, unless it was read with the weights. Collective.
 
     Raises:
         CheckpointError: it belongs to other parameters or other groups.
@@ -102,19 +102,19 @@ def load_optimizer(
         _read_into(engine, held, zero, strict, run)
 
 
-def _read_into(engine: Any, held: InEngine, zero: Any, strict: bool, run: RunContext) -> None:
+def _read_into(engine: Any, held: EngineState, zero: Any, strict: bool, run: RunContext) -> None:
     error = None
     if held.facts["sizes"] != _sizes(zero):
         error = CheckpointError(
             f"{held.path} holds flat tensors of {held.facts['sizes']} numbers",
             expected=f"{_sizes(zero)} as in this run",
-            do="continue with the sub_group_size, groups and model that wrote it",
+            do="resume with the sub_group_size, groups and model that wrote it",
         )  # fmt: skip
     run.collectives.fail_together(error)
     try:
         with folder.as_data():
             engine.load_checkpoint(str(held.path), tag=folder.TAG, load_module_strict=strict)
-    except Exception as caught:  # noqa: BLE001 - torch and DeepSpeed raise what they like
+    except Exception as caught:  # noqa: BLE001 - torch and DeepSpeed raise various errors
         error = consolidation.unreadable(held.path or Path(), caught)
         error.__cause__ = caught
     run.collectives.fail_together(error)
@@ -122,7 +122,7 @@ def _read_into(engine: Any, held: InEngine, zero: Any, strict: bool, run: RunCon
 
 
 def _sizes(zero: Any) -> list[int]:
-    """Return how many numbers each flat tensor of this rank has."""
+    """Return the number of elements of each flat tensor of this rank."""
     return [] if zero is None else [flat.tensor.numel() for flat in logical.flats(zero, write=False)]
 
 
@@ -131,18 +131,19 @@ def _prefix(engine: Any, module: nn.Module) -> str:
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
-    """Return the other names of parameters that have several, with the first of them."""
+    """Return the further names of tied parameters, with the first name of each."""
     names = parameter_names(module)
     every = module.named_parameters(remove_duplicate=False)
     return {name: names[id(parameter)] for name, parameter in every if names[id(parameter)] != name}
 
 
-def _trained_by_nobody(module: nn.Module, groups: list[list[str]]) -> list[str]:
+def _in_no_optimizer(module: nn.Module, groups: list[list[str]]) -> list[str]:
     known = {name for group in groups for name in group}
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in known]
 
 
 def without_values(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors on the meta device with the given shapes and dtypes."""
     return {
         name: None if entry is None else torch.empty(entry[0], dtype=getattr(torch, entry[1]), device="meta")
         for name, entry in tensors.items()

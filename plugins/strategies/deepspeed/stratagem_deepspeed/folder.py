@@ -1,13 +1,13 @@
-"""DeepSpeed's own checkpoint folder: what is in it, whether it is whole, and how to read it as data.
+"""DeepSpeed's own checkpoint folder: its files, checks that it is complete, and reading it without executing pickles.
 
-[Note: DeepSpeed's files and ours]
-``latest`` names a folder inside, in which every rank has a file with its share of the optimizer (stages 1 to 3) and
-weights are in one file (up to stage 2) or one for each rank (stage 3). All of them are pickles, which can make whoever
-loads them do anything. ``stratagem.json`` is ours: it says what wrote the folder and what is in it, with the checksum
-of every other file, and stands for the folder being whole. A folder without it was written by another program.
+[Note: DeepSpeed's files and the manifest]
+``latest`` names a folder inside, which has a file with the optimizer's partition of every rank (stages 1 to 3), and
+the weights in one file (up to stage 2) or in one for each rank (stage 3). All of them are pickles, which can execute
+any code when they are loaded. ``stratagem.json`` is the manifest that this package adds last: it describes the run
+that wrote the folder, with the checksum of every other file. A folder without it was written by another program.
 
-What we wrote is tensors and plain values, and a few kinds of DeepSpeed's that hold nothing else: `as_data` has torch
-read these and refuse everything else, so that continuing from a folder needs no trust in it.
+Folders of this package contain tensors, plain values, and a few classes of DeepSpeed's without code: `as_data` makes
+torch read these and refuse everything else, so that resuming from a folder does not require trust in it.
 """
 
 from __future__ import annotations
@@ -27,61 +27,59 @@ import xxhash
 from stratagem.api.paths import is_remote
 from stratagem.errors import CheckpointError
 
-#: The folder inside.
+#: Name of the folder inside.
 TAG = "checkpoint"
-MARK, LATEST = "stratagem.json", "latest"
-#: All that DeepSpeed and we put beside the folder inside.
-BESIDE = {MARK, LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
+MANIFEST, LATEST = "stratagem.json", "latest"
+#: All files of a checkpoint beside the folder inside.
+BESIDE = {MANIFEST, LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
 _FORMAT, _VERSION = "stratagem deepspeed checkpoint", 1
 _CHUNK = 4 << 20
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether `path` is a folder of DeepSpeed's, or a part of one; cheap, nothing is read."""
+    """Whether `path` is a folder of DeepSpeed's, or a part of one; reads no file."""
     if is_remote(path):
         return False
     if path.is_dir():
-        if (path / ".metadata").is_file():  # a folder of torch.distributed.checkpoint, which has such a MARK, too
+        if (path / ".metadata").is_file():  # of torch.distributed.checkpoint, with a manifest of the same name
             return False
-        return (path / MARK).is_file() or (path / LATEST).is_file() or _is_inner(path)
+        return (path / MANIFEST).is_file() or (path / LATEST).is_file() or _is_inner(path)
     return path.is_file() and _is_inner(path.parent) and path.suffix == ".pt"
 
 
 def is_ours(path: Path) -> bool:
     """Whether `path` is a folder that this package wrote."""
-    return not is_remote(path) and path.is_dir() and (path / MARK).is_file()
+    return not is_remote(path) and path.is_dir() and (path / MANIFEST).is_file()
 
 
 def check_place(path: Path) -> None:
-    """Refuse what is no folder of DeepSpeed's, and say what is.
+    """Refuse a path that is not a folder of DeepSpeed's.
 
     Raises:
         CheckpointError: a URL, nothing, a file or a folder inside, or another folder.
     """
     if is_remote(path):
-        raise CheckpointError(
-            f"{path} is a URL", expected="a local folder, which is all that DeepSpeed reads and writes"
-        )
+        raise CheckpointError(f"{path} is a URL", expected="a local folder: DeepSpeed reads and writes no other place")
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a folder that DeepSpeed wrote", do="check the path")
     inner = path if path.is_dir() else path.parent
     if _is_inner(inner):
-        what = "is the folder inside a checkpoint of DeepSpeed's" if path is inner else "is a part of a checkpoint"
-        raise CheckpointError(f"{path} {what}", expected="the folder around it", do=f"give {inner.parent}")
+        what = "is the folder inside a checkpoint of DeepSpeed's" if path is inner else "is a file of a checkpoint"
+        raise CheckpointError(f"{path} {what}", expected="the checkpoint's folder", do=f"use {inner.parent}")
     if not path.is_dir() or not (path / LATEST).is_file():
         raise CheckpointError(
-            f"{path} is no folder that DeepSpeed wrote",
-            expected=f"one with a file {LATEST!r} in it",
+            f"{path} is not a folder that DeepSpeed wrote",
+            expected=f"a folder with a file {LATEST!r}",
             do="check the path",
         )
 
 
 def tag_in(path: Path) -> str:
-    """Return the name of the folder inside that ``latest`` points to.
+    """Return the name of the folder inside that ``latest`` names.
 
     Raises:
-        CheckpointError: it points outside, or nowhere.
+        CheckpointError: there is no such folder inside.
     """
     tag = (path / LATEST).read_text(errors="replace").strip()
     if not tag or "/" in tag or tag in (".", "..") or not (path / tag).is_dir():
@@ -98,12 +96,12 @@ def model_file(path: Path, tag: str) -> Path:
 
 
 def has_shards(path: Path, tag: str) -> bool:
-    """Whether ranks wrote shares of the optimizer there: at every stage but 0."""
+    """Whether ranks wrote partitions of the optimizer there: at every stage but 0."""
     return any((path / tag).glob("*_optim_states.pt"))
 
 
 def has_placeholders(path: Path, tag: str) -> bool:
-    """Whether the file of weights has no parameters, which are in shares: at stage 3."""
+    """Whether the file of weights has no parameters, which are in the ranks' partitions: at stage 3."""
     return model_file(path, tag).name.startswith("zero_pp_rank_")
 
 
@@ -111,19 +109,19 @@ def _is_inner(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*_model_states.pt"))
 
 
-# --- Whole, or not -----------------------------------------------------------------------------------------------
+# --- Completeness -------------------------------------------------------------------------------------------------
 
 
 def files_in(path: Path) -> list[str]:
-    """Return all files of a folder but the mark, by their paths in it, in the same order everywhere."""
+    """Return all files of a folder but the manifest, by their paths in it, sorted."""
     found = (each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
-    return sorted(name for name in found if name != MARK)
+    return sorted(name for name in found if name != MANIFEST)
 
 
 def files_at(path: Path) -> set[str]:
-    """Return all files that we wrote into a folder, as paths in it; if the mark is damaged, those with our names."""
+    """Return the checkpoint's files in a folder; if the manifest is damaged, those that are named like them."""
     try:
-        return {MARK, *read_mark(path)["files"]}
+        return {MANIFEST, *read_manifest(path)["files"]}
     except CheckpointError:
         named = [each.relative_to(path).as_posix() for each in path.glob(f"{TAG}/*.pt")]
         return {*BESIDE, *named}
@@ -139,17 +137,17 @@ def seal(path: Path, names: list[str]) -> dict[str, Any]:
     return sealed
 
 
-def write_mark(path: Path, facts: dict[str, Any]) -> None:
-    """Write down what is in a folder that is otherwise complete."""
+def write_manifest(path: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest of a folder that is otherwise complete."""
     text = json.dumps({"format": _FORMAT, "version": _VERSION} | facts, ensure_ascii=False).encode()
-    with (path / MARK).open("wb") as file:
+    with (path / MANIFEST).open("wb") as file:
         file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_mark(path: Path) -> dict[str, Any]:
-    """Return what was written down, checked.
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest, checked.
 
     Raises:
         CheckpointError: another program wrote the folder, or a newer version of this one, or it is damaged.
@@ -157,12 +155,12 @@ def read_mark(path: Path) -> dict[str, Any]:
     check_place(path)
     if not is_ours(path):
         raise CheckpointError(
-            f"{path} was written by another program, in pickles", expected="a folder that this strategy wrote",
+            f"{path} was written by another program, with pickles", expected="a folder that this strategy wrote",
             do=f"if you trust it, `stratagem checkpoint consolidate --trust {path} FILE` makes a file of its weights",
         )  # fmt: skip
-    text, _, digest = (path / MARK).read_bytes().partition(b"\n")
+    text, _, digest = (path / MANIFEST).read_bytes().partition(b"\n")
     if xxhash.xxh3_128_hexdigest(text).encode() != digest.strip():
-        raise _damaged(path, MARK)
+        raise _damaged(path, MANIFEST)
     facts: dict[str, Any] = json.loads(text)
     if facts.get("format") != _FORMAT or facts.get("version", 0) > _VERSION:
         raise CheckpointError(
@@ -191,11 +189,11 @@ def verify(path: Path, facts: dict[str, Any], rank: int = 0, world_size: int = 1
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder is what was written; of others', whether its files have an end."""
+    """Whether a folder is complete and undamaged; for those of other programs, whether its files are not truncated."""
     try:
         check_place(path)
         if is_ours(path):
-            verify(path, read_mark(path))
+            verify(path, read_manifest(path))
             return True
         return all(zipfile.is_zipfile(file) for file in (path / tag_in(path)).glob("*.pt"))
     except (CheckpointError, OSError):
@@ -212,7 +210,7 @@ def _entry(file: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not what was written: {name} differs", expected="the content that its checksum describes",
+        f"{path} is not what was written: {name} differs", expected="files that match their checksums",
         do="use an older checkpoint",
     )  # fmt: skip
 
@@ -222,7 +220,7 @@ def _damaged(path: Path, name: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def as_data() -> Iterator[None]:
-    """Within: whoever loads a pickle by torch, DeepSpeed too, gets tensors and plain values or an error."""
+    """Within: every torch.load, also DeepSpeed's, returns tensors and plain values or raises an error."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

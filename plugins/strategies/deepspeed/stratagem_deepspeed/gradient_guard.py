@@ -1,4 +1,4 @@
-"""Stages 2 and 3 keep gradients elsewhere than at the parameters: refuse code that reads or changes them there."""
+"""Stages 2 and 3: refuse user code that reads or changes `parameter.grad`, where ZeRO does not keep gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 
 from stratagem.errors import ConfigError
 
-#: What a module may define that looks at gradients.
+#: Methods of a module that may read gradients.
 _EVENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
-class GradientsElsewhere:
-    """Has `parameter.grad` raise while code of the user's runs that expects gradients there."""
+class GradientGuard:
+    """Makes `parameter.grad` raise an error while user code runs that expects gradients."""
 
     def __init__(self, user: nn.Module, stage: int, stepped: set[int] | None) -> None:
-        """`stepped` has the ids of the parameters that the optimizer steps; None: all that are trained."""
+        """`stepped` has the ids of the parameters that the optimizer steps; None means all trainable ones."""
         self._user, self._stage = user, stage
         named = [(name, each) for name, each in user.named_parameters() if each.requires_grad]
         self._named = [(name, each) for name, each in named if stepped is None or id(each) in stepped]
         self._classes: dict[type, type] = {}
         self._changes = [(each, type(each), self._without_gradient(type(each))) for _, each in self._named]
-        #: The module's own methods that are wrapped.
+        #: Names of the module's methods that are wrapped.
         self._methods = [name for name in _EVENTS if callable(getattr(type(user), name, None))]
         for name in self._methods:
             user.__dict__[name] = self._guarded(getattr(user, name))
@@ -42,9 +42,9 @@ class GradientsElsewhere:
     def _error(self, parameter: Any) -> ConfigError:
         name = next((name for name, each in self._named if each is parameter), "a parameter")
         return ConfigError(
-            f"something reads or changes .grad of {name!r}, and at stage {self._stage} ZeRO keeps gradients elsewhere, "
-            "in shares",
-            expected="gradients to be left to DeepSpeed",
+            f"something reads or changes .grad of {name!r}, and at stage {self._stage} ZeRO keeps gradients in "
+            "partitions elsewhere",
+            expected="no access to gradients after backward",
             do='use gradient_clip_val, change them in parameter.register_hook, or choose strategy="ddp"',
         )
 
@@ -58,7 +58,7 @@ class GradientsElsewhere:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Raise within, wherever `.grad` of a parameter that is trained is read or changed."""
+        """Within: raise an error where `.grad` of a trainable parameter is read or changed."""
         for parameter, _, without in self._changes:
             parameter.__class__ = without
         try:
@@ -69,7 +69,7 @@ class GradientsElsewhere:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let DeepSpeed look within `guarding`."""
+        """Within: allow DeepSpeed to access gradients inside `guarding`."""
         classes = [type(parameter) for parameter, _, _ in self._changes]
         for parameter, before, _ in self._changes:
             parameter.__class__ = before
@@ -80,12 +80,12 @@ class GradientsElsewhere:
                 parameter.__class__ = cls
 
     def check_unset(self) -> None:
-        """Refuse a gradient that somebody has put where no step looks."""
+        """Refuse a gradient that user code has set, which the step would ignore."""
         for _, parameter in self._named:
             if parameter.grad is not None:
                 raise self._error(parameter)
 
     def stop(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module's methods."""
         for name in self._methods:
             self._user.__dict__.pop(name, None)

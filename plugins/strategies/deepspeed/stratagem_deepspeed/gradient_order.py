@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class GradientOrder:
-    """Which parameters backward gave gradients to, in order.
+    """Records which parameters received gradients, in order, to compare the ranks.
 
-    Stages 1 and 2 add up over the ranks what lies at the same place of their buffers: gradients of other parameters, if
-    ranks use different ones, and nobody would notice.
+    Stages 1 and 2 reduce buffers of gradients over the ranks. If ranks use different parameters, their buffers have
+    different layouts, and gradients of different parameters would be added without an error message.
     """
 
     def __init__(self, parameters: list[nn.Parameter], run: RunContext) -> None:
@@ -33,10 +33,10 @@ class GradientOrder:
         self._order.append(index)
 
     def compare(self, *, ordered: bool) -> None:
-        """Make sure that all ranks have seen the same ones since the last time. Collective.
+        """Check that all ranks recorded the same parameters since the last call. Collective.
 
         Raises:
-            ConfigError: they have not; on every rank.
+            ConfigError: two ranks differ; on every rank.
         """
         seen = self._order if ordered else sorted(set(self._order))
         self._order = []
@@ -47,12 +47,12 @@ class GradientOrder:
             order = ", in the same order" if ordered else ""
             raise ConfigError(
                 f"ranks used different parameters in one step{order and ', or in another order'}, and DeepSpeed would "
-                "add up gradients of one with those of another",
+                "add the gradients of different parameters",
                 expected=f"a loss that uses the same parameters on every rank{order}",
-                do='add the others with a factor of zero, or choose strategy="ddp_find_unused_parameters_true"',
+                do='add unused parameters times zero to the loss, or set strategy="ddp_find_unused_parameters_true"',
             )
 
     def stop(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()

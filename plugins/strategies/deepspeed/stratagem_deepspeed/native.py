@@ -1,10 +1,10 @@
 """DeepSpeed's own checkpoint folder as a checkpoint format.
 
-[Note: who writes and who reads]
-The engine writes weights, the optimizer, and its scheduler and loss scale itself, each rank its share. So what the
-strategy answers as the state of model and optimizer is `InEngine`: names and shapes, and the engine that has the
-numbers. A checkpoint is read before there is an engine: then `InEngine` stands for the folder, and the strategy hands
-it to the engine that it makes. What the run remembers beside both goes into rank 0's file, as DeepSpeed's client state.
+[Note: state in the engine]
+The engine itself writes weights, the optimizer, its scheduler and the loss scale, each rank its partition. So the
+strategy returns an `EngineState` as the state of model and optimizer: names and shapes, and the engine that has the
+values. A checkpoint is read before there is an engine: then an `EngineState` refers to the folder, and the strategy
+passes it to the engine that it makes. The rest of the run's state is in rank 0's file, as DeepSpeed's client state.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder
-from stratagem_deepspeed.engine_state import InEngine
+from stratagem_deepspeed.engine_state import EngineState
 from stratagem_deepspeed.options import DeepSpeedOptions
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: What a strategy must have for its checkpoints to be DeepSpeed's.
+#: The capability of strategies whose checkpoints DeepSpeed can write.
 ENGINE = "deepspeed-engine"
 
 
 @define(eq=False, kw_only=True)
 class DeepSpeedFormat(CheckpointFormat):
-    """The folder that DeepSpeed's engine writes, for runs of the strategy alone: see [Note: who writes and who reads].
+    """The folder that DeepSpeed's engine writes, for runs of this strategy only; see [Note: state in the engine].
 
-    It continues at the stage, precision and number of processes that wrote it. ``stratagem checkpoint consolidate
+    It is resumed with the stage, precision and number of processes that wrote it. ``stratagem checkpoint consolidate
     --trust`` makes a file of its weights that every strategy reads.
     """
 
@@ -49,7 +49,7 @@ class DeepSpeedFormat(CheckpointFormat):
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
         staged, error, rest = StagedFolder(path), None, {}
-        held: InEngine | None = None
+        held: EngineState | None = None
         try:
             held = _held(state, path)
             rest = _plain({key: value for key, value in state.items() if key not in ("state_dict", "optimizers")})
@@ -59,7 +59,7 @@ class DeepSpeedFormat(CheckpointFormat):
             error = explained(caught, path)
         try:
             run.collectives.fail_together(error)
-            assert held is not None, "ranks without it have failed together"
+            assert held is not None, "otherwise all ranks raised an error"
             _write(held, rest, staged, run)
         finally:
             staged.clear_away()
@@ -71,7 +71,7 @@ class DeepSpeedFormat(CheckpointFormat):
         rest: dict[str, Any] = {}
         if run.is_global_zero:
             try:
-                facts = folder.read_mark(path)
+                facts = folder.read_manifest(path)
                 _check_fits(facts, path, run)
             except CheckpointError as caught:
                 error = caught
@@ -85,7 +85,7 @@ class DeepSpeedFormat(CheckpointFormat):
             error = caught
         run.collectives.fail_together(error)
         rest = run.collectives.broadcast_object(rest)
-        held = InEngine(engine_state.without_values(facts["tensors"]), facts, path=path)
+        held = EngineState(engine_state.without_values(facts["tensors"]), facts, path=path)
         return rest | {"state_dict": held, "optimizers": [held]}
 
     def consolidate(self, path: Path) -> dict[str, Any]:
@@ -98,62 +98,62 @@ class DeepSpeedFormat(CheckpointFormat):
         return folder.is_whole(path)
 
     def saved_at(self, path: Path) -> float:
-        return modified_at(path / (folder.MARK if folder.is_ours(path) else folder.LATEST))
+        return modified_at(path / (folder.MANIFEST if folder.is_ours(path) else folder.LATEST))
 
     def remove(self, path: Path) -> None:
         if not folder.is_ours(path):
-            raise CheckpointError(f"{path} is no checkpoint of ours", do="nothing was deleted")
-        strangers = sorted(set(folder.files_in(path)) - set(folder.read_mark(path)["files"]))
-        if strangers:
-            raise CheckpointError(f"{path} holds {', '.join(strangers)}, which it was not saved with",
+            raise CheckpointError(f"{path} was not written by stratagem", do="nothing was deleted")
+        others = sorted(set(folder.files_in(path)) - set(folder.read_manifest(path)["files"]))
+        if others:
+            raise CheckpointError(f"{path} has files that are not part of the checkpoint: {', '.join(others)}",
                                   do="nothing was deleted")  # fmt: skip
         remove_folder(path, folder.files_at(path))
 
 
 def takes_over(run: RunContext) -> bool:
-    """Whether the checkpoint format leaves writing to the engine, and nobody else asked for whole tensors."""
+    """Whether the engine writes the checkpoint, and no caller needs whole tensors."""
     return isinstance(run.checkpoint_format, DeepSpeedFormat) and not run.whole_state
 
 
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
-def _held(state: Mapping[str, Any], path: Path) -> InEngine:
-    """Return what stands for the model in `state`, checked.
+def _held(state: Mapping[str, Any], path: Path) -> EngineState:
+    """Return the `EngineState` of the model in `state`, checked.
 
     Raises:
-        CheckpointError: DeepSpeed could not write it.
+        CheckpointError: DeepSpeed cannot write it.
     """
     held = state["state_dict"]
     if is_remote(path):
-        raise CheckpointError(f"{path} is a URL", expected="a local folder, which is all that DeepSpeed writes",
+        raise CheckpointError(f"{path} is a URL", expected="a local folder, the only place to which DeepSpeed writes",
                               do="save to a folder, or in another format")  # fmt: skip
-    if not isinstance(held, InEngine) or held.engine is None:
+    if not isinstance(held, EngineState) or held.engine is None:
         raise CheckpointError(
-            "there is no engine to write the state", expected="a run of the strategy deepspeed that trains",
-            do="save in another format, which every strategy can",
+            "there is no engine that can write the state", expected="a run of the strategy deepspeed that trains",
+            do="save in another format",
         )  # fmt: skip
     given = [name for name, value in held.items() if isinstance(value, torch.Tensor) and not value.is_meta]
     if given or held.keys() != held.facts["tensors"].keys():
         raise CheckpointError(
-            f"on_save_checkpoint changed the weights ({', '.join(given) or 'their names'}), which DeepSpeed writes",
-            expected="other keys of the checkpoint", do="save in another format",
+            f"on_save_checkpoint changed the weights ({', '.join(given) or 'their names'}), which the engine writes",
+            expected="changes of other keys only", do="save in another format",
         )  # fmt: skip
     if "optimizers" not in state:
         raise CheckpointError(
-            "weights alone were to be saved, and DeepSpeed writes them together with the optimizer",
-            expected="weights_only=False", do="save in another format, or consolidate what is saved",
+            "weights_only=True was passed, and DeepSpeed writes weights together with the optimizer",
+            expected="weights_only=False", do="save in another format, or consolidate the checkpoint",
         )  # fmt: skip
     _check_engine(held)
     return held
 
 
-def _check_engine(held: InEngine) -> None:
+def _check_engine(held: EngineState) -> None:
     writer, stage, untrained = held.engine.checkpoint_engine, held.facts["stage"], held.facts["untrained"]
     if not getattr(writer, "zipfile_serialization", False):
         raise CheckpointError(
-            f"DeepSpeed is configured to write by {type(writer).__name__} in another serialization than torch's",
-            expected="torch's",
+            f"DeepSpeed is configured to write with {type(writer).__name__}, in another serialization than torch's",
+            expected="torch's serialization",
             do='drop "datastates_ckpt", and "writer" and "checkpoint_serialization" of "checkpoint"',
         )  # fmt: skip
     if held.engine.use_node_local_storage():
@@ -164,16 +164,16 @@ def _check_engine(held: InEngine) -> None:
         )
     if stage == 3 and untrained:
         raise CheckpointError(
-            f"{', '.join(untrained)} is in no optimizer, and at stage 3 DeepSpeed saves what is trained or frozen",
+            f"{', '.join(untrained)} is in no optimizer, and at stage 3 DeepSpeed saves only trained or frozen ones",
             expected="requires_grad=False for it, or an optimizer", do="save in another format",
         )  # fmt: skip
 
 
 def _plain(rest: dict[str, Any]) -> dict[str, Any]:
-    """Return what can be read back as data, as it is read back.
+    """Return `rest` as it will be read back, without pickles.
 
     Raises:
-        CheckpointError: names the place of a value that is no tensor, number, text or container.
+        CheckpointError: a value is not a tensor, number, text or container; names its path.
     """
     tensors: list[torch.Tensor] = []
 
@@ -185,17 +185,17 @@ def _plain(rest: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: RunContext) -> None:
-    """Have the engine write into the staged folder, and publish it. Collective."""
+def _write(held: EngineState, rest: dict[str, Any], staged: StagedFolder, run: RunContext) -> None:
+    """Write with the engine into the staged folder, and publish it. Collective."""
     error, facts = None, held.facts
     try:
         held.engine.save_checkpoint(
             str(staged.path), tag=folder.TAG, exclude_frozen_parameters=facts["without_frozen"],
             client_state={consolidation.REST: rest} if run.is_global_zero else {},
         )  # fmt: skip
-    except Exception as caught:  # noqa: BLE001 - torch raises what it likes when a disk is full
+    except Exception as caught:  # noqa: BLE001 - torch raises various errors when a disk is full
         error = _unwritable(caught, staged.target)
-        torch.distributed.barrier()  # the others wait in the engine's last one
+        torch.distributed.barrier()  # the other ranks wait in the engine's last barrier
     run.collectives.fail_together(error)
     sealed: dict[str, Any] = {}
     try:
@@ -208,7 +208,7 @@ def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: RunC
     if run.is_global_zero:
         try:
             files = {name: entry for each in everybody for name, entry in each.items()}
-            folder.write_mark(staged.path, facts | {"files": files})
+            folder.write_manifest(staged.path, facts | {"files": files})
             staged.publish()
         except OSError as caught:
             error = explained(caught, staged.target)
@@ -217,7 +217,7 @@ def _write(held: InEngine, rest: dict[str, Any], staged: StagedFolder, run: RunC
 
 def _unwritable(error: Exception, path: Path) -> CheckpointError:
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch hides it behind its own
+    while cause is not None and not isinstance(cause, OSError):  # torch raises its own error from it
         cause = cause.__cause__ or cause.__context__
     return explained(cause if isinstance(cause, OSError) else error, path)
 
@@ -226,7 +226,7 @@ def _unwritable(error: Exception, path: Path) -> CheckpointError:
 
 
 def _check_fits(facts: Mapping[str, Any], path: Path, run: RunContext) -> None:
-    """Refuse a folder that the run's strategy cannot continue from.
+    """Refuse a folder from which the run's strategy cannot resume.
 
     Raises:
         CheckpointError: another stage, precision or number of processes wrote it, or the strategy is another one.
@@ -236,7 +236,7 @@ def _check_fits(facts: Mapping[str, Any], path: Path, run: RunContext) -> None:
     strategy = run.strategy
     if getattr(strategy, "load_full_weights", False):
         raise CheckpointError(
-            f"strategy.deepspeed.load_full_weights is True and {path} holds shards", expected="a file of whole weights",
+            f"strategy.deepspeed.load_full_weights is True and {path} is sharded", expected="a file of whole weights",
             do=f"`stratagem checkpoint consolidate --trust {path} FILE` makes one, or drop the option",
         )  # fmt: skip
     wrote = (facts["stage"], facts["world_size"], facts["dtype"])
@@ -245,13 +245,13 @@ def _check_fits(facts: Mapping[str, Any], path: Path, run: RunContext) -> None:
         here = (strategy.zero_stage, run.world_size, dtype)
         expected = f"{_place(*here)} as in this run"
     else:
-        here, expected = None, f"a checkpoint that {run.title_of(run.strategy)} reads"
+        here, expected = None, f"a checkpoint that {run.title_of(run.strategy)} can read"
     if here != wrote:
         raise CheckpointError(
-            f"{path} was written by DeepSpeed at {_place(*wrote)}, and its own folders are only read at the same",
+            f"{path} was written by DeepSpeed at {_place(*wrote)}, and its own format requires the same to read it",
             expected=expected,
             do=f"`stratagem checkpoint consolidate --trust {path} FILE` makes a file of its weights for all "
-            "strategies; or continue as it was written, and save in another format",
+            "strategies; or resume with the settings that wrote it, and save in another format",
         )
 
 
@@ -260,11 +260,11 @@ def _place(stage: int, world_size: int, dtype: str) -> str:
 
 
 def _read_rest(path: Path) -> dict[str, Any]:
-    """Return what the run remembered beside weights and optimizer; nothing is executed."""
+    """Return the run's state besides weights and optimizer; no code of the file is executed."""
     file = folder.model_file(path, folder.TAG)
     try:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         rest: dict[str, Any] = saved[consolidation.REST]
     except Exception as error:
         raise consolidation.unreadable(path, error) from error
-    return _plain(rest)  # not tied to the file
+    return _plain(rest)  # independent of the mapped file

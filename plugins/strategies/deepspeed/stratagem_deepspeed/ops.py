@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed that are compiled on the machine they run on: which of them a run uses, and having those."""
+"""DeepSpeed's ops, which are compiled on the machine that uses them: find and load those that a run needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
 
 
-# --- What a run needs --------------------------------------------------------------------------------------------
+# --- Which ops a run needs ----------------------------------------------------------------------------------------
 
 
 def ops_for(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, device_type: str) -> list[str]:
-    """Return the ops that an engine of that configuration and optimizer loads.
+    """Return the ops that an engine with this configuration and optimizer loads.
 
     Raises:
         ConfigError: the configuration's optimizer has no op for such a device.
@@ -35,7 +35,7 @@ def ops_for(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, 
     return found
 
 
-#: By the name of an optimizer in a configuration: its op if its state is on the CPU by way of offload, and if not.
+#: By the name of an optimizer in a configuration: its op if its state is offloaded to the CPU, and if not.
 _NAMED = {
     "adam": ("cpu_adam", "fused_adam"),
     "adamw": ("cpu_adam", "fused_adam"),
@@ -56,7 +56,7 @@ def _of_named_optimizer(config: Mapping[str, Any], device_type: str) -> list[str
     if device_type == "cpu" and op in _GPU_ONLY:
         raise ConfigError(
             f"the configuration's optimizer is {wanted['type']!r} and this run trains on the CPU",
-            expected=f"a GPU, as deepspeed has {op} for no other device", do=f"train on one, or {OPS[op].otherwise}",
+            expected=f"a GPU, the only device for which deepspeed has {op}", do=f"use one, or {OPS[op].otherwise}",
         )  # fmt: skip
     return [] if op is None else [op]
 
@@ -83,36 +83,36 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def advise(config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, run: RunContext) -> None:
-    """Tell rank 0's user once of an optimizer of deepspeed's that does the same as the one of torch's, faster."""
+    """Warn on rank 0 if deepspeed has a faster implementation of torch's optimizer."""
     if not run.is_global_zero or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
     name = f"torch.optim.{type(optimizer).__name__}"
     adamw = "" if isinstance(optimizer, torch.optim.AdamW) else ", adamw_mode=False"
     if device_of(config.get("zero_optimization", {}), "offload_optimizer") is not None:
         faster = f"deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, ...{adamw})"
-        said = f"the optimizer's state is offloaded and {name} steps there: {faster} is several times as fast"
+        message = f"the optimizer's state is offloaded and {name} steps on the CPU: {faster} is several times as fast"
     elif run.device.type == "cuda":
         faster = f"deepspeed.ops.adam.FusedAdam(parameters, ...{adamw.replace('adamw', 'adam_w')})"
-        said = f"{name} steps parameter by parameter: {faster} takes one kernel for many"
+        message = f"{name} steps parameter by parameter: {faster} uses one kernel for many"
     else:
         return
-    warnings.warn(said, stacklevel=2)
+    warnings.warn(message, stacklevel=2)
 
 
-# --- Having them -------------------------------------------------------------------------------------------------
+# --- Building and loading them ------------------------------------------------------------------------------------
 
 
 def prepare_ops(names: Iterable[str], run: RunContext) -> None:
-    """Load these ops, each built first if this machine has not got it: by one process of a node. Collective.
+    """Load these ops; one process of each node first builds those that are missing. Collective.
 
     Raises:
-        ConfigError: on all ranks, where one could not be built anywhere.
+        ConfigError: an op could not be built on some node; on all ranks.
     """
     names = list(dict.fromkeys(names))
     if not names:
         return
     assert run.world is not None, "connected before"
-    for in_charge in (True, False):  # the others of a node find what the first one built
+    for in_charge in (True, False):  # the other processes of a node load what the first one built
         error = _failure(names) if (run.world.local_rank == 0) is in_charge else None
         failures = [each for each in run.collectives.all_gather_object(error) if each is not None]
         if failures:
@@ -125,7 +125,7 @@ def _failure(names: Iterable[str]) -> ConfigError | None:
 
     builders = [get_accelerator().create_op_builder(OPS[name].builder) for name in names]
     try:
-        for builder in builders:  # before minutes are spent on the first of them
+        for builder in builders:  # before the first build, which takes minutes
             check_tools(builder)
         for builder in builders:
             builder.load()

@@ -1,4 +1,4 @@
-"""What may be said about DeepSpeed: the options of the strategy, each under the name that other trainers know it by."""
+"""The options of the strategy, under the names that other trainers use for DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from stratagem_process_group import ProcessGroupStrategy, group_options_after
 if TYPE_CHECKING:
     import torch
 
-#: Where a configuration may be found that no code names; the first one that is set counts.
+#: Environment variables that may name a configuration file; the first one that is set is used.
 VARIABLES = ("STRATAGEM_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
 
 _PATH = "strategy.deepspeed"
-#: Options that say nothing about the engine, or complete a configuration of the user's.
+#: Options that are used together with a `config`.
 _BESIDE_A_CONFIG = {
     "config", "remote_device", "logging_batch_size_per_gpu", "logging_level", "load_full_weights",
     "exclude_frozen_parameters", "state_dict_type", "timeout", "process_group_backend", "nccl", "gloo",
     "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
 }  # fmt: skip
-#: What tunes transfers to and from a disk.
+#: Options for transfers to and from a disk.
 _FOR_NVME = (
     "nvme_path", "params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size",
     "queue_depth", "single_submit", "overlap_events", "thread_count",
@@ -43,7 +43,7 @@ _BUCKETS = (
 
 
 def _whole(value: Any) -> Any:
-    """Read 2e8 as the whole number that it is."""
+    """Convert 2e8 to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -55,104 +55,103 @@ def _count(instance: Any, attribute: Any, value: Any) -> None:
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("state_dict_type"))
 class DeepSpeedOptions(ProcessGroupStrategy):
-    """The options. Those that describe the engine are replaced as a whole by a `config` of the user's."""
+    """The options. A `config` of the user\'s replaces all of those that describe the engine."""
 
-    #: Share out what `stage` says. False is stage 0: every process keeps everything.
+    #: Use ZeRO at `stage`. False is stage 0: nothing is partitioned, which needs the most memory.
     zero_optimization: bool = True
-    #: What is shared out over the processes: 1 optimizer state, 2 gradients too, 3 parameters too, 0 nothing. More
-    #: saves memory; up to 2 at no cost in messages, 3 sends half as much again. None is 2, or what a `config` says.
+    #: What is partitioned over the processes: 1 optimizer state, 2 also gradients, 3 also parameters, 0 nothing. Higher
+    #: stages save memory; 3 sends 1.5 times as many bytes as the others. None is 2, or what a `config` sets.
     stage: Literal[0, 1, 2, 3] | None = None
-    #: At stage 3: where parameters lie as soon as they are made. None leaves them on the device; "cpu" and "nvme" admit
-    #: models that no device holds, and are slower to begin.
+    #: At stage 3: where parameters are kept while the model is built. None keeps them on the device; "cpu" and "nvme"
+    #: allow models that no device holds, and start more slowly.
     remote_device: Literal["cpu", "nvme"] | None = None
-    #: Keep the optimizer's state in `offload_optimizer_device`, and step on the CPU: 12 bytes of device memory less for
-    #: each parameter of the share, and a slower step.
+    #: Keep the optimizer's state in `offload_optimizer_device`, and step on the CPU: saves 12 bytes on the device for
+    #: each parameter of the partition, for a slower step.
     offload_optimizer: bool = False
     #: At stage 3: keep parameters in `offload_params_device` while no layer computes with them.
     offload_parameters: bool = False
     #: "nvme" holds most and is slowest.
     offload_params_device: Literal["cpu", "nvme"] = "cpu"
-    #: A folder on a fast local disk for what is offloaded to "nvme"; the system's disk works, and wears out.
+    #: A folder on a fast local disk for what is offloaded to "nvme"; many writes wear out the system's disk.
     nvme_path: Path = Path("/local_nvme")
-    #: Buffers for parameters on their way from and to the disk; more read further ahead and take memory.
+    #: Buffers for transfers of parameters from and to the disk; more of them prefetch further and need memory.
     params_buffer_count: int | float = field(default=5, converter=_whole, validator=_count)
-    #: Elements in each of them: at least those of the largest parameter's share.
+    #: Elements in each of these buffers: at least as many as in the largest partition of a parameter.
     params_buffer_size: int | float = field(default=100_000_000, converter=_whole, validator=_count)
-    #: Elements of parameters that stay in CPU memory though the disk could take them: less traffic, more memory.
+    #: Elements of parameters that stay in CPU memory instead of on the disk: less traffic, more memory.
     max_in_cpu: int | float = field(default=1_000_000_000, converter=_whole, validator=_count)
     #: "nvme" holds most and is slowest.
     offload_optimizer_device: Literal["cpu", "nvme"] = "cpu"
-    #: Buffers for optimizer state on its way from and to the disk: at least one for each tensor that the optimizer
-    #: keeps of a parameter, which for Adam are 4.
+    #: Buffers for transfers of optimizer state from and to the disk: at least one for each tensor of a parameter's size
+    #: that a step needs, which are 4 for Adam.
     optimizer_buffer_count: int | float = field(default=4, converter=_whole, validator=_count)
-    #: Bytes of a disk request; ``stratagem deepspeed tune-nvme`` finds what suits a disk, as for the next four.
+    #: Bytes of a disk request; ``stratagem deepspeed tune-nvme`` finds this and the next four for a disk.
     block_size: int | float = field(default=1_048_576, converter=_whole, validator=_count)
-    #: Disk requests under way at a time; more hide latency until the disk is busy.
+    #: Concurrent disk requests; more hide latency until the disk is busy.
     queue_depth: int | float = field(default=8, converter=_whole, validator=_count)
-    #: Hand requests to the disk one by one rather than in batches.
+    #: Submit requests to the disk one by one rather than in batches.
     single_submit: bool = False
-    #: Hand over new requests while others complete.
+    #: Submit new requests while others complete.
     overlap_events: bool = True
-    #: Threads that read and write; they compete with the optimizer's for cores.
+    #: Threads that read and write; they compete with the optimizer's threads for cores.
     thread_count: int | float = field(default=1, converter=_whole, validator=_count)
-    #: Lock what is offloaded into memory: faster to and from a GPU, and never paged out.
+    #: Use page-locked memory for what is offloaded: faster transfers to and from a GPU, and never swapped out.
     pin_memory: bool = False
     #: At stage 3: elements of parameters that are stepped at a time. Smaller ones bound the memory of a step.
     sub_group_size: int | float = field(default=1_000_000_000_000, converter=_whole, validator=_count)
-    #: Copy gradients into one buffer as they appear: less fragmentation for a copy.
+    #: Copy gradients into one buffer as they are produced: less fragmentation for a copy.
     contiguous_gradients: bool = True
-    #: Average gradients while backward still runs: faster, for a second `reduce_bucket_size`. Stage 2 and 3 can; None
-    #: is yes where there is something to overlap with, on a GPU.
+    #: Average gradients while backward still runs, at stages 2 and 3: faster, for a second `reduce_bucket_size`. None
+    #: is True on a GPU.
     overlap_comm: bool | None = None
-    #: Gather updated parameters in one collective. DeepSpeed no longer can do otherwise.
+    #: Gather updated parameters in one collective. DeepSpeed has removed the alternative.
     allgather_partitions: bool = True
-    #: Each rank gets only the gradients of its share, for less traffic than averages for everybody.
+    #: Each rank gets only the gradients of its partition: less traffic than an all-reduce.
     reduce_scatter: bool = True
-    #: Elements gathered at a time. 2e8 for all buckets is about 3.6 GB of memory; 5e8 is faster where that is at hand.
+    #: Elements gathered at a time. 2e8 for all buckets needs about 3.6 GB of memory; 5e8 is faster and needs more.
     allgather_bucket_size: int | float = field(default=200_000_000, converter=_whole, validator=_count)
     #: Elements averaged at a time; one and a half times as many are allocated.
     reduce_bucket_size: int | float = field(default=200_000_000, converter=_whole, validator=_count)
-    #: Take any optimizer, also one whose state nobody has tried to share out.
+    #: Allow optimizers that DeepSpeed has not tested with ZeRO; wrong for those that are not elementwise.
     zero_allow_untested_optimizer: bool = True
-    #: Samples of a process and batch, by which DeepSpeed counts throughput; "auto" asks the loader.
+    #: Samples in a batch of one process, from which DeepSpeed computes throughput; "auto" uses the loader's.
     logging_batch_size_per_gpu: int | Literal["auto"] = field(default="auto", validator=at_least(1))
-    #: DeepSpeed's own configuration, a mapping or a JSON file, in place of all options that describe the engine. Where
-    #: it is None, the file that STRATAGEM_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH names.
+    #: DeepSpeed's own configuration, a mapping or a JSON file, instead of all options that describe the engine. None
+    #: uses the file that STRATAGEM_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH names, if one is set.
     config: dict[str, Any] | Path | str | None = None
-    #: What DeepSpeed may say: a level of `logging`, or its name. INFO is a page per run.
+    #: The level of DeepSpeed's logger, as in `logging`, or its name. INFO logs about a page per run.
     logging_level: int | str = logging.WARNING
-    #: With fp16: factor of the loss. 0 searches for the largest that does not overflow.
+    #: With fp16: the loss scale. 0 is a dynamic one: the largest that does not overflow.
     loss_scale: float = field(default=0.0, validator=at_least(0))
-    #: With fp16: the search begins at two to this power; too high a one skips the first steps.
+    #: With fp16: the dynamic loss scale starts at two to this power; a high one skips the first steps.
     initial_scale_power: int = field(default=16, validator=at_least(0))
-    #: With fp16: steps without overflow before the factor doubles.
+    #: With fp16: steps without overflow before the loss scale doubles.
     loss_scale_window: int = field(default=1000, validator=at_least(1))
-    #: With fp16: overflows before the factor halves.
+    #: With fp16: overflows before the loss scale halves.
     hysteresis: int = field(default=2, validator=at_least(1))
-    #: With fp16: the factor never falls below; an overflow there is an error.
+    #: With fp16: the smallest loss scale; an overflow there is an error.
     min_loss_scale: int = field(default=1, validator=at_least(1))
-    #: Share out the inputs of checkpointed layers over the processes that share a layer. This and the next four only
-    #: concern layers that the model calls through ``deepspeed.checkpointing.checkpoint``.
+    #: Partition the inputs of checkpointed layers over the model-parallel ranks. This and the next four apply only to
+    #: layers that the model calls through ``deepspeed.checkpointing.checkpoint``.
     partition_activations: bool = False
-    #: Keep the inputs of checkpointed layers in CPU memory: device memory for transfers.
+    #: Keep the inputs of checkpointed layers in CPU memory: saves device memory, for transfers.
     cpu_checkpointing: bool = False
-    #: Copy the inputs of checkpointed layers into one buffer: less fragmentation for a copy. It has to know
-    #: `number_checkpoints`.
+    #: Copy the inputs of checkpointed layers into one buffer: less fragmentation. Needs `number_checkpoints`.
     contiguous_memory_optimization: bool = False
-    #: How many layers are checkpointed, which `contiguous_memory_optimization` has to know beforehand.
+    #: The number of checkpointed layers, which `contiguous_memory_optimization` needs.
     number_checkpoints: int | None = field(default=None, validator=at_least(1))
-    #: Wait for the device before and after each checkpointed layer: slower, and times it.
+    #: Synchronize the device before and after each checkpointed layer: slower, for profiling.
     synchronize_checkpoint_boundary: bool = False
-    #: Take the weights of a checkpoint alone, which must be whole: training begins at step 0 with a new optimizer. To
-    #: continue where a file of whole weights, optimizer included, was saved, leave this off.
+    #: Load only the weights of a checkpoint, which must not be sharded: training starts at step 0 with a new optimizer.
+    #: To resume from a file with optimizer state, leave this off.
     load_full_weights: bool = False
-    #: Leave out of checkpoints what is not trained: smaller files, which need the original weights to be of use.
+    #: Leave frozen parameters out of checkpoints: smaller files, which need the original weights to be loaded.
     exclude_frozen_parameters: bool = False
     #: "deepspeed" saves its own directory, which only DeepSpeed reads and only at the same world size. By default what
-    #: ``Trainer(checkpoint=)`` says, which every strategy reads.
+    #: ``Trainer(checkpoint=)`` selects, which every strategy reads.
     state_dict_type: Literal["deepspeed"] | None = None
 
-    _given: Mapping[str, Any] | None = field(init=False, default=None)
+    _user_config: Mapping[str, Any] | None = field(init=False, default=None)
     _origin: str = field(init=False, default=_PATH)
 
     def __attrs_post_init__(self) -> None:
@@ -169,33 +168,33 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         else:
             self._check_alone(setting)
             self._origin = setting if isinstance(source, Mapping) else f"{source} ({setting})"
-            self._given = ds_config.read(source, self._origin, setting)
+            self._user_config = ds_config.read(source, self._origin, setting)
         zero_section.check_zero(self.zero, self.called)
         self._check_remote_device()
 
-    # --- What is in force ----------------------------------------------------------------------------------------
+    # --- Derived settings ----------------------------------------------------------------------------------------
 
     @property
-    def given(self) -> Mapping[str, Any] | None:
-        """The configuration that the user wrote, checked; None if the options speak."""
-        return self._given
+    def user_config(self) -> Mapping[str, Any] | None:
+        """The user's configuration, checked; None if the options are used."""
+        return self._user_config
 
     @property
     def origin(self) -> str:
-        """How to call the place where the engine is described."""
+        """How error messages refer to the source of the engine's configuration."""
         return self._origin
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """The zero_optimization section in force."""
-        if self._given is None:
+        """The zero_optimization section of the options or of the user's configuration."""
+        if self._user_config is None:
             return self.zero_section()
-        section: Mapping[str, Any] = self._given.get("zero_optimization", {})
+        section: Mapping[str, Any] = self._user_config.get("zero_optimization", {})
         return section
 
     @property
     def zero_stage(self) -> int:
-        """What is shared out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        """What is partitioned: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
         return int(self.zero.get("stage", 0))
 
     @property
@@ -210,13 +209,13 @@ class DeepSpeedOptions(ProcessGroupStrategy):
 
     @property
     def configured_optimizer(self) -> str | None:
-        """The type of the optimizer that the configuration asks DeepSpeed to make."""
-        return None if self._given is None else self._given.get("optimizer", {}).get("type")
+        """The type of the optimizer that DeepSpeed makes, from the configuration."""
+        return None if self._user_config is None else self._user_config.get("optimizer", {}).get("type")
 
     @property
     def configured_scheduler(self) -> str | None:
-        """The type of the scheduler that the configuration asks DeepSpeed to make."""
-        return None if self._given is None else self._given.get("scheduler", {}).get("type")
+        """The type of the scheduler that DeepSpeed makes, from the configuration."""
+        return None if self._user_config is None else self._user_config.get("scheduler", {}).get("type")
 
     def engine_dtype(self, policy: PrecisionPolicy) -> torch.dtype | None:
         """Return the 16-bit dtype that the engine computes in, None for 32 bits.
@@ -224,11 +223,10 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         Raises:
             ConfigError: 16 bits at stage 0.
         """
-        dtype = zero_section.engine_dtype(self._given, policy)
+        dtype = zero_section.engine_dtype(self._user_config, policy)
         if dtype is not None and self.zero_stage == 0:
             raise ConfigError(
-                f"{self.called('stage')} is 0 and the precision is {dtype}, with which the installed DeepSpeed trains "
-                "wrongly",
+                f"{self.called('stage')} is 0 and the precision is {dtype}, with which DeepSpeed trains wrongly",
                 expected="stage 1, 2 or 3, or 32 bits",
             )
         return dtype
@@ -259,7 +257,7 @@ class DeepSpeedOptions(ProcessGroupStrategy):
 
     def called(self, key: str) -> str:
         """How the user wrote `key` of the zero_optimization section."""
-        if self._given is not None:
+        if self._user_config is not None:
             return f"zero_optimization.{key} of {self._origin}"
         return f"{_PATH}.{zero_section.OPTIONS.get(key, key)}"
 
@@ -277,14 +275,14 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         return None, ""
 
     def _check_alone(self, setting: str) -> None:
-        """Refuse options that the configuration would replace in silence."""
+        """Refuse options that the configuration would replace without an error message."""
         replaced = [name for name in self._changed() if name not in _BESIDE_A_CONFIG]
         if replaced:
             raise ConfigError(
                 f"{_PATH}.{replaced[0]} and {setting} are both set, and the configuration replaces all options that "
                 "describe the engine",
                 expected="one of the two",
-                do=f"drop {', '.join(replaced)}, or say it in the configuration",
+                do=f"drop {', '.join(replaced)}, or set it in the configuration",
             )
 
     def _changed(self) -> list[str]:
@@ -292,12 +290,12 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         return [name for name, option in options(type(self)).items() if getattr(self, option.name) != option.default]
 
     def _check_effects(self) -> None:
-        """Refuse an option that nothing would come of."""
+        """Refuse an option that has no effect."""
         changed = self._changed()
         for name, holds, wanted in self._conditions():
             if name in changed and not holds:
                 raise ConfigError(
-                    f"{_PATH}.{name} is {_shown(getattr(self, name))}, of which nothing would come",
+                    f"{_PATH}.{name} is {_shown(getattr(self, name))}, which has no effect",
                     expected=wanted, do="drop it",
                 )  # fmt: skip
         if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
@@ -319,8 +317,8 @@ class DeepSpeedOptions(ProcessGroupStrategy):
             ("stage", self.zero_optimization or self.stage == 0, "zero_optimization=True with it"),
             ("offload_params_device", self.offload_parameters, "offload_parameters=True with it"),
             ("offload_optimizer_device", self.offload_optimizer, "offload_optimizer=True with it"),
-            *((name, holds, 'what it is for to be offloaded to "nvme"') for name, holds in on_disk.items()),
-            ("pin_memory", offloads, "something that is offloaded"),
+            *((name, holds, 'offloading to "nvme"') for name, holds in on_disk.items()),
+            ("pin_memory", offloads, "offload_optimizer=True or offload_parameters=True with it"),
             ("sub_group_size", stage == 3, "stage 3"),
             ("number_checkpoints", self.contiguous_memory_optimization, "contiguous_memory_optimization=True with it"),
         ]
@@ -331,14 +329,14 @@ class DeepSpeedOptions(ProcessGroupStrategy):
         if self.zero_stage != 3:
             raise ConfigError(
                 f"{_PATH}.remote_device is {self.remote_device!r} and {self.called('stage')} is {self.zero_stage}",
-                expected="stage 3, which alone shares parameters out as they are made",
+                expected="stage 3, the only one that partitions parameters while the model is built",
             )
         on_disk = self.offloads_parameters == "nvme"
         if on_disk is not (self.remote_device == "nvme"):
             raise ConfigError(
                 f"{_PATH}.remote_device is {self.remote_device!r} and parameters are offloaded to "
                 f"{self.offloads_parameters!r}",
-                expected='"nvme" for both or for none of them',
+                expected='"nvme" for both or for neither',
             )
 
 

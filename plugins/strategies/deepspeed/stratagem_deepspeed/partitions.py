@@ -1,4 +1,4 @@
-"""Stage 3: a model of which each rank keeps a share, part by part, from one run to the next."""
+"""Stage 3: partition a model over the ranks module by module, and use it in one run after another."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from stratagem_transforms.wrap_policy import children_first
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: Where a module remembers how it was shared out.
-_SHARED = "_stratagem_shared"
+#: Attribute of a module that was partitioned: its `Partitions`.
+_PARTITIONS = "_stratagem_shared"
 
 
 @define(eq=False)
-class Shares:
-    """A module that was shared out over `world_size` ranks; its parameters only know the group of one run."""
+class Partitions:
+    """A module partitioned over `world_size` ranks, whose parameters refer to the process group of one run."""
 
     module: nn.Module
     world_size: int
-    #: What shared it out; several, if it has grown since.
+    #: The ``deepspeed.zero.Init`` that partitioned it; several if it has got new parameters since.
     makers: list[Any] = field(factory=list)
 
     def join(self) -> None:
-        """Have the parameters gather over the group of this run."""
+        """Make the parameters gather over the process group of the current run."""
         from deepspeed import comm
 
-        self._talk_over(comm.get_world_group())
+        self._set_group(comm.get_world_group())
 
     def leave(self) -> None:
-        """Have them hold no group: it would outlive its run."""
-        self._talk_over(None)
+        """Make the parameters refer to no process group, which would otherwise outlive its run."""
+        self._set_group(None)
 
-    def _talk_over(self, group: Any) -> None:
+    def _set_group(self, group: Any) -> None:
         for maker in self.makers:
             maker.ds_process_group = group
         parameters: Iterable[Any] = self.module.parameters()  # with attributes of DeepSpeed's
@@ -49,7 +49,7 @@ class Shares:
 
 
 def check_not_compiled(module: nn.Module) -> None:
-    """Refuse a part that was compiled: what torch traces are shares, and layers that gather nothing.
+    """Refuse compiled layers: torch would trace partitions, and layers without the hooks that gather parameters.
 
     Raises:
         ConfigError: there is one.
@@ -59,39 +59,41 @@ def check_not_compiled(module: nn.Module) -> None:
         if (called or isinstance(part, OptimizedModule)) and next(part.parameters(), None) is not None:
             raise ConfigError(
                 f"{name or type(part).__name__!r} is compiled, and stage 3 gathers the parameters of each layer in "
-                "hooks, which a compiled part does not run as it should",
+                "hooks, which a compiled layer does not run as required",
                 expected="layers that are not compiled",
                 do='leave out torch.compile at stage 3, or choose strategy="deepspeed_stage_2"',
             )
 
 
-def share_out(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | None, run: RunContext) -> Shares:
-    """Give values to one part of `module` after the other, and leave each rank its share of them. Collective.
+def partition(module: nn.Module, make: Callable[[], Any], dtype: torch.dtype | None, run: RunContext) -> Partitions:
+    """Materialize `module` layer by layer, and keep a partition of each parameter on each rank. Collective.
 
     Args:
-        make: returns the ``deepspeed.zero.Init`` that does so.
-        dtype: of the shares, if not that of the parameters.
+        module: what is partitioned.
+        make: returns the ``deepspeed.zero.Init`` that partitions parameters.
+        dtype: of the partitions; None keeps the dtypes of the parameters.
+        run: the current run.
 
     Raises:
-        ConfigError: an earlier run shared it out over another number of processes.
+        ConfigError: an earlier run partitioned it over another number of processes.
     """
-    shares: Shares = module.__dict__.get(_SHARED) or Shares(module, run.world_size)
-    module.__dict__[_SHARED] = shares
-    if shares.world_size != run.world_size:
+    partitions: Partitions = module.__dict__.get(_PARTITIONS) or Partitions(module, run.world_size)
+    module.__dict__[_PARTITIONS] = partitions
+    if partitions.world_size != run.world_size:
         raise ConfigError(
-            f"the model was shared out over {shares.world_size} processes by an earlier run",
-            expected=f"a model that is whole, or the {run.world_size} of this one",
+            f"the model was partitioned over {partitions.world_size} processes by an earlier run",
+            expected=f"a model that is not partitioned, or the {run.world_size} processes of this run",
             do="save a checkpoint and load it into a new model",
         )
     if any(not hasattr(parameter, "ds_id") for parameter in module.parameters()):
         maker = make()
-        shares.makers.append(maker)
-        _give(module, maker, dtype, run)
-    shares.join()
-    return shares
+        partitions.makers.append(maker)
+        _partition_new(module, maker, dtype, run)
+    partitions.join()
+    return partitions
 
 
-def _give(module: nn.Module, maker: Any, dtype: torch.dtype | None, run: RunContext) -> None:
+def _partition_new(module: nn.Module, maker: Any, dtype: torch.dtype | None, run: RunContext) -> None:
     fill = run.materializer(module)
     fill.device = run.device
     for part in children_first(module, set(module.modules())):

@@ -1,4 +1,4 @@
-"""Changes of DeepSpeed's methods: what it would do wrongly, or keep for the life of the process."""
+"""Patches of DeepSpeed's methods: errors that it does not report, and state that it never frees."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def refuse_double_backward(engine: Any) -> None:
-    """Refuse a backward that is differentiated: its graph refers to parameters that stage 3 frees at once."""
+    """Refuse a backward with create_graph=True: its graph needs parameters that stage 3 has released."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     fetch = offload.pre_sub_module_backward_function
 
     def check_and_fetch(layer: nn.Module) -> None:
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a gradient is computed with create_graph=True, and stage 3 frees the parameters that its graph needs",
-                expected="a stage below 3, or another strategy, for gradients of gradients",
+                "a gradient is computed with create_graph=True, and stage 3 releases the parameters of its graph",
+                expected="a stage below 3, or another strategy, for second derivatives",
                 do='choose strategy="deepspeed_stage_2" or strategy="fsdp"',
             )
         fetch(layer)
@@ -33,7 +33,7 @@ def refuse_double_backward(engine: Any) -> None:
 
 
 def let_zero_grad_drop_all(zero: Any) -> None:
-    """At stage 2 gradients that were sent are kept elsewhere than at their parameters, where `zero_grad` looks."""
+    """Make `zero_grad` drop reduced gradients, too: at stage 2 they are not in `parameter.grad`, which it clears."""
     zero_grad, before_any = zero.zero_grad, zero.micro_step_id
 
     def drop_all(set_to_none: bool = True) -> None:
@@ -48,7 +48,7 @@ def let_zero_grad_drop_all(zero: Any) -> None:
 
 
 def zero_gradient_buffers(zero: Any) -> None:
-    """Zero what ZeRO keeps of gradients after a step: it would step a parameter again that gets none in the next."""
+    """Zero ZeRO's gradient buffers after a step, whose gradients would be used again for unused parameters."""
     kept = [getattr(zero, "grad_partitions_flat_buffer", None)]
     if getattr(zero, "cpu_offload", False):
         kept += [flat.grad for flat in zero.single_partition_of_fp32_groups]
@@ -61,7 +61,7 @@ def zero_gradient_buffers(zero: Any) -> None:
 
 
 def clear_model_caches() -> None:
-    """Empty what stage 3 remembers of models for as long as the process lives."""
+    """Clear the caches in which stage 3 keeps models alive as long as the process."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -74,7 +74,7 @@ def clear_model_caches() -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """Have `owner` use another method for a while."""
+    """Replace the method `name` of `owner` within the context."""
     own, missing = vars(owner), object()
     before = own.get(name, missing)
     setattr(owner, name, stand_in)

@@ -1,4 +1,4 @@
-"""The strategy under other names, with options set."""
+"""Presets of the strategy: names with options set."""
 
 from __future__ import annotations
 

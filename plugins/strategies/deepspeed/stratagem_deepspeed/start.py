@@ -1,11 +1,11 @@
-"""What comes before DeepSpeed's engine: importing it quietly, and letting it talk over the group that exists.
+"""Import DeepSpeed, and connect it to the process group of one run after another.
 
-[Note: what deepspeed keeps]
-deepspeed is written for a process that a launcher started and that lives for one training. It remembers for good
-which accelerator it was imported for, which process group it talks over and which groups it cloned; and it reads
-LOCAL_RANK and LOCAL_SIZE from the environment whenever it likes. A process of ours may see several runs, one after the
-other, and may have been started by nobody: `join` gives deepspeed what it wants for one run, `leave` makes it forget.
-The environment itself stays as it is: a launcher's variables would make the next run believe in a launcher.
+[Note: global state of deepspeed]
+deepspeed expects a process that a launcher started for one training. It keeps the accelerator for which it was
+imported, the process group, and copies of groups in global variables, and reads LOCAL_RANK and LOCAL_SIZE from the
+environment at any time. Here a process may have several runs, one after the other, and need not be started by a
+launcher: `join` sets this state for one run, `leave` resets it. The environment is not changed: from a launcher's
+variables the next run would conclude that a launcher started it.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 __all__ = ["advise", "join", "leave", "load", "ops_for", "prepare_ops"]
 
-#: Modules that look for LOCAL_RANK or LOCAL_SIZE.
+#: Modules that read LOCAL_RANK or LOCAL_SIZE.
 _READERS = (
     "deepspeed.accelerator.cpu_accelerator",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.utils",
 )
-#: What deepspeed says in runs in which nothing is wrong: every scheduler of its own is asked too early, every optimizer
-#: of torch's but Adam is untested, and every search for a loss scale overflows.
+#: Warnings of deepspeed that occur in correct runs: with each of its schedulers, with each untested optimizer of
+#: torch's, and with each dynamic loss scale.
 _NOISE = (
     "Attempting to get learning rate from scheduler before it has started",
     "**** You are using ZeRO with an untested optimizer",
     "OVERFLOW",
 )
 
-#: What deepspeed imports when it reads a configuration and makes an engine.
+#: Modules that deepspeed imports when it reads a configuration and makes an engine.
 _LATE = (
     "deepspeed.runtime.zero.utils",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.module_inject.auto_ep_config",
 )
 
-#: What ZeRO calls: the collective, and which argument holds what each rank gives.
+#: ZeRO's collectives: by function, the name in `traffic`, the argument with each rank's data, and the sender.
 _COUNTED = {
     "all_reduce": ("all_reduce", 0, "tensor", "gradients"),
     "reduce_scatter_tensor": ("reduce_scatter", 1, "input_tensor", "gradients"),
@@ -64,17 +64,17 @@ _COUNTED = {
 
 #: The runs that have joined and not left.
 _joined: weakref.WeakSet[RunContext] = weakref.WeakSet()
-#: torch's group that deepspeed talks over.
+#: torch's process group that deepspeed uses.
 _group: Any = None
 
 
-# --- Importing it ------------------------------------------------------------------------------------------------
+# --- Import -------------------------------------------------------------------------------------------------------
 
 
 def load(device_type: str, logging_level: int | str = logging.WARNING) -> ModuleType:
-    """Import deepspeed for devices of that type, and let it log from `logging_level` on.
+    """Import deepspeed for devices of this type, and set the level of its logger.
 
-    At WARNING and above rank 0 alone speaks, and what is said in every run is left out.
+    At WARNING and above only rank 0 logs, and warnings that occur in correct runs are filtered out.
 
     Raises:
         ConfigError: it is not installed, cannot be imported, or was imported for devices of another type.
@@ -96,7 +96,7 @@ def load(device_type: str, logging_level: int | str = logging.WARNING) -> Module
 
 
 def load_late() -> None:
-    """Import what deepspeed imports when it makes an engine: an optimizer for torch to compile, and its compiler."""
+    """Import now what deepspeed imports when it makes an engine, such as torch's compiler."""
     for name in _LATE:
         with contextlib.suppress(ImportError):  # other releases have other modules
             importlib.import_module(name)
@@ -113,11 +113,11 @@ def _set_level(level: int) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a warning of deepspeed's is worth a user's time, and not the same on every rank."""
+    """Whether to log a record of deepspeed's: errors, and on rank 0 warnings that do not occur in correct runs."""
     if record.levelno >= logging.ERROR:
         return True
-    told_elsewhere = bool(_joined) and not any(run.is_global_zero for run in _joined)
-    return not told_elsewhere and not any(noise in record.getMessage() for noise in _NOISE)
+    logged_by_rank_0 = bool(_joined) and not any(run.is_global_zero for run in _joined)
+    return not logged_by_rank_0 and not any(noise in record.getMessage() for noise in _NOISE)
 
 
 def _level(level: int | str) -> int:
@@ -134,7 +134,7 @@ def _check_variable(device_type: str) -> None:
     if wanted != device_type:
         raise ConfigError(
             f"DS_ACCELERATOR is {wanted!r} and this run trains on {device_type!r}",
-            expected="the same", do="unset it, or choose another accelerator",
+            expected="the same", do="unset it, or set another accelerator",
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _broken(error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Have an environment variable within, unless it is set."""
+    """Set an environment variable within, unless it is set already."""
     if name in os.environ:
         yield
         return
@@ -175,14 +175,14 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def join(run: RunContext) -> None:
-    """Let deepspeed talk over the process group that `run` has joined. Safe to call twice."""
+    """Make deepspeed use the process group that `run` has joined. Safe to call twice."""
     global _group
     from deepspeed.comm import comm
 
     group = torch.distributed.group.WORLD
     assert group is not None, "connected before"
     if comm.cdb is None or group is not _group:
-        _forget_groups()
+        _reset_groups()
         comm.cdb, _group = _backend(), group
     _joined.add(run)
     _show(_variables(run))
@@ -190,7 +190,7 @@ def join(run: RunContext) -> None:
 
 
 def count_bytes(run: RunContext) -> None:
-    """Have what deepspeed sends counted with what `run` sends."""
+    """Count the bytes that deepspeed sends in the traffic of `run`."""
     from deepspeed.comm import comm
 
     backend: Any = comm.cdb
@@ -212,22 +212,22 @@ def _counting(send: Any, backend: Any, collective: str, place: int, argument: st
 
 
 def leave(run: RunContext) -> None:
-    """Make deepspeed forget the process group and the place of `run`. Safe to call twice."""
+    """Reset deepspeed's process group and variables of `run`. Safe to call twice."""
     _joined.discard(run)
     if _joined or "deepspeed.comm.comm" not in sys.modules:
         return
-    _forget_groups()
+    _reset_groups()
     _show({})
     builds.give_back()
 
 
 def _backend() -> Any:
-    """Return deepspeed's view of torch's group."""
+    """Return deepspeed's backend for torch's process group."""
     from deepspeed import ops as deepspeeds_ops
     from deepspeed.comm import comm
 
-    # To ask which ops could be built is to run a compiler dozens of times; and on a CPU one of them, which serves
-    # inference only, would be built at once.
+    # Checking which ops can be built runs a compiler dozens of times; and on a CPU an op for inference only would be
+    # built at once.
     asked_before = vars(deepspeeds_ops).get("__compatible_ops__")
     deepspeeds_ops.__compatible_ops__ = {}
     try:
@@ -236,7 +236,7 @@ def _backend() -> Any:
         del deepspeeds_ops.__compatible_ops__
         if asked_before is not None:
             deepspeeds_ops.__compatible_ops__ = asked_before
-    # The same collectives under the names that torch does not warn about.
+    # The same collectives under names without a deprecation warning.
     backend.all_gather_function = getattr(torch.distributed, "all_gather_single", backend.all_gather_function)
     backend.reduce_scatter_function = getattr(
         torch.distributed, "reduce_scatter_single", backend.reduce_scatter_function
@@ -244,8 +244,8 @@ def _backend() -> Any:
     return backend
 
 
-def _forget_groups() -> None:
-    """Forget the group that deepspeed talks over and those that it made, which end with the group they came from."""
+def _reset_groups() -> None:
+    """Reset the group that deepspeed uses and those that it made from it, which are destroyed together."""
     global _group
     from deepspeed.comm import comm
     from deepspeed.utils import groups
@@ -257,20 +257,20 @@ def _forget_groups() -> None:
 def _variables(run: RunContext) -> dict[str, str]:
     world = run.world
     assert world is not None, "connected before"
-    # The number of the device, to deepspeed: a run may train on the second GPU with one process.
+    # deepspeed uses it as the number of the device: a run may train on the second GPU with one process.
     place = world.local_rank if run.device.index is None else run.device.index
     return {"LOCAL_RANK": str(place), "LOCAL_SIZE": str(world.local_world_size)}
 
 
 def _show(variables: Mapping[str, str]) -> None:
-    """Have deepspeed's modules see `variables` as if they were in the environment."""
+    """Make deepspeed's modules read `variables` as if they were in the environment."""
     for name in _READERS:
         module: Any = importlib.import_module(name)
         module.os = _Os(variables) if variables else os
 
 
 class _Os:
-    """The module `os`, with more in its environment."""
+    """The module `os`, with further variables in its environment."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.environ = collections.ChainMap(dict(variables), os.environ)

@@ -1,11 +1,11 @@
-"""Logical state of what ZeRO has cut up: whole tensors by the names of parameters, in and out.
+"""Convert ZeRO's partitioned state to logical state, whole tensors by parameter names, and back.
 
-[Note: where ZeRO keeps things]
-Parameters that are stepped lie one after the other in a flat fp32 tensor for each parameter group (stages 1 and 2) or
-piece of it (stage 3), of which each rank holds a part: the parameters' masters. The optimizer knows only these flat
-tensors, so its state is flat, too. At stages 1 and 2 a part may begin in the middle of a parameter; at stage 3 each
-rank has an equal share of every parameter, and the last share is padded. What is swapped to a disk has to be fetched
-before it is looked at, flat tensor by flat tensor.
+[Note: ZeRO's flat tensors]
+The fp32 masters of trained parameters are concatenated into a flat tensor for each parameter group (stages 1 and 2) or
+each sub-group (stage 3), of which each rank holds a partition. The optimizer has only these flat tensors, so its state
+is flat, too. At stages 1 and 2 a partition may begin within a parameter; at stage 3 each rank has an equal partition of
+every parameter, the last of them padded. State that is swapped to a disk must be fetched before it is read, one flat
+tensor at a time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from stratagem.errors import CheckpointError
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: What torch calls the state of a module that is no tensor.
+#: torch's key for a module's extra state, which is not a tensor.
 _EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-#: What optimizers of torch keep once, and not for each number.
+#: State of torch's optimizers with one value for a parameter instead of one for each element.
 _COUNTS = {"step", "mu_product", "eta", "mu"}
 
 
 @frozen
 class Piece:
-    """This rank's part of a parameter: `length` numbers from `at` in a flat tensor, from `start` in the parameter."""
+    """This rank's slice of a parameter: `length` elements, at `at` in a flat tensor and at `start` in the parameter."""
 
     parameter: nn.Parameter
     at: int
@@ -49,7 +49,7 @@ class Piece:
 
 @frozen
 class Flat:
-    """A flat tensor of masters, in which `pieces` of parameters lie."""
+    """A flat tensor of masters, with the `pieces` of parameters in it."""
 
     index: int
     tensor: torch.Tensor
@@ -62,7 +62,7 @@ def shape_of(parameter: torch.Tensor) -> torch.Size:
 
 
 def flats(zero: Any, *, write: bool) -> Iterator[Flat]:
-    """Yield the flat tensors of ZeRO's optimizer, each fetched while it is used, and put back if it was written to."""
+    """Yield the flat tensors of ZeRO's optimizer, each fetched while it is used; if `write`, store them again."""
     groups, pieces = _layout(zero)
     for index, parameters in enumerate(groups):
         with _fetched(zero, index, write):
@@ -94,7 +94,7 @@ def _flat_tensors(zero: Any) -> Any:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(zero, name):
             return getattr(zero, name)
-    raise TypeError(f"{type(zero).__name__} keeps its masters in another place than this version knows")
+    raise TypeError(f"{type(zero).__name__} has its masters in no attribute that this version supports")
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def _fetched(zero: Any, index: int, write: bool) -> Iterator[None]:
 
 
 def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: RunContext) -> dict[str, torch.Tensor]:
-    """Return the tensors of `module` whose names `keep` accepts, whole, parameters from their masters. Collective."""
+    """Return the whole tensors of `module` whose names `keep` accepts; of parameters, the masters. Collective."""
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if keep(name)}
     whole: dict[int, torch.Tensor] = {}
     if zero is not None:
@@ -130,15 +130,15 @@ def model_state(module: nn.Module, zero: Any, keep: Callable[[str], bool], run: 
 
 
 def _wide(value: Any) -> Any:
-    """Return what is not stepped in the dtype of what is."""
+    """Return 16-bit parameters that are not trained as fp32, like the masters of those that are."""
     if not isinstance(value, torch.Tensor):
         return value
     narrow = isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.detach().cpu().float() if narrow else value.detach()  # a copy, which belongs on the CPU
+    return value.detach().cpu().float() if narrow else value.detach()  # converted copies are on the CPU
 
 
 def _check_complete(zero: Any, run: RunContext) -> None:
-    """Make sure that the ranks' parts make up every parameter: a hole would be saved as zeros. Collective."""
+    """Check that the ranks' pieces cover every parameter: missing elements would be saved as zeros. Collective."""
     groups, pieces = _layout(zero)
     stepped = [parameter for parameters in groups for parameter in parameters]
     lengths = torch.tensor([pieces(parameter).length for parameter in stepped])
@@ -146,17 +146,17 @@ def _check_complete(zero: Any, run: RunContext) -> None:
     holes = sum(1 for length, each in zip(found, stepped, strict=True) if length != shape_of(each).numel())
     if holes:
         raise CheckpointError(
-            f"DeepSpeed no longer knows where the masters of {holes} parameters are",
+            f"DeepSpeed no longer has the masters of {holes} parameters",
             expected="an engine that is still in use",
-            do="save while the run that trains is the last one that used the model",
+            do="save before another run uses the model",
         )
 
 
 def _whole(piece: Piece, flat: torch.Tensor, run: RunContext) -> torch.Tensor:
-    """Return the whole tensor of which each rank has a part in `flat`, where it is needed. Collective."""
+    """Return the whole tensor of which each rank has a piece in `flat`; on ranks without need on meta. Collective."""
     whole = torch.zeros(shape_of(piece.parameter), dtype=flat.dtype, device=run.device)
     piece.of_whole(whole).copy_(piece.of(flat))
-    # The others' parts are zero bytes: a sum of bytes puts them together, exactly.
+    # Elements of other ranks are zero bytes, so that the sum of bytes is exact.
     whole = run.collectives.all_reduce(whole.reshape(-1).view(torch.uint8), "sum").view(whole.dtype).view(whole.shape)
     return whole.cpu() if run.needs_values else whole.to("meta")
 
@@ -173,7 +173,7 @@ def _gathered(parameter: Any, run: RunContext) -> torch.Tensor:
 def load_model_state(
     state: Mapping[str, Any], module: nn.Module, zero: Any, strict: bool, optional: AbstractSet[str] = frozenset()
 ) -> None:
-    """Put whole tensors into `module`, and into the masters; those that are `optional` may be missing. Collective.
+    """Load whole tensors into `module` and into the masters; those that are `optional` may be missing. Collective.
 
     Raises:
         CheckpointError: names or shapes differ (names: only if `strict`).
@@ -200,7 +200,7 @@ def load_model_state(
             elif id(value) not in stepped:
                 _scatter(value, given[id(value)])
     _gather_persistent(zero)
-    for name, part in module.named_modules():  # what is no tensor
+    for name, part in module.named_modules():  # extra state, which is not a tensor
         key = f"{name}.{_EXTRA}" if name else _EXTRA
         if key in state:
             part.set_extra_state(state[key])
@@ -218,7 +218,7 @@ def _scatter(parameter: Any, whole: torch.Tensor) -> None:
 
 
 def _gather_persistent(zero: Any) -> None:
-    """Small parameters of stage 3 stay whole on each rank: bring them up to date."""
+    """Update stage 3's persistent parameters, small ones that stay gathered on each rank."""
     persistent = getattr(zero, "persistent_parameters", ())
     if persistent:
         persistent[0].partition(persistent, has_been_updated=False)
@@ -226,7 +226,7 @@ def _gather_persistent(zero: Any) -> None:
 
 
 def masters(zero: Any) -> list[tuple[nn.Parameter, int, torch.Tensor]]:
-    """Return this rank's parts of the masters: of which parameter, from where in it, and the numbers."""
+    """Return this rank's pieces of the masters: the parameter, the start in it, and the values."""
     return [
         (piece.parameter, piece.start, piece.of(flat.tensor).detach().clone())
         for flat in flats(zero, write=False)
@@ -237,7 +237,7 @@ def masters(zero: Any) -> list[tuple[nn.Parameter, int, torch.Tensor]]:
 
 @torch.no_grad()
 def put_masters(kept: list[tuple[nn.Parameter, int, torch.Tensor]], zero: Any, dtype: torch.dtype) -> None:
-    """Give back those of an earlier engine, wherever the parameter is still the same when rounded to `dtype`."""
+    """Load the masters of an earlier engine, where the parameter still equals them when rounded to `dtype`."""
     known = {(id(parameter), start): part for parameter, start, part in kept}
     for flat in flats(zero, write=True):
         for piece in flat.pieces:
@@ -270,7 +270,7 @@ def optimizer_state(zero: Any, module: nn.Module, groups: list[list[str]], run: 
 
 @torch.no_grad()
 def load_optimizer_state(state: dict[str, Any], zero: Any, module: nn.Module, groups: list[list[str]]) -> None:
-    """Put logical `state` into ZeRO's optimizer.
+    """Load logical `state` into ZeRO's optimizer.
 
     Raises:
         CheckpointError: it belongs to other parameters or other groups.
@@ -296,7 +296,7 @@ def load_optimizer_state(state: dict[str, Any], zero: Any, module: nn.Module, gr
 
 
 def _start_over(entry: dict[str, Any]) -> None:
-    """Have the state of what had never been stepped when it was saved as it is before a first step."""
+    """Reset the state of parameters that had not been stepped when it was saved."""
     for key, value in entry.items():
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -309,14 +309,14 @@ def _is_flat(value: Any) -> bool:
 
 
 def _belongs_to(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """Whether `value` holds a number for each of the parameter's, which may itself be a single one."""
+    """Whether `value` has one element for each of the parameter's, which may be a scalar."""
     return isinstance(value, torch.Tensor) and value.shape == shape_of(parameter) and key not in _COUNTS
 
 
 def _as_torch_counts(key: str, value: Any) -> Any:
-    """torch's optimizers count steps in a tensor, DeepSpeed's in a number: the logical state is torch's.
+    """Return step counts as tensors, as torch's optimizers have them; DeepSpeed's have numbers.
 
-    Each parameter gets a tensor of its own, where parameters that are stepped as one have had a common one.
+    Each parameter gets its own tensor; parameters of one flat tensor have a common one.
     """
     if isinstance(value, torch.Tensor):
         return value.clone()

@@ -1,4 +1,4 @@
-"""The strategy: what DeepSpeed's engine does at each hook."""
+"""The strategy `deepspeed`: runs DeepSpeed's engine from stratagem's hooks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from stratagem_deepspeed.checks import (
     check_tested,
     the_only,
 )
-from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, let_go, mend
+from stratagem_deepspeed.disk import Disk, check_not_lost, check_optimizer, check_parameters, patch_swapper, release
 from stratagem_deepspeed.engine import EngineModule, stop_earlier
 from stratagem_deepspeed.engine_config import engine_config, micro_batch_size
 from stratagem_deepspeed.engine_optimizer import EngineOptimizer
 from stratagem_deepspeed.options import DeepSpeedOptions
-from stratagem_deepspeed.partitions import Shares, check_not_compiled, share_out
+from stratagem_deepspeed.partitions import Partitions, check_not_compiled, partition
 from stratagem_deepspeed.zero_section import device_of
 from stratagem_process_group import group_options_after
 
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("state_dict_type"))
 class DeepSpeedStrategy(DeepSpeedOptions):
-    """ZeRO: each process keeps a share of the optimizer's state (stage 1), the gradients (2) and the parameters (3).
+    """ZeRO: partitions the optimizer's state (stage 1), the gradients (2) and the parameters (3) over the processes.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; "ZeRO-Offload",
-    ATC 2021; "ZeRO-Infinity", SC 2021. By the engine of the deepspeed package.
+    ATC 2021; "ZeRO-Infinity", SC 2021. Uses the engine of the package deepspeed.
     """
 
     _deepspeed: Any = field(init=False, default=None)
     _model: EngineModule | None = field(init=False, default=None)
     _disk: Disk | None = field(init=False, default=None)
     _layers: CheckpointedLayers | None = field(init=False, default=None)
-    #: The models of which each rank has a share.
-    _shares: list[Shares] = field(init=False, factory=list)
+    #: The models that are partitioned, at stage 3.
+    _partitions: list[Partitions] = field(init=False, factory=list)
     #: The parameters of each group of the optimizer, by name.
     _groups: list[list[str]] = field(init=False, factory=list)
 
@@ -89,17 +89,17 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return self.configured_optimizer is not None
 
     def preload(self, device_type: str) -> None:
-        if device_type == "cpu":  # looking for a GPU's ops might touch it
+        if device_type == "cpu":  # looking for a GPU's ops might initialize it
             start.load(device_type, self.logging_level)
             start.load_late()
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
-        """The engine computes in 16 bits by itself, and keeps fp32 masters."""
+        """The engine itself computes in 16 bits, with fp32 masters."""
         dtype = policy.compute_dtype or policy.param_dtype
         if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(
                 f"strategy 'deepspeed' cannot be used with a precision that computes in {dtype}",
-                expected="one of 32 or 16 bits",
+                expected="a precision of 32 or 16 bits",
             )
         return self.engine_dtype(policy) is not None
 
@@ -110,7 +110,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         self._deepspeed = start.load(run.device.type, self.logging_level)
         self._layers = CheckpointedLayers()
         collectives = super().connect(world, run)
-        start.join(run)  # a model may ask things of deepspeed while it is built
+        start.join(run)  # a model may use deepspeed while it is built
         return collectives
 
     @hookimpl
@@ -118,18 +118,18 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         if self._model is not None:
             self._model.stop()
         self._model = None
-        for shares in self._shares:
-            let_go(shares.module)
-            shares.leave()
-        self._shares.clear()
+        for partitions in self._partitions:
+            release(partitions.module)
+            partitions.leave()
+        self._partitions.clear()
         if self._disk is not None:
             self._disk.remove()
             self._disk = None
         if self._layers is not None:
-            self._layers.forget()
+            self._layers.reset()
             self._layers = None
         run.optimizers = []
-        gc.collect()  # the engine is full of cycles, and must not outlive the group
+        gc.collect()  # the engine has reference cycles, and must not outlive the group
         if self._deepspeed is not None:
             start.leave(run)
         super().teardown(run)
@@ -148,7 +148,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             check_not_lost(user)
             check_not_compiled(user)
             check_sizes(user)
-            self._shares.append(share_out(user, lambda: self._maker(user, config, run), dtype, run))
+            self._partitions.append(partition(user, lambda: self._maker(user, config, run), dtype, run))
         else:
             run.collectives.replicate(user.to(run.device).parameters())
         run.collectives.replicate(user.to(run.device).buffers())
@@ -158,14 +158,14 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return self._model
 
     def _config(self, run: RunContext) -> dict[str, Any]:
-        """Return what the engine is told, with this run's own folders on a disk."""
+        """Return the engine's configuration, with this run's own folders on a disk."""
         config = engine_config(self, run)
         if self._disk is not None:
             self._disk.place(config["zero_optimization"])
         return config
 
     def _use_disk(self, run: RunContext) -> None:
-        """Have a place for the next model on a disk, if anything is offloaded to one. Collective."""
+        """Make folders for the next model on the disk, if anything is offloaded to one. Collective."""
         if "nvme" not in (device_of(self.zero, "offload_optimizer"), device_of(self.zero, "offload_param")):
             return
         zero, error = engine_config(self, run)["zero_optimization"], None
@@ -184,7 +184,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return self.engine_dtype(run.policy)
 
     def _maker(self, module: nn.Module, config: dict[str, Any], run: RunContext) -> Any:
-        """Return what shares out the parameters of `module`."""
+        """Return the ``deepspeed.zero.Init`` that partitions the parameters of `module`."""
         dtype = self._dtype(run)
         watched = contextlib.nullcontext()
         if device_of(self.zero, "offload_param") == "nvme":
@@ -194,7 +194,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         with watched:
             maker = self._deepspeed.zero.Init(config_dict_or_path=config, remote_device=self.remote_device, dtype=dtype)
         if maker.param_swapper is not None:
-            mend(maker.param_swapper)
+            patch_swapper(maker.param_swapper)
         return maker
 
     @hookimpl
@@ -213,7 +213,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         return [stepped if isinstance(stepped, torch.optim.Optimizer) else EngineOptimizer(stepped)]
 
     def _start(self, optimizer: torch.optim.Optimizer | None, run: RunContext) -> None:
-        """Make the engine, unless there is nothing for it to do."""
+        """Make the engine, if this stage needs one."""
         assert self._model is not None, "wrapped before"
         assert run.module is not None, "wrapped before"
         if run.stage == "train" or self.zero_stage == 3:
@@ -246,7 +246,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             self._model.start(self._deepspeed, config, optimizer, run)
 
     def _check_schedulers(self, run: RunContext) -> None:
-        """Refuse two schedules of one learning rate."""
+        """Refuse two schedulers of one learning rate."""
         own = run.lr_scheduler_configs
         if own and self.configured_scheduler is not None:
             raise ConfigError(
@@ -259,8 +259,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def on_train_epoch_end(self, run: RunContext) -> None:
         if run.model.engine is not None:
             run.model.check_thawed()
-        if run.model.written is not None:
-            run.model.written.remember_values()
+        if run.model.manual_writes is not None:
+            run.model.manual_writes.always_check_values()
 
     @hookimpl(wrapper=True)
     def wrap_dataloader(
@@ -268,12 +268,12 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     ) -> Generator[None, DataLoader[Any], DataLoader[Any]]:
         shared = yield
         wanted, size = micro_batch_size(self, run), getattr(loader, "batch_size", None)
-        if stage == "train" and self.given is not None and None not in (wanted, size) and wanted != size:
+        if stage == "train" and self.user_config is not None and None not in (wanted, size) and wanted != size:
             raise ConfigError(
                 f"train_micro_batch_size_per_gpu of {self.origin} comes to {wanted}, and the training loader has "
                 f"batches of {size}",
                 expected="the same",
-                do='drop it, or say "auto": batches are the loader\'s',
+                do='drop it, or set "auto": the loader determines batches',
             )
         return shared
 
@@ -283,11 +283,11 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
         wrapped: Any = module  # an EngineModule
         if wrapped.engine is None:
-            raise ConfigError("DeepSpeed is to differentiate a loss and got no optimizer", expected="one optimizer")
+            raise ConfigError("backward was called and DeepSpeed has no optimizer", expected="one optimizer")
         if not loss.requires_grad:
             raise ConfigError(
                 f"the loss of rank {run.rank} reaches no trainable parameter",
-                expected="a loss that was computed from them",
+                expected="a loss that depends on at least one",
                 do="return the usual loss multiplied by zero to skip a batch",
             )
         wrapped.backward(loss)
@@ -300,7 +300,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @hookimpl(wrapper=True)
     def on_before_optimizer_step(self, run: RunContext) -> Generator[None, None, None]:
-        gradients = run.model.gradients
+        gradients = run.model.gradient_guard
         if gradients is None or run.num_implementations("on_before_optimizer_step") == 1:
             return (yield)
         with gradients.guarding():
@@ -335,13 +335,13 @@ class DeepSpeedStrategy(DeepSpeedOptions):
 
     @property
     def _scale_moves(self) -> bool:
-        """Whether the loss scale is dynamic; another one is an option, and no state."""
+        """Whether the loss scale is dynamic; a constant one is an option and not state."""
         return bool(getattr(self._scaler, "dynamic", False))
 
     @hookimpl
     def model_state(self, module: nn.Module, run: RunContext) -> dict[str, torch.Tensor]:
-        if self._model is not None and self._model.written is not None:
-            self._model.written.take_over()
+        if self._model is not None and self._model.manual_writes is not None:
+            self._model.manual_writes.take_over()
         if native.takes_over(run):
             return engine_state.of_model(self, self._engine, self._zero, self._groups, module, run)
         return logical.model_state(module, self._zero, self._keeps(module), run)
@@ -356,21 +356,21 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def load_model_state(
         self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
     ) -> bool:
-        if isinstance(state, engine_state.InEngine):
+        if isinstance(state, engine_state.EngineState):
             engine_state.load_model(state, self._engine, self._zero, module, strict, run)
-            self._remember_weights()
+            self._record_weights()
             return True
         if self.zero_stage == 3 and self._engine is not None:
-            self._engine.optimizer.empty_partition_cache()  # what a forward has gathered would stay as it is
+            self._engine.optimizer.empty_partition_cache()  # drop parameters that a forward has gathered
         keeps = self._keeps(module)
         optional = {name for name in module.state_dict() if not keeps(name)}
         logical.load_model_state(state, module, self._zero, strict, optional)
-        self._remember_weights()
+        self._record_weights()
         return True
 
-    def _remember_weights(self) -> None:
-        if self._model is not None and self._model.written is not None:
-            self._model.written.remember()
+    def _record_weights(self) -> None:
+        if self._model is not None and self._model.manual_writes is not None:
+            self._model.manual_writes.record()
 
     @hookimpl
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     def load_optimizer_state(
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
     ) -> bool:
-        if isinstance(state, engine_state.InEngine):
+        if isinstance(state, engine_state.EngineState):
             strict = getattr(module, "strict_loading", True)
             engine_state.load_optimizer(state, self._engine, self._zero, self._groups, strict, run)
         elif self._zero is None:
@@ -399,7 +399,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             checkpoint.pop("optimizers", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine remembers beside weights and optimizer: the loss scale, and its scheduler's place."""
+        """Return the engine's state besides weights and optimizer: the loss scale, and its scheduler's state."""
         scheduler = getattr(self._engine, "lr_scheduler", None)
         kept = {
             name: getattr(self._scaler, name) for name in _SCALER if self._scale_moves and hasattr(self._scaler, name)
@@ -415,7 +415,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             scheduler.load_state_dict(state["scheduler"])
 
 
-#: What a loss scaler of DeepSpeed's changes as it goes.
+#: Attributes of DeepSpeed's loss scaler that change during training.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -423,6 +423,6 @@ def _check_dense(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise ConfigError(
-                f"{name or type(part).__name__} has sparse gradients, and ZeRO lays gradients end to end",
-                expected="dense ones", do=f'make {name or "it"} with sparse=False, or choose strategy="ddp"',
+                f"{name or type(part).__name__} has sparse gradients, and ZeRO flattens gradients",
+                expected="dense gradients", do=f'set sparse=False for {name or "it"}, or set strategy="ddp"',
             )  # fmt: skip

@@ -1,17 +1,17 @@
-"""Stage 3: compare which layers the ranks pass through, and name a rank that leaves the others.
+"""Stage 3: check that all ranks compute the same layers in the same order, and name a rank that does not.
 
 [Note: the trace]
-Stage 3 gathers a layer's parameters on all ranks at once, so all ranks have to compute the same layers in the same
-order. The *trace* of a step is that order: the forward and backward of each layer, the gradient of each parameter. The
-ranks keep a tree of all traces that they have gone through together; the tree is the same on every rank, so each can
-tell alone what the others know:
+Stage 3 gathers a layer's parameters on all ranks at once, so all ranks must compute the same layers in the same order.
+The *trace* of a step is that order: the forward and backward of each layer, the gradient of each parameter. The ranks
+keep a tree of all earlier traces, which is equal on all ranks, so that each rank knows what the others expect:
 
-* The tree has one way on, and this rank takes it: nothing is sent. This is every step of an ordinary model but the
+* The tree has one next node, and this rank reaches it: nothing is sent. This is every step of an ordinary model but the
   first, and costs about a microsecond a layer.
-* The tree ends here, or has several ways on: the ranks compare where they go, by a message over a group of their own.
-* The tree has one way on, and this rank takes another: the others may send nothing. It writes to the store that it
-  leaves, and waits until the others have left the same way, or one of them has written that it stays. A thread of a
-  rank that has not gone on for `PATIENCE_S` looks there: that rank may wait in a collective for the one that left.
+* The tree has no or several next nodes: the ranks compare theirs with an all-reduce over a separate group.
+* The tree has one next node, and this rank reaches another: the other ranks may not communicate current. It writes its
+  *divergence* to the store, and waits until the others have written the same, or one of them reports another node. A
+  thread of each rank that makes no progress for `PATIENCE_S` reads the store: the rank may wait in a collective for the
+  diverging one.
 """
 
 from __future__ import annotations
@@ -35,178 +35,178 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: How long a rank waits before it looks whether another one has left.
+#: Seconds without progress after which a rank reads the store for a divergence.
 PATIENCE_S = 1.0
 _POLL_S = 0.02
-#: Positions that the tree may have; a model that goes another way in each step would fill the memory.
-_MOST_POSITIONS = 100_000
-#: How many positions of the past a rank can name.
-_REMEMBERED = 10_000
+#: Number of nodes at which the tree is cleared, since a model with a new trace in each step would fill the memory.
+_MAX_NODES = 100_000
+#: Number of past nodes that a rank can name.
+_MAX_PAST_NODES = 10_000
 
 _numbers = itertools.count()
 
 
-class _Position:
-    """A place in the tree of traces: where the ranks went from here."""
+class _Node:
+    """A node of the tree of traces."""
 
     __slots__ = ("next", "only", "ways")
 
     def __init__(self) -> None:
-        self.ways: dict[str, _Position] = {}
-        #: The only way on, and where it leads.
+        self.ways: dict[str, _Node] = {}
+        #: The only next node, and its name; None if there are several.
         self.only: str | None = None
-        self.next: _Position | None = None
+        self.next: _Node | None = None
 
-    def add(self, what: str) -> _Position:
-        position = self.ways[what] = _Position()
-        self.only, self.next = (what, position) if len(self.ways) == 1 else (None, None)
-        return position
+    def add(self, what: str) -> _Node:
+        node = self.ways[what] = _Node()
+        self.only, self.next = (what, node) if len(self.ways) == 1 else (None, None)
+        return node
 
 
-class SharedTrace:
-    """What all ranks compute, in order; see [Note: the trace]. Made on all ranks at the same time."""
+class LayerTrace:
+    """The trace that all ranks share; see [Note: the trace]. Made on all ranks at the same time."""
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._prefix = run, f"deepspeed/trace/{next(_numbers)}"
-        self._side = run.collectives.apart()
-        self._board: Any = None
+        self._group = run.collectives.apart()
+        self._store: Any = None
         self._stopped = threading.Event()
-        self._roots: dict[str, _Position] = {}
-        self._here = _Position()
+        self._roots: dict[str, _Node] = {}
+        self._current = _Node()
         self._size = 0
-        #: How often this rank has gone on; the last place at which ranks left together.
-        self._count, self._settled = 0, 0
-        self._passed: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
-        #: Why the ranks are apart; nothing more is gathered.
+        #: Number of nodes of this rank so far; that of the last node at which all ranks agreed.
+        self._count, self._agreed_at = 0, 0
+        self._past: collections.deque[str] = collections.deque(maxlen=_MAX_PAST_NODES)
+        #: The error that was raised; nothing is gathered after it.
         self.error: ConfigError | None = None
 
     def watch(self) -> None:
-        """Have a thread look for ranks that leave, whenever this one does not go on."""
+        """Start the thread that reads the store while this rank makes no progress."""
         threading.Thread(target=self._watch, daemon=True, name="stratagem-trace").start()
 
     def _watch(self) -> None:
-        board, before = None, -1
+        store, before = None, -1
         while not self._stopped.wait(PATIENCE_S):
             if self._count == before:
-                with contextlib.suppress(Exception):  # the store may be gone
-                    board = board or self._run.collectives.board()
-                    self._tell_that_this_rank_stays(board)
+                with contextlib.suppress(Exception):  # the store may be closed
+                    store = store or self._run.collectives.board()
+                    self._report_disagreement(store)
             before = self._count
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop the thread."""
         self._stopped.set()
 
     def begin(self, step: str) -> None:
-        """Enter a step of the module: the next trace begins. The loops call the same steps on all ranks."""
+        """Begin the trace of a step of the module. All ranks run the same steps."""
         self._count += 1
-        self._passed.append(step)
-        if self._size > _MOST_POSITIONS:
+        self._past.append(step)
+        if self._size > _MAX_NODES:
             self._roots, self._size = {}, 0
-        self._here = self._roots.get(step) or self._roots.setdefault(step, _Position())
+        self._current = self._roots.get(step) or self._roots.setdefault(step, _Node())
 
     def visit(self, what: str) -> None:
-        """Go on to `what`, which every other rank does now, too.
+        """Advance to the node `what`, as every other rank must.
 
         Raises:
-            ConfigError: another rank goes elsewhere; on all ranks.
+            ConfigError: another rank reaches another node; on all ranks.
         """
-        here = self._here
+        current = self._current
         self._count += 1
-        self._passed.append(what)
-        if here.only == what:
-            self._here = here.next  # type: ignore[assignment]
+        self._past.append(what)
+        if current.only == what:
+            self._current = current.next  # type: ignore[assignment]
             return
-        if here.only is None:
+        if current.only is None:
             self._compare(what)
         else:
-            self._leave(what)
-        self._here = here.ways.get(what) or self._grown(here, what)
+            self._diverge(what)
+        self._current = current.ways.get(what) or self._added(current, what)
 
-    def _grown(self, here: _Position, what: str) -> _Position:
+    def _added(self, current: _Node, what: str) -> _Node:
         self._size += 1
-        return here.add(what)
+        return current.add(what)
 
-    # --- Where the others may be asked -------------------------------------------------------------------------
+    # --- Where all ranks communicate ---------------------------------------------------------------------------
 
     def _compare(self, what: str) -> None:
-        """Make sure by a message that all ranks go on to `what`. Collective."""
+        """Check with an all-reduce that all ranks reach `what`. Collective."""
         import torch.distributed as dist
 
         mine = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
         extremes = torch.tensor([mine, -mine])
-        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._side.group, async_op=True)
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.group, async_op=True)
         while not _is_done(work):
             self._write(what)
-            self._check_left_behind()
+            self._check_others()
         try:
             work.wait()
         except RuntimeError:
-            self._check_left_behind()  # then a rank that stayed may have closed the connection
+            self._check_others()  # a rank that reached another node may have closed the connection
             raise
-        self._settled = self._count
+        self._agreed_at = self._count
         if extremes[0] != -extremes[1]:
-            raise self._apart(dict(enumerate(self._side.all_gather_object(what))))
+            raise self._disagreement(dict(enumerate(self._group.all_gather_object(what))))
 
-    # --- Where they may not ------------------------------------------------------------------------------------
+    # --- Where other ranks may not communicate -----------------------------------------------------------------
 
-    def _leave(self, what: str) -> None:
-        """Go another way than ever before, if all ranks do. Collective, by way of the store."""
+    def _diverge(self, what: str) -> None:
+        """Advance to a new node, if all ranks do. Collective, through the store."""
         self._write(what)
         deadline = time.monotonic() + self._run.join_timeout.total_seconds()
         others = set(range(self._run.world_size)) - {self._run.rank}
         while others:
             for rank in sorted(others):
-                where = self._notes().get(f"{self._prefix}/left/{self._count}/{rank}")
+                where = self._store_of_run().get(f"{self._prefix}/left/{self._count}/{rank}")
                 if where is not None and where != what:
-                    raise self._apart({self._run.rank: what, rank: where})
+                    raise self._disagreement({self._run.rank: what, rank: where})
                 others -= set() if where is None else {rank}
-            self._check_left_behind()
+            self._check_others()
             if others and time.monotonic() > deadline:
-                raise self._apart({self._run.rank: what, min(others): "none that this rank has heard of"})
+                raise self._disagreement({self._run.rank: what, min(others): "none that it has reported"})
             if others:
                 time.sleep(_POLL_S)
-        self._settled = self._count
+        self._agreed_at = self._count
 
-    def _check_left_behind(self) -> None:
-        stayed = self._notes().get(f"{self._prefix}/stayed/{self._count}")
+    def _check_others(self) -> None:
+        stayed = self._store_of_run().get(f"{self._prefix}/stayed/{self._count}")
         if stayed is not None:
             rank, what = json.loads(stayed)
-            raise self._apart({self._run.rank: self._passed[-1], rank: what})
+            raise self._disagreement({self._run.rank: self._past[-1], rank: what})
 
     def _write(self, what: str) -> None:
-        notes = self._notes()
-        notes.put(f"{self._prefix}/left/{self._count}/{self._run.rank}", what)
-        notes.put(f"{self._prefix}/left", json.dumps([self._count, self._run.rank, what]))
+        store = self._store_of_run()
+        store.put(f"{self._prefix}/left/{self._count}/{self._run.rank}", what)
+        store.put(f"{self._prefix}/left", json.dumps([self._count, self._run.rank, what]))
 
-    def _tell_that_this_rank_stays(self, notes: Any) -> None:
-        """Write where this rank went, if another one has left the trace at a place that this one has passed."""
-        left = notes.get(f"{self._prefix}/left")
+    def _report_disagreement(self, store: Any) -> None:
+        """If another rank diverges at a node that this one has passed, write which node this one reached there."""
+        left = store.get(f"{self._prefix}/left")
         if left is None:
             return
         count, rank, what = json.loads(left)
-        if rank == self._run.rank or not self._settled < count <= self._count:
+        if rank == self._run.rank or not self._agreed_at < count <= self._count:
             return
         back = self._count - count
-        mine = self._passed[-1 - back] if back < len(self._passed) else "a layer of an earlier step"
-        if mine != what:  # or it waits at the same place
-            notes.put(f"{self._prefix}/stayed/{count}", json.dumps([self._run.rank, mine]))
+        mine = self._past[-1 - back] if back < len(self._past) else "a layer of an earlier step"
+        if mine != what:  # otherwise this rank waits at the same node
+            store.put(f"{self._prefix}/stayed/{count}", json.dumps([self._run.rank, mine]))
 
-    def _notes(self) -> Any:
-        if self._board is None:
-            self._board = self._run.collectives.board()
-        return self._board
+    def _store_of_run(self) -> Any:
+        if self._store is None:
+            self._store = self._run.collectives.board()
+        return self._store
 
-    def _apart(self, where: Mapping[int, str]) -> ConfigError:
-        """Return the error that tells which ranks are where."""
+    def _disagreement(self, where: Mapping[int, str]) -> ConfigError:
+        """Return the error that names the layer of each rank."""
         groups: dict[str, list[int]] = {}
         for rank, what in sorted(where.items()):
             groups.setdefault(what, []).append(rank)
-        told = ", ".join(f"{_names(ranks)} reached {what}" for what, ranks in groups.items())
+        reached = ", ".join(f"{_names(ranks)} reached {what}" for what, ranks in groups.items())
         self.error = ConfigError(
-            f"ranks went through different layers: {told}, and stage 3 gathers each layer on all ranks at once",
+            f"ranks went through different layers: {reached}, and stage 3 gathers each layer on all ranks at once",
             expected="the same layers in the same order on every rank",
-            do="use the layer on every rank, multiplied by zero where it does not count, or choose "
+            do="use the layer on every rank, multiplied by zero where it is not needed, or set "
             'strategy="ddp_find_unused_parameters_true"',
         )
         return self.error
@@ -224,10 +224,10 @@ def _names(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-class TraceOfEngine:
-    """Has an engine's layers and gradients go through a `SharedTrace`."""
+class EngineTrace:
+    """Reports an engine's layers and gradients to a `LayerTrace`."""
 
-    def __init__(self, trace: SharedTrace, engine: Any, user: nn.Module) -> None:
+    def __init__(self, trace: LayerTrace, engine: Any, user: nn.Module) -> None:
         self.trace, self._offload = trace, getattr(engine.optimizer, "parameter_offload", engine.optimizer)
         names = {id(part): name or type(part).__name__ for name, part in user.named_modules()}
         self._layers = {
@@ -274,13 +274,13 @@ class TraceOfEngine:
         return visit_and_finish
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop the thread."""
         self.trace.stop()
         if self.trace.error is not None:
-            self._abandon()
+            self._abandon_gathers()
 
-    def _abandon(self) -> None:
-        """Let go of what is being gathered, which never comes; parameters are shared out as before."""
+    def _abandon_gathers(self) -> None:
+        """Abandon pending gathers, which other ranks do not join; the parameters are partitioned as before."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         registry = getattr(self._offload.module, "ds_inflight_param_registry", None)
