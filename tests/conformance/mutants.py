@@ -830,7 +830,7 @@ class DefaultDtypeStays(TruePrecision):
         torch.set_default_dtype(torch.bfloat16)
 
 
-@mutant("test_batches_keep_what_is_no_floating_point_number")
+@mutant("test_batches_keep_what_is_not_floating_point")
 class ConvertsIntegersToo(TruePrecision):
     @hookimpl(wrapper=True)
     def transfer_batch(self):

@@ -59,7 +59,7 @@ class PrecisionConformance(Conformance):
         assert seen["train"] == {str(policy.compute_dtype or policy.param_dtype or torch.float32)}
         assert seen["validate"] == seen["train"], "evaluation computes in another dtype than training"
 
-    def test_batches_keep_what_is_no_floating_point_number(self) -> None:
+    def test_batches_keep_what_is_not_floating_point(self) -> None:
         """Integers, booleans, complex numbers, text and types of containers are not converted."""
         moved = self.run_in(_transfer, 1, self._arguments(1))[0]
 
