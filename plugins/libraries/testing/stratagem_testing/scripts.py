@@ -5,7 +5,7 @@
     done = scripts.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=60)
 
 The first call starts a process that imports torch, the compiler that its optimizers import, and stratagem; each script
-runs in a fork of it, with ``__main__``, arguments, working folder, environment, streams, signals and exit codes as under
+runs in a fork of it, with ``__main__``, arguments, folder, environment, streams, signals and exit codes as under
 ``python train.py``. Set OMP_NUM_THREADS=1 for the tests: forks need a process with one thread.
 
 Other commands run as under `subprocess`: those that are not Python programs, that set options of the interpreter, or
