@@ -1,4 +1,4 @@
-"""What a program writes into weights and gradients of a model that DeepSpeed trains: taken over, or refused."""
+"""Writes of user code to weights and gradients under DeepSpeed are copied to the masters, or refused."""
 
 from __future__ import annotations
 
