@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import multiprocessing
@@ -85,7 +86,7 @@ class SubprocessLauncher(Launcher):
 
 
 def _dying_with(parent: int) -> Callable[[], None] | None:
-    return (lambda: die_with(parent)) if sys.platform == "linux" else None
+    return functools.partial(die_with, parent) if sys.platform == "linux" else None
 
 
 @define(eq=False, kw_only=True)
