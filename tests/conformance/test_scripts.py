@@ -158,3 +158,37 @@ def test_the_program_of_an_entry_point_runs_in_a_fork():
     with scripts.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.read() == f"stratagem {stratagem.__version__}\n"
         assert process.is_fork
+
+
+def test_what_a_script_starts_is_its_child_and_a_fork_too(tmp_path):
+    (tmp_path / "child.py").write_text("import os, sys; print(os.getppid(), sys.argv[1:], 'torch' in sys.modules)\n")
+    code = """if True:
+        import os, subprocess, sys, threading
+        def show(*command):
+            process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+            parent, rest = process.communicate()[0].split(" ", 1)
+            print(int(parent) == os.getpid(), process.returncode, rest, end="")
+        show("child.py", "1")
+        show("-c", "import os, sys; print(os.getppid(), os.getpgrp() == os.getsid(0)); sys.exit(3)")
+        show("-W", "error", "child.py")
+        thread = threading.Thread(target=show, args=["child.py"])
+        thread.start(), thread.join()
+    """
+    done = scripts.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines() == ["True 0 ['1'] True", "True 3 True", "True 0 [] False", "True 0 [] False"]
+
+
+def test_what_a_script_starts_may_be_told_to_die_with_it():
+    code = """if True:
+        import functools, os, signal, subprocess, sys
+        from stratagem.distributed.supervision import die_with
+        dying = functools.partial(die_with, os.getpid())
+        child = "import signal, sys; print('torch' in sys.modules, flush=True); signal.pause()"
+        subprocess.Popen([sys.executable, "-c", child], preexec_fn=dying)
+        signal.pause()
+    """
+    with scripts.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
+        process.kill()
+        assert process.stdout.read() == ""  # nobody can write any more

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import io
 import os
 import pickle
@@ -22,50 +23,54 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any, cast
 
+from stratagem_testing.script_children import NUMBER, read_request, serve_children
+
 #: How many bytes of the server's command line a copy may overwrite with its own.
 PADDING = 8000
-#: A request: its length, then that many bytes of `pickle`, with four file descriptors beside the length.
-LENGTH = struct.Struct("!I")
-#: A number in the pipe that comes with a request: the process's id, then its wait status.
-NUMBER = struct.Struct("!i")
+#: Pickled: what a program has to call before it runs.
+_NOTHING = pickle.dumps(None)
 
 #: Whether this process ends with the signal of Ctrl-C.
 _interrupted = False
 
 
 def serve(control: int, preload: list[str]) -> None:
-    """Import `preload`, then fork for each request that arrives at the socket `control`; return when it is closed.
+    """Import those of `preload` that are installed; fork for each request that arrives at the socket `control`.
 
-    In a fork this runs the script and returns, or raises SystemExit, so that the interpreter ends in its usual way.
+    Returns when that is closed. In a fork this runs the script and returns, or raises SystemExit, so that the
+    interpreter ends in its usual way.
 
     Raises:
         RuntimeError: an import started a thread.
     """
+    environment = dict(os.environ)
     atexit.register(_end_by_signal)  # the first to be registered is the last to be called
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, which close the socket
     for name in preload:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
         raise RuntimeError(f"importing {preload} started {len(threads) - 1} threads; expected none")
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=control)
-    request = _next_request(requests)
+    request = _next_request(requests, environment)
     if request is not None:
         signal.signal(signal.SIGINT, interrupt)
         requests.detach()  # closed already
+        if before := pickle.loads(request.get("before", _NOTHING)):  # noqa: S301 - from the process that started this one
+            before()
         _run(request)
 
 
-def _next_request(requests: socket.socket) -> dict[str, Any] | None:
+def _next_request(requests: socket.socket, environment: dict[str, str]) -> dict[str, Any] | None:
     """Fork for each request: return it in the fork. Return None in the server, when there are no more."""
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
@@ -79,25 +84,16 @@ def _next_request(requests: socket.socket) -> dict[str, Any] | None:
             _report_ended(running)
         if requests.fileno() not in ready:
             continue
-        head, descriptors, _, _ = socket.recv_fds(requests, LENGTH.size, 4)
-        if not head:
+        received = read_request(requests, 4)
+        if received is None:
             return None
-        request = _read(requests, LENGTH.unpack(head)[0])
-        answer = descriptors[3]
+        request, (*streams, answer) = received
         child = os.fork()
         if not child:
-            _become(request, descriptors)
-            return request
+            return _become(request, streams, answer, environment)
         running[child] = answer
-        for descriptor in descriptors[:3]:
+        for descriptor in streams:
             os.close(descriptor)
-
-
-def _read(requests: socket.socket, length: int) -> dict[str, Any]:
-    parts = bytearray()
-    while len(parts) < length:
-        parts += requests.recv(length - len(parts))
-    return cast("dict[str, Any]", pickle.loads(parts))  # noqa: S301 - from the process that started this one
 
 
 def _report_ended(running: dict[int, int]) -> None:
@@ -111,14 +107,15 @@ def _report_ended(running: dict[int, int]) -> None:
         os.close(answer)
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Put this fork in the state of an interpreter before it runs a program."""
+def _become(request: dict[str, Any], streams: list[int], answer: int, environment: dict[str, str]) -> dict[str, Any]:
+    """Put this fork in the state of an interpreter before it runs a program; return the program of the request."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if request["new_session"]:
         os.setsid()
-    os.write(descriptors[3], NUMBER.pack(os.getpid()))  # from now on its group can be signalled
-    for number, descriptor in enumerate(descriptors[:3]):
+    os.write(answer, NUMBER.pack(os.getpid()))  # from now on its group can be signalled
+    request, streams = serve_children(environment) or (request, streams)
+    for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.chdir(request["cwd"])
@@ -128,6 +125,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         line_buffering=os.isatty(1), write_through=True if request["unbuffered"] else None
     )
     _forget_the_server()
+    return request
 
 
 def _set_environment(variables: dict[str, str]) -> None:

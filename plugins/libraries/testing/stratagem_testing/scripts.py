@@ -9,8 +9,9 @@ runs in a fork of it, with ``__main__``, arguments, folder, environment, streams
 ``python train.py``. Set OMP_NUM_THREADS=1 for the tests: forks need a process with one thread.
 
 Other commands run as under `subprocess`: those that are not Python programs, that set options of the interpreter, or
-that set variables which torch may read while it is imported; so do the commands that a script starts. Tests of start-up
-itself (what is imported when) should use `subprocess`.
+that set variables which torch may read while it is imported. Commands that a script starts with `subprocess.Popen` run
+in forks too (see `stratagem_testing.script_children`), so the ranks of a launched script need not import torch. Tests of
+start-up itself (what is imported when) should use `subprocess`.
 """
 
 from __future__ import annotations
@@ -18,35 +19,29 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from stratagem_testing.processes import LAUNCH_VARIABLES
-from stratagem_testing.script_server import LENGTH, NUMBER, PADDING
+from stratagem_testing.script_children import NUMBER, send_request
+from stratagem_testing.script_requests import request_of
+from stratagem_testing.script_server import PADDING
 
 #: Modules that scripts import, and modules that torch and stratagem import on first use.
 PRELOAD = (
     "torch", "torch._dynamo", "stratagem.training.trainer", "stratagem.training.stage_runner", "stratagem.cli",
-    "stratagem_testing.reference",
+    "stratagem_testing.reference", "cattrs", "filelock", "packaging.requirements", "tomllib", "xxhash",
+    # Plugins that most scripts use, where they are installed:
+    "stratagem_accelerators", "stratagem_callbacks.model_checkpoint", "stratagem_callbacks.progress",
+    "stratagem_checkpoint_full", "stratagem_ddp.strategy", "stratagem_ddp.presets", "stratagem_environments_local",
+    "stratagem_fit.commands", "stratagem_fsdp", "stratagem_launchers_local", "stratagem_logger_csv",
+    "stratagem_precision", "stratagem_single_device",
 )  # fmt: skip
-
-#: Variables that nothing in PRELOAD reads while it is imported. Where any other one differs from those of the server,
-#: it might have made a difference. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five where they
-#: are imported.)
-_READ_LATE = (
-    *LAUNCH_VARIABLES, "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
-    "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID",
-)  # fmt: skip
-_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "SLURM_")
 
 _SERVE = "import sys; from stratagem_testing.script_server import serve; serve(int(sys.argv[1]), sys.argv[2].split())"
 
@@ -98,18 +93,11 @@ class Popen(subprocess.Popen[Any]):
         self.wait()
 
     def _execute_child(self, *arguments: Any) -> None:
-        # The order is that of Python 3.11 to 3.14.
-        command, executable, preexec_fn, close_fds, pass_fds, cwd, env = arguments[:7]
-        shell, pipes = arguments[9], arguments[10:16]
-        unusual = executable or preexec_fn or not close_fds or pass_fds or shell or not arguments[16]
-        others = (*((each, None) for each in arguments[17:20]), (arguments[20], -1), (arguments[22], -1))
-        request = None
-        if not unusual and all(value in (None, usual) for value, usual in others):
-            request = _request(command, cwd, env, arguments[21])
-        if request is None:
+        asked = request_of(arguments, _ENVIRONMENT) if _server is None or _server.owner == os.getpid() else None
+        if asked is None or asked[2] is not None:  # a preexec_fn is this process's own
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request, streams, _ = asked
         self._answers = _the_server().start(request, streams)
         try:
             self.pid = _number(self._answers)
@@ -117,7 +105,7 @@ class Popen(subprocess.Popen[Any]):
             os.close(self._answers)
             raise
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*arguments[10:16])  # type: ignore[attr-defined]
 
     def _internal_poll(self, **arguments: Any) -> int | None:
         if self._answers is None:
@@ -169,11 +157,9 @@ class _Server:
     def start(self, request: dict[str, Any], streams: list[int]) -> int:
         """Return the descriptor from which to read the numbers of the process that runs `request`."""
         mine, theirs = os.pipe()
-        content = pickle.dumps(request)
         try:
             with self._lock:
-                socket.send_fds(self._requests, [LENGTH.pack(len(content))], [*streams, theirs])
-                self._requests.sendall(content)
+                send_request(self._requests, request, [*streams, theirs])
         finally:
             os.close(theirs)
         return mine
@@ -189,51 +175,6 @@ def _the_server() -> _Server:
     if _server is None:
         _server = _Server()
     return _server
-
-
-def _request(command: Any, cwd: Any, env: Mapping[str, str] | None, new_session: bool) -> dict[str, Any] | None:
-    """Return the request for the server; None if the command needs a new interpreter."""
-    words = [os.fspath(word) for word in ([command] if isinstance(command, str | os.PathLike) else command)]
-    folder = os.path.abspath(cwd or os.getcwd())
-    variables = dict(os.environ if env is None else env)
-    ours = sys.platform == "linux" and (_server is None or _server.owner == os.getpid())
-    if not ours or not os.path.isdir(folder) or not all(isinstance(word, str) for word in words):
-        return None
-    differing = [name for name in variables | _ENVIRONMENT if variables.get(name) != _ENVIRONMENT.get(name)]
-    if variables.get("OMP_NUM_THREADS") != "1" or not all(_is_read_late(name) for name in differing):
-        return None
-    unbuffered = words[:2] == [sys.executable, "-u"]
-    program = _program(words[:1] + words[2:] if unbuffered else words, folder)
-    return program and {
-        "program": program, "unbuffered": unbuffered, "cwd": folder, "env": variables, "new_session": new_session,
-        "command": words if words[0] == sys.executable else [sys.executable, *words],
-        "own_variables": [f"{name}={variables[name]}" for name in differing if name in variables],
-    }  # fmt: skip
-
-
-def _is_read_late(name: str) -> bool:
-    return name in _READ_LATE or name.startswith(_READ_LATE_PREFIXES)
-
-
-def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None:
-    """Return how a Python program is given ("file", "c" or "m"), its name or code, and its arguments."""
-    if words[0] == sys.executable and words[1:]:
-        words = words[1:]
-        if words[0] in ("-c", "-m") and words[1:]:
-            return words[0][1], words[1], words[2:]
-    elif not _is_script_of_this_environment(words[0]):
-        return None
-    is_file = not words[0].startswith("-") and os.path.isfile(os.path.join(folder, words[0]))
-    return ("file", words[0], words[1:]) if is_file else None
-
-
-def _is_script_of_this_environment(name: str) -> bool:
-    """Whether `name` is a script that pip made from an entry point."""
-    path = Path(name)
-    if path.parent != Path(sys.executable).parent or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.readline().rstrip() == f"#!{sys.executable}".encode()
 
 
 def _number(answers: int) -> int:

@@ -1,0 +1,89 @@
+"""Which commands can run in a fork of a process that has imported torch, and what to ask that process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem_testing.processes import LAUNCH_VARIABLES
+
+#: Variables that nothing reads while what scripts need is imported. Where any other one differs from those of the
+#: server, it might have made a difference. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five
+#: where they are imported.)
+_READ_LATE = (
+    *LAUNCH_VARIABLES, "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "COLUMNS", "LINES", "PWD",
+    "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
+    "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID",
+)  # fmt: skip
+_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "TORCH_NCCL_", "SLURM_")
+
+
+def request_of(
+    arguments: tuple[Any, ...], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], list[int], Any] | None:
+    """Return what to ask a server, its standard streams and its ``preexec_fn``; None where it needs an interpreter.
+
+    Args:
+        arguments: Those of `subprocess.Popen._execute_child`, in the order of Python 3.11 to 3.14.
+        environment: The variables that the server had when it imported.
+    """
+    command, executable, preexec_fn, close_fds, pass_fds, cwd, env = arguments[:7]
+    shell, pipes = arguments[9], arguments[10:16]
+    unusual = executable or not close_fds or pass_fds or shell or not arguments[16]
+    others = (*((each, None) for each in arguments[17:20]), (arguments[20], -1), (arguments[22], -1))
+    if unusual or not all(value in (None, usual) for value, usual in others):
+        return None
+    request = _request(command, cwd, env, arguments[21], environment)
+    if request is None:
+        return None
+    streams: list[int] = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+    return request, streams, preexec_fn
+
+
+def _request(
+    command: Any, cwd: Any, env: Mapping[str, str] | None, new_session: bool, environment: Mapping[str, str]
+) -> dict[str, Any] | None:
+    words = [os.fspath(word) for word in ([command] if isinstance(command, str | os.PathLike) else command)]
+    folder = os.path.abspath(cwd or os.getcwd())
+    variables = dict(os.environ if env is None else env)
+    if sys.platform != "linux" or not os.path.isdir(folder) or not all(isinstance(word, str) for word in words):
+        return None
+    differing = [name for name in variables | dict(environment) if variables.get(name) != environment.get(name)]
+    if variables.get("OMP_NUM_THREADS") != "1" or not all(_is_read_late(name) for name in differing):
+        return None
+    unbuffered = words[:2] == [sys.executable, "-u"]
+    program = _program(words[:1] + words[2:] if unbuffered else words, folder)
+    return program and {
+        "program": program, "unbuffered": unbuffered, "cwd": folder, "env": variables, "new_session": new_session,
+        "command": words if words[0] == sys.executable else [sys.executable, *words],
+        "own_variables": [f"{name}={variables[name]}" for name in differing if name in variables],
+    }  # fmt: skip
+
+
+def _is_read_late(name: str) -> bool:
+    return name in _READ_LATE or name.startswith(_READ_LATE_PREFIXES)
+
+
+def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None:
+    """Return how a Python program is named (a file, or by -c or -m), its name or code, and its arguments."""
+    if words[0] == sys.executable and words[1:]:
+        words = words[1:]
+        if words[0] in ("-c", "-m") and words[1:]:
+            return words[0][1], words[1], words[2:]
+    elif not _is_script_of_this_environment(words[0]):
+        return None
+    is_file = not words[0].startswith("-") and os.path.isfile(os.path.join(folder, words[0]))
+    return ("file", words[0], words[1:]) if is_file else None
+
+
+def _is_script_of_this_environment(name: str) -> bool:
+    """Whether it is one that pip made of an entry point."""
+    path = Path(name)
+    if path.parent != Path(sys.executable).parent or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.readline().rstrip() == f"#!{sys.executable}".encode()
