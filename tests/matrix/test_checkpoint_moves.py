@@ -81,21 +81,22 @@ class FirstLoss(sg.Callback):
 
 
 def _read(rank, world_size, strategy, batches, paths, expected, expected_loss):
-    """Read each of `paths` and train on; return what differs, and how much was compared."""
+    """Read each of `paths`, and train on from one format of each; return what differs, and how much was compared."""
     wrong, compared = [], 0
-    for path, checkpoint in itertools.product(paths, FORMATS):
+    for (number, path), checkpoint in itertools.product(enumerate(paths), FORMATS):
         file = path / f"{checkpoint}.ckpt"
         look = FirstLoss()
         trainer = sg.Trainer(max_epochs=1, strategy=strategy, devices=world_size, callbacks=[look], **QUIET)
         trainer.fit(Adam(seed=3), share(trainer, batches), ckpt_path=file)  # its epoch is over: it only loads
         differences = list(_differences(trainer, read_any(file)))
-        trainer.max_epochs = 2
-        trainer.fit(trainer.module, share(trainer, batches))
-        distance = relative_difference(weights_of(trainer), expected)
-        if not distance < 1e-6:
-            differences.append(f"weights after training on differ by {distance:.1e}")
-        if not abs(look.loss - expected_loss) <= 1e-6 * abs(expected_loss):
-            differences.append(f"the next loss is {look.loss} and not {expected_loss}")
+        if checkpoint == FORMATS[number % len(FORMATS)]:
+            trainer.max_epochs = 2
+            trainer.fit(trainer.module, share(trainer, batches))
+            distance = relative_difference(weights_of(trainer), expected)
+            if not distance < 1e-6:
+                differences.append(f"weights after training on differ by {distance:.1e}")
+            if not abs(look.loss - expected_loss) <= 1e-6 * abs(expected_loss):
+                differences.append(f"the next loss is {look.loss} and not {expected_loss}")
         wrong += [f"{path.name} {checkpoint}: {each}" for each in differences]
         compared += 1
     return wrong, compared
