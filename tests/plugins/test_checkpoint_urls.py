@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
 @pytest.fixture(scope="module")
 def server():
     """The address of an S3 server on this machine."""
+    importlib.import_module("s3fs")  # seconds: once here, and not in each process that a test forks
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
