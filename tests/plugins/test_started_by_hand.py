@@ -57,7 +57,7 @@ def test_trainers_may_follow_one_another(tmp_path, port):
 
 @pytest.mark.one_in(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["spawn", "fork"])
+@pytest.mark.parametrize("launcher", ["fork", "spawn"])
 def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, launcher):
     path = tmp_path / "program.py"
     path.write_text(
