@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Sequence
@@ -63,13 +64,20 @@ def option_docs(cls: type[Any]) -> dict[str, str]:
     """Return the ``#:`` comments over the fields of `cls` and its bases, by field name; no source, no docs."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        try:
-            source = inspect.getsource(base) if base is not object else ""
-        except (OSError, TypeError):
-            continue
-        for match in re.finditer(r"((?:^[ \t]*#:.*\n)+)^[ \t]*(\w+)[ \t]*:", source, re.MULTILINE):
-            lines = [line.strip().removeprefix("#:").strip() for line in match[1].strip().splitlines()]
-            docs[match[2]] = " ".join(lines)
+        docs |= _own_docs(base)
+    return docs
+
+
+@functools.cache  # to find a class in its file takes milliseconds, and each option asks
+def _own_docs(cls: type[Any]) -> dict[str, str]:
+    try:
+        source = inspect.getsource(cls) if cls is not object else ""
+    except (OSError, TypeError):
+        return {}
+    docs: dict[str, str] = {}
+    for match in re.finditer(r"((?:^[ \t]*#:.*\n)+)^[ \t]*(\w+)[ \t]*:", source, re.MULTILINE):
+        lines = [line.strip().removeprefix("#:").strip() for line in match[1].strip().splitlines()]
+        docs[match[2]] = " ".join(lines)
     return docs
 
 
