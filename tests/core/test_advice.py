@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -108,6 +109,7 @@ def sources() -> list[Path]:
     return sorted(path for folder in ("core", "plugins") for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
 def texts(path: Path) -> list[str]:
     """Return the literal text of every string in a file, with a hole where a value is filled in."""
     found = []
