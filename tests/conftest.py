@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,9 @@ import sys
 from collections import Counter
 
 import pytest
+
+#: With --check-slow: how long a test may take that is not marked as taking longer than a second.
+SLOW_S = 3.0
 
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,6 +30,27 @@ if "torch" in sys.modules:
 
 # torch asks for the name of every peer that connects: a name server that drops a question must not cost five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--check-slow", action="store_true", help="fail tests of seconds that are not marked as slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """With --check-slow, on a machine that does nothing else: tell which marks are missing."""
+    report = yield
+    unmarked = report.when == "call" and not item.get_closest_marker("slow")
+    if item.config.getoption("--check-slow", False) and unmarked and report.passed and call.duration > SLOW_S:
+        report.outcome = "failed"
+        report.longrepr = f"it took {call.duration:.1f} s; mark it with pytest.mark.slow, or make it faster"
+    return report
+
+
+def pytest_collection_finish():
+    """Leave what was imported alone: each collection of garbage, and each fork, would go through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
@@ -62,7 +87,11 @@ def clean_environment(unlaunched, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def deepspeed_preloaded():
-    """Importing it takes seconds: once here, and not in each process that a test forks."""
+    """Importing it takes seconds: once here, and not in each process that a test forks. So does asking for the CPU."""
+    import cpuinfo
+
     from stratagem_deepspeed import DeepSpeedStrategy
 
     DeepSpeedStrategy().preload("cpu")
+    known = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: known

@@ -123,6 +123,7 @@ def test_types_are_described_in_words():
     assert describe(Literal["a", "b"]) == "'a' or 'b'"
 
 
+@pytest.mark.slow
 @given(
     option=st.sampled_from([*(f.name for f in Options.__attrs_attrs__), "nothing"]),
     value=st.recursive(

@@ -111,6 +111,7 @@ def _on_the_device(rank, world_size, folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_save_keeps_no_copies_on_the_device(tmp_path):
     for found in run_in_processes(_on_the_device, 2, str(tmp_path), limit_s=120):
         assert found == {name: [] for name in STRATEGIES}

@@ -130,6 +130,7 @@ def test_a_step_with_a_comm_hook_waits_for_nothing(precision):
         _check(cases | {"replicas": (Net, {"strategy": REPLICAS, "comm_hook": "int8"})}, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_loss_scale_waits_for_one_number():
     scaled = {"precision": {"name": "16-mixed", "init_scale": 16.0}}
     cases = {
