@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ SLOW = ("mlflow", "wandb")
     ids=lambda path: path.name,
 )
 def test_its_wheel_passes_its_tests(package, tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, package], check=True)
+    # What pip does with a package whose backend is flit and whose wheel has only Python: build it, and unpack it.
+    build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=package, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     tests = tmp_path / "tests"
     tests.mkdir()
     for path in package.glob("test_*.py"):
