@@ -26,6 +26,8 @@ from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
+#: The smallest part of an object, in bytes.
+PART = 5 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +143,11 @@ def test_a_flipped_bit_in_an_object_is_found(name_end, bucket):
 
 def _fails_in_mid_upload(rank, world_size, checkpoint, url, victim, call):
     """The store gives up at one of its calls on one rank; return what was said and what is in the bucket then."""
+    import s3fs
     from aiobotocore.client import AioBaseClient
 
+    s3fs.S3FileSystem.default_block_size = PART  # of what is written to an object
+    s3fs.core.calculate_chunksize = lambda *_, **__: PART  # of a file that is copied to one
     with sg.Run(accelerator="cpu", checkpoint=checkpoint, devices=world_size) as run:
         run.ask("save_checkpoint", state=_large(1), path=as_path(url))
         plain, calls = AioBaseClient._make_api_call, 0
@@ -167,7 +172,7 @@ def _fails_in_mid_upload(rank, world_size, checkpoint, url, victim, call):
 
 
 def _large(value):
-    return {"state_dict": {"w": torch.full((30_000_000,), float(value))}}  # 120 MB: uploaded in several parts
+    return {"state_dict": {"w": torch.full((3_000_000,), float(value))}}  # 12 MB: uploaded in several parts
 
 
 @pytest.mark.slow
