@@ -6,6 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.*
 LOWEST_TORCH ?= torch==2.11.*
+# Half of the time tests wait for processes that they started: three at a time keep two cores busy.
+WORKERS ?= 3
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
@@ -25,15 +27,15 @@ ops: $(STAMP)-dev
 	$(BIN)/stratagem deepspeed build-ops cpu_adam
 
 test: $(STAMP)-dev lint types ops
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep" tests plugins
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep" tests plugins
 
-# Minutes rather than a quarter of an hour, while one works: no test of more than a second, no kit, no grid of runs.
+# Two or three minutes instead of ten, while you work: no test of more than a second, no kit, no grid of runs.
 test-quick: $(STAMP)-dev ops
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository
 
 test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests plugins
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests plugins
 
 # The same with the lowest torch that the packages declare, in an environment of its own: gigabytes, on PyPI it is for CUDA.
 test-lowest:
