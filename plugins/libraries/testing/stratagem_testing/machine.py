@@ -21,6 +21,7 @@ from stratagem import World
 from stratagem.errors import ConfigError
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
+from stratagem_testing import scripts
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.processes import LAUNCH_VARIABLES
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
@@ -181,14 +182,8 @@ class LauncherConformance(Conformance):
             define, _, call = textwrap.dedent(body).strip().rpartition("\n")
             path.write_text(f'{textwrap.dedent(head).strip()}\n{define}\nif __name__ == "__main__":\n    {call}\n')
             clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-            done = subprocess.run(
-                [sys.executable, str(path)],
-                env=clean,
-                capture_output=True,
-                text=True,
-                timeout=self.limit_s,
-                check=False,
-            )
+            command = [sys.executable, str(path)]
+            done = scripts.run(command, env=clean, capture_output=True, text=True, timeout=self.limit_s)
             return done.returncode, done.stdout, done.stderr, folder
 
 
