@@ -129,6 +129,33 @@ def test_a_plugin_is_passed_only_what_it_names():
     assert modest.last == 2
 
 
+def test_a_hook_may_be_any_kind_of_method():
+    """One of the class, one that needs neither, one that is inherited."""
+    called = []
+
+    class Base(sg.Callback):
+        @sg.hookimpl
+        def on_train_end(self):
+            called.append(type(self).__name__)
+
+    class Kinds(Base):
+        @classmethod
+        @sg.hookimpl
+        def on_fit_start(cls):
+            called.append(cls.__name__)
+
+        @staticmethod
+        @sg.hookimpl
+        def on_train_start(run):
+            called.append(run.world_size)
+
+        other = property(lambda self: pytest.fail("a property was read"))
+
+    sg.Trainer(callbacks=[Kinds()], max_epochs=1, **QUIET).fit(Net(), joined_batches(1, 4))
+
+    assert called == ["Kinds", 1, "Kinds"]
+
+
 def test_plugins_act_in_the_order_of_the_stack_and_callbacks_as_listed():
     order = []
 

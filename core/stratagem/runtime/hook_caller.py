@@ -125,8 +125,16 @@ class HookCaller:
             setattr(self, name, caller if keep else None)
 
 
+class _PluginManager(pluggy.PluginManager):
+    """Looks only at methods that are marked: pluggy's search through all attributes is half of the time to start."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        marked = hasattr(getattr(type(plugin), name, None), "stratagem_impl")  # see hook_implementations
+        return super().parse_hookimpl_opts(plugin, name) if marked else None
+
+
 def _hook_manager(stack: Stack) -> pluggy.PluginManager:
-    manager = pluggy.PluginManager("stratagem")
+    manager = _PluginManager("stratagem")
     manager.add_hookspecs(hooks)
     answered = set()
     # pluggy calls the last registered first.
