@@ -75,7 +75,8 @@ def _help(listener: socket.socket, script: int) -> tuple[dict[str, Any], list[in
     _close_all_but(listener.fileno())
     while os.getppid() == script:
         connection, _ = listener.accept()
-        asked = read_request(connection, 3)
+        asker = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        asked = read_request(connection, 3) if asker == script else None  # not another user of this machine
         between = os.fork() if asked else 0
         if asked and not between:
             helped = os.getpid()
