@@ -135,7 +135,6 @@ def test_commands_that_messages_name_exist():
             assert stopped.value.code == 0, command
 
 
-@pytest.mark.slow
 def test_plugins_that_messages_tell_to_choose_exist():
     every = {(path.name, text) for path in sources() for text in texts(path)}
     checked = 0
@@ -153,7 +152,6 @@ def test_plugins_that_messages_tell_to_choose_exist():
     assert checked > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(name for kind in KINDS for name in catalog.providers(kind)))
 def test_texts_of_a_plugin_are_written_for_people(capsys, name):
     from stratagem.cli import main

@@ -136,7 +136,6 @@ def test_a_ten_line_script_trains_from_the_command_line(script):
     assert result.stdout.splitlines()[-1] == "RESULT 2 4 True", result.stderr
 
 
-@pytest.mark.slow
 def test_explain_a_script(script):
     result = run(
         "-m", "stratagem", "explain", "--json", script, "--strategy", "ddp", "--devices", "2", "--accelerator", "cpu"
@@ -149,7 +148,6 @@ def test_explain_a_script(script):
     assert "RESULT" not in result.stdout
 
 
-@pytest.mark.slow
 def test_help_lists_the_options_of_the_chosen_plugins(script):
     result = run(script, "--help", "--strategy", "ddp")
 

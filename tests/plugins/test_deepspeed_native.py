@@ -514,7 +514,6 @@ def test_a_program_consolidates(written, tmp_path):
     assert len(done.stdout.splitlines()) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_file_holds_the_weights_that_training_ended_with(written, stage, tmp_path):
     path, results = written(stage)

@@ -369,7 +369,6 @@ def test_a_hanging_sibling_is_ended():
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
@@ -406,7 +405,6 @@ def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
     assert_gone(str(tmp_path))
 
 
-@pytest.mark.slow
 def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     after = "assert trainer.global_rank == 0, 'after the fit'"
     result = run([sys.executable, script(tmp_path, "ddp", after=after)])
@@ -587,7 +585,6 @@ def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
-@pytest.mark.slow
 def test_a_store_begins_after_the_last_fork(tmp_path):
     """Its thread may hold a lock of the C library, which a process forked then would wait for."""
     parent = """
@@ -607,7 +604,6 @@ def test_a_store_begins_after_the_last_fork(tmp_path):
     assert (code, output) == (0, "[False, False]\n"), errors
 
 
-@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
@@ -624,14 +620,12 @@ def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path
     assert (code, output, errors) == (143, "tidy\ntidy\n", "")
 
 
-@pytest.mark.slow
 def test_leaving_the_program_in_main_leaves_it_in_the_parent(tmp_path):
     process = bare(tmp_path, "sys.exit(0)", "ForkLauncher", parent='launch(); print("not reached")')
 
     assert finish(process, tmp_path) == (0, "", "")
 
 
-@pytest.mark.slow
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path):
     parent = """
         import multiprocessing.context as context
@@ -729,7 +723,6 @@ def test_spawn_refuses_what_does_not_pickle():
         ).fit(model, loader)  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_program_without_a_file_cannot_be_run_again():
     code = textwrap.dedent(
         f"""

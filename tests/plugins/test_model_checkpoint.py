@@ -423,7 +423,6 @@ WAITING = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("devices", "words", "said"),

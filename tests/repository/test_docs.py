@@ -201,7 +201,6 @@ def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeyp
             check()
 
 
-@pytest.mark.slow
 def test_the_snippets_about_testing_run():
     for source in snippets("docs/testing-a-plugin.md"):
         exec(source, {"__name__": "snippet"})
