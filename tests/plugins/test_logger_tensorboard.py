@@ -201,7 +201,7 @@ def _fit_with_text(rank, size, folder):
 
 
 def test_the_writer_is_refused_where_no_run_is():
-    with pytest.raises(ConfigError, match="experiment was asked for outside a run"):
+    with pytest.raises(ConfigError, match="experiment was read outside a run"):
         TensorBoardLogger().experiment  # noqa: B018
 
 

@@ -1,4 +1,4 @@
-"""Metrics in ``metrics.csv``: a row for each step that logged something, a column for each metric."""
+"""Log metrics to ``metrics.csv``: one row for each step that logged something, one column for each metric."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class CSVLogger(Logger):
-    """Writes ``<save_dir>/<name>/version_N/metrics.csv`` on rank 0; creates nothing before the first metric."""
+    """Write ``<save_dir>/<name>/version_N/metrics.csv`` on rank 0; create no folder before the first metric."""
 
-    #: Parent of all logs; ``default_root_dir`` if not given.
+    #: Root folder of all logs; ``default_root_dir`` if not given.
     save_dir: Path | None = None
     #: Folder of this experiment; "" leaves this level out.
     name: str = "stratagem_logs"
     #: Folder of this run; the next free ``version_N`` if not given. An existing one is appended to.
     version: int | str | None = field(default=None, validator=at_least(0))
-    #: Rows to keep in memory: fewer lose less when the machine stops, more write less often.
+    #: Rows to buffer in memory: fewer lose less if the process is killed, more write less often.
     flush_every_n_steps: int = field(default=100, validator=at_least(1))
 
     _folder: Path | None = field(init=False, default=None)
@@ -41,7 +41,7 @@ class CSVLogger(Logger):
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the file is; None before the first metric."""
+        """The folder of the file; None before the first metric."""
         return self._folder
 
     @hookimpl
@@ -53,7 +53,7 @@ class CSVLogger(Logger):
         error = None
         if run.is_global_zero:
             try:
-                self._refuse_unwritable(self._destination(run.settings.default_root_dir))
+                self._check_writable(self._destination(run.settings.default_root_dir))
             except ConfigError as caught:
                 error = caught
         run.collectives.fail_together(error)
@@ -87,20 +87,20 @@ class CSVLogger(Logger):
         self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory."""
+        """Write buffered rows to the file."""
         if self._rows:
             self._write(self._rows)
             self._rows.clear()
 
     def _flush_finished(self) -> None:
-        """Write all rows but the last, which may still grow."""
+        """Write all rows but the last, which may still get columns."""
         if len(self._rows) > 1:
             self._write(self._rows[:-1])
             del self._rows[:-1]
 
     def _open(self, root: Path) -> None:
         folder = self._destination(root)
-        self._refuse_unwritable(folder)
+        self._check_writable(folder)
         try:
             if self.version is None:
                 folder = _new_version(folder)
@@ -108,37 +108,37 @@ class CSVLogger(Logger):
             if self._hparams:
                 (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
         except OSError as error:
-            raise self._unwritable(folder, error.strerror or str(error)) from error
+            raise self._not_writable(folder, error.strerror or str(error)) from error
         self._folder = folder
         if self._file.exists():
             with self._file.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
 
     def _destination(self, root: Path) -> Path:
-        """Return the folder of this run, or of all versions if the version is not chosen."""
+        """Return the folder of this run, or the parent of all versions if `version` is not set."""
         parent = as_path(root if self.save_dir is None else self.save_dir) / self.name
         if self.version is None:
             return parent
         return parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
 
-    def _refuse_unwritable(self, folder: Path) -> None:
-        """Raise if `folder` can be told to be beyond reach, without creating it."""
+    def _check_writable(self, folder: Path) -> None:
+        """Raise if `folder` cannot be written; do not create it."""
         if is_remote(folder):
-            raise self._unwritable(folder, "files at a URL cannot be appended to")
+            raise self._not_writable(folder, "files at a URL cannot be appended to")
         try:
             existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         except OSError as error:
-            raise self._unwritable(folder, error.strerror or str(error)) from error
+            raise self._not_writable(folder, error.strerror or str(error)) from error
         if not existing.is_dir():
-            raise self._unwritable(folder, f"{existing} is a file")
+            raise self._not_writable(folder, f"{existing} is a file")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise self._unwritable(folder, f"no permission to write to {existing}")
+            raise self._not_writable(folder, f"no permission to write to {existing}")
 
-    def _unwritable(self, folder: Path, reason: str) -> ConfigError:
+    def _not_writable(self, folder: Path, reason: str) -> ConfigError:
         option = "default_root_dir" if self.save_dir is None else "csv.save_dir"
         return ConfigError(
             f"{option} leads to {str(folder)!r}, which cannot be written ({reason})",
-            expected="a folder of this machine to log to", do=f"change {option}, or set logger to False",
+            expected="a local folder that can be written", do=f"change {option}, or set logger to False",
         )  # fmt: skip
 
     @property
@@ -156,7 +156,7 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns).writerows(rows)
 
     def _rewrite(self) -> None:
-        """Give the rows written so far the new columns, in a file that replaces the old one at once."""
+        """Add the new columns to the rows written so far; replaces the file atomically."""
         earlier: list[dict[str, Any]] = []
         if self._file.exists():
             with self._file.open(newline="") as file:
@@ -169,7 +169,7 @@ class CSVLogger(Logger):
 
 
 def _new_version(parent: Path) -> Path:
-    """Make and return the next ``version_N``; two runs that begin at once get two."""
+    """Create the next free ``version_N`` and return it; runs that start at the same time get different ones."""
     parent.mkdir(parents=True, exist_ok=True)
     while True:
         folder = parent / f"version_{_next_version(parent)}"

@@ -1,4 +1,4 @@
-"""Metrics, hyper-parameters and the model's graph in event files for TensorBoard."""
+"""Log metrics, hyper-parameters and the model graph to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext, TrainerView
 
 
-class Absent:
-    """Stands for the writer on other ranks than 0: takes any call and does nothing, so that a module need not ask."""
+class NoOpWriter:
+    """Accepts any call and does nothing: the writer on ranks other than 0, so that modules need not check the rank."""
 
-    def __getattr__(self, name: str) -> Absent:
+    def __getattr__(self, name: str) -> NoOpWriter:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Absent:
+    def __call__(self, *_: Any, **__: Any) -> NoOpWriter:
         return self
 
 
 @define(eq=False, kw_only=True)
 class TensorBoardLogger(Logger):
-    """Writes event files to ``<save_dir>/<name>/version_N`` on rank 0; creates nothing before there is what to log.
+    """Write event files to ``<save_dir>/<name>/version_N`` on rank 0; create no folder before the first entry.
 
-    A resumed run that is given the `version` it had before hides what the interrupted one logged past the checkpoint.
+    A run that is resumed with the same `version` hides what the interrupted run logged after the checkpoint.
     """
 
-    #: Parent of all logs, or a URL that fsspec understands; ``default_root_dir`` if not given.
+    #: Root folder of all logs, or a URL that fsspec supports; ``default_root_dir`` if not given.
     save_dir: Path | None = None
-    #: Folder of this experiment ("" leaves this level out); TensorBoard compares what is below the folder it is shown.
+    #: Folder of this experiment; "" leaves this level out. TensorBoard compares all runs below its ``--logdir``.
     name: str = "stratagem_logs"
     #: Folder of this run; the next free ``version_N`` if not given. An existing one is continued.
     version: int | str | None = field(default=None, validator=at_least(0))
-    #: How long metrics may wait in memory: less shows and survives sooner, more writes more rarely.
+    #: Seconds to buffer metrics in memory: fewer lose less if the process is killed, more write less often.
     flush_secs: float = field(default=120.0, validator=more_than(0))
-    #: Also draw the module's forward pass of its ``example_input_array``; costs one forward when training starts.
+    #: Also log the graph of the module's forward for its ``example_input_array``; costs one forward at the start.
     log_graph: bool = False
-    #: Begin with ``hp_metric`` at -1, for runs to be sorted by it before (or unless) the module logs it; False leaves
-    #: the charts without that point.
+    #: Log ``hp_metric`` as -1 at the start, so that the HPARAMS tab lists the run before the module logs it; False
+    #: leaves that point out of the charts.
     default_hp_metric: bool = True
 
     _root: Path | None = field(init=False, default=None)
@@ -63,44 +63,44 @@ class TensorBoardLogger(Logger):
     _folder: Path | None = field(init=False, default=None)
     _writer: Any = field(init=False, default=None)
     _pid: int = field(init=False, default=0)
-    #: Not yet written.
+    #: Hyper-parameters that are not written yet.
     _hparams: dict[str, Any] = field(init=False, factory=dict)
-    #: Hyper-parameters are written, and not yet how the run ended.
+    #: True after hyper-parameters are written, until the end status is.
     _session: bool = field(init=False, default=False)
-    #: Hide what the folder has from this step on.
+    #: Hide entries of the folder from this step on.
     _purge_step: int | None = field(init=False, default=None)
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the files are; None before the first metric or hyper-parameter."""
+        """The folder of the files; None before the first metric or hyper-parameter."""
         return self._folder
 
     @property
-    def experiment(self) -> SummaryWriter | Absent:
-        """The `SummaryWriter`, for what is not a number; on other ranks than 0 something that does nothing."""
+    def experiment(self) -> SummaryWriter | NoOpWriter:
+        """The `SummaryWriter`, for images, histograms and text; on ranks other than 0 an object that does nothing."""
         if self._root is None:
             raise ConfigError(
-                "tensorboard.experiment was asked for outside a run", expected="a trainer at work",
+                "tensorboard.experiment was read outside a run", expected="a running trainer",
                 do="use it in the module's methods or in a callback",
             )  # fmt: skip
-        return self._open() if self._rank == 0 else Absent()
+        return self._open() if self._rank == 0 else NoOpWriter()
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
     def prepare_module(self, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
 
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         error = None
         if self._rank == 0:
             try:
@@ -112,7 +112,7 @@ class TensorBoardLogger(Logger):
 
     @hookimpl
     def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         writer = self._open()
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
@@ -130,7 +130,7 @@ class TensorBoardLogger(Logger):
     def on_exception(self) -> None:
         try:
             self.close("STATUS_FAILURE")
-        except OSError as error:  # must not hide the exception that brought us here
+        except OSError as error:  # must not hide the exception that ends the run
             warnings.warn(f"{self._folder} may lack the last metrics ({error})", stacklevel=2)
 
     @hookimpl
@@ -140,12 +140,12 @@ class TensorBoardLogger(Logger):
     # --- The writer ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write what is in memory."""
+        """Write buffered entries to the file."""
         if self._is_open:
             self._writer.flush()
 
     def close(self, status: str = "STATUS_SUCCESS") -> None:
-        """Write what is in memory and let go of the file; safe to call twice. A later metric opens another file."""
+        """Write buffered entries and close the file; safe to call twice. A later metric opens another file."""
         writer = self._writer if self._is_open else None
         try:
             self._end_session(status)
@@ -156,19 +156,19 @@ class TensorBoardLogger(Logger):
 
     @property
     def _is_open(self) -> bool:
-        """Whether this process has a writer; one from before a fork has its thread in the parent."""
+        """Whether this process has a writer. The thread of a writer from before a fork is in the parent."""
         return self._writer is not None and self._pid == os.getpid()
 
-    def _meet(self, run: RunContext) -> None:
+    def _attach(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
     def _begin(self, trainer: TrainerView, module: Any) -> None:
-        """Find out on rank 0, before training, whether it can be logged."""
+        """Check on rank 0, before training, that everything can be logged."""
         _summary_writer()
-        self.close()  # a fit that goes back to an earlier step hides the later ones
+        self.close()  # a fit that resumes from an earlier step hides later entries
         self._purge_step = trainer.global_step + 1 if trainer.global_step else None
         example = _example(module, trainer.run) if self.log_graph else None
-        _refuse_unwritable(self._destination, self._option)
+        _check_writable(self._destination, self._option)
         if self._hparams or self.log_graph:
             self._open()
         if self.log_graph:
@@ -179,11 +179,11 @@ class TensorBoardLogger(Logger):
             make = _summary_writer()
             self._folder = self._folder or self._make_folder()
             if not is_remote(self._folder):
-                _wait_for_a_later_name(Path(self._folder))
+                _wait_until_newest(Path(self._folder))
             try:
                 self._writer = make(str(self._folder), purge_step=self._purge_step, flush_secs=self.flush_secs)
             except OSError as error:
-                raise _unwritable(self._folder, self._option, error) from error
+                raise _not_writable(self._folder, self._option, error) from error
             self._pid, self._session = os.getpid(), False
         if self._hparams:
             self._begin_session()
@@ -199,7 +199,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def _destination(self) -> Path:
-        """The folder of this run, or of all versions if the version is not chosen."""
+        """The folder of this run, or the parent of all versions if `version` is not set."""
         assert self._root is not None
         parent = as_path(self._root if self.save_dir is None else self.save_dir) / self.name
         if self.version is None:
@@ -213,13 +213,13 @@ class TensorBoardLogger(Logger):
                 return _next_free(folder)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(folder, self._option, error) from error
+            raise _not_writable(folder, self._option, error) from error
         return folder
 
     # --- Hyper-parameters ----------------------------------------------------------------------------------------
 
     def _begin_session(self) -> None:
-        """Say with which hyper-parameters this run works; TensorBoard finds the metrics to show beside by itself."""
+        """Write the hyper-parameters; TensorBoard finds the metrics to show next to them automatically."""
         self._writer.file_writer.add_summary(_session_start(self._hparams))
         if self.default_hp_metric and self._purge_step is None:
             self._writer.add_scalar("hp_metric", -1, 0)
@@ -230,7 +230,7 @@ class TensorBoardLogger(Logger):
             self._session = False
             self._writer.file_writer.add_summary(_session_end(status))
 
-    # --- Travel to another process -------------------------------------------------------------------------------
+    # --- Pickling ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         names = [each.name for each in attrs.fields(type(self))]
@@ -241,14 +241,14 @@ class TensorBoardLogger(Logger):
             setattr(self, name, value)
 
 
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Let the next file sort after those in `folder`: readers take them in the order of their names.
+def _wait_until_newest(folder: Path) -> None:
+    """Wait until a new file sorts after those in `folder`: readers take files in the order of their names.
 
-    A name begins with the second that the file was made in; within a second, the tenth sorts before the ninth.
+    A name contains the second of its creation, then a number: within one second, file 10 sorts before file 9.
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
-    deadline = time.monotonic() + 1.5  # the clock of whoever wrote them may be ahead
+    deadline = time.monotonic() + 1.5  # the clock of the machine that wrote them may be ahead
     while int(time.time()) <= newest and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -265,7 +265,7 @@ def _summary_writer() -> Any:
 
 
 def _next_free(parent: Path) -> Path:
-    """Make the next ``version_N``; of two runs that start together each gets its own."""
+    """Create the next free ``version_N`` and return it; runs that start at the same time get different ones."""
     taken = [path.name.removeprefix("version_") for path in parent.glob("version_*")] if parent.exists() else []
     number = max((int(each) for each in taken if each.isdigit()), default=-1) + 1
     while True:
@@ -277,10 +277,10 @@ def _next_free(parent: Path) -> Path:
             return parent / f"version_{number}"
 
 
-def _refuse_unwritable(folder: Path, option: str) -> None:
-    """Raise if `folder` can be told to be beyond reach, without creating it."""
+def _check_writable(folder: Path, option: str) -> None:
+    """Raise if `folder` cannot be written; do not create it."""
     if is_remote(folder):
-        return  # a store tells when it is written to
+        return  # an object store reports it when written to
     try:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not existing.is_dir():
@@ -288,18 +288,18 @@ def _refuse_unwritable(folder: Path, option: str) -> None:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(f"no permission to write to {existing}")
     except OSError as error:
-        raise _unwritable(folder, option, error) from error
+        raise _not_writable(folder, option, error) from error
 
 
-def _unwritable(folder: Path, option: str, error: OSError) -> ConfigError:
+def _not_writable(folder: Path, option: str, error: OSError) -> ConfigError:
     return ConfigError(
         f"{option} leads to {str(folder)!r}, which cannot be written ({error.strerror or error})",
-        expected="a folder to log to", do=f"change {option}",
+        expected="a folder that can be written", do=f"change {option}",
     )  # fmt: skip
 
 
-# --- Hyper-parameters, as TensorBoard's hparams plugin keeps them ----------------------------------------------------
-# Its own functions for that import TensorFlow.
+# --- Hyper-parameters, in the format of TensorBoard's hparams plugin -------------------------------------------------
+# Its own functions for this import TensorFlow.
 
 
 def _session_start(hparams: dict[str, Any]) -> Any:
@@ -330,7 +330,7 @@ def _session_summary(tag: str, **info: Any) -> Any:
 
 
 def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    """Yield hyper-parameters with the names of nested ones joined, and what is no plain value as text."""
+    """Yield names and values; nested names are joined with "/", values other than numbers become text."""
     for name, value in params.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}/")
@@ -339,7 +339,7 @@ def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool 
 
 
 def _plain(value: Any) -> bool | float | str:
-    """Return what TensorBoard can keep of `value`."""
+    """Return `value` as a type that TensorBoard stores."""
     return value if isinstance(value, bool) else float(value) if isinstance(value, int | float) else str(value)
 
 
@@ -347,7 +347,11 @@ def _plain(value: Any) -> bool | float | str:
 
 
 def _example(module: Any, run: RunContext) -> Any:
-    """Return the module's example input, if a forward pass of this rank alone is possible."""
+    """Return the module's example input.
+
+    Raises:
+        ConfigError: there is none, or this rank cannot run a forward pass alone.
+    """
     example = getattr(module, "example_input_array", None)
     if example is None:
         raise ConfigError(
@@ -356,14 +360,14 @@ def _example(module: Any, run: RunContext) -> Any:
         )  # fmt: skip
     if run.shards_parameters:
         raise ConfigError(
-            f"tensorboard.log_graph is True with {run.title_of(run.strategy)}, whose ranks compute only together",
-            expected="False", do="draw the graph in a run on one device",
+            f"tensorboard.log_graph is True with {run.title_of(run.strategy)}, whose ranks run every forward together",
+            expected="False", do="log the graph in a run on one device",
         )  # fmt: skip
     return example
 
 
 def _draw(writer: Any, module: Any, example: Any) -> None:
-    """Trace a forward pass that leaves no trace in training: no statistics, no random numbers, no gradients."""
+    """Trace a forward pass without side effects on training: statistics, random state and gradients stay the same."""
     import torch
 
     training = [part for part in module.modules() if part.training]
@@ -376,7 +380,7 @@ def _draw(writer: Any, module: Any, example: Any) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"tensorboard.log_graph is True and {type(module).__name__}.forward cannot be traced ({reason})",
-            expected="a forward that takes example_input_array and that torch.jit.trace understands",
+            expected="a forward that accepts example_input_array and that torch.jit.trace supports",
             do="set log_graph to False",
         ) from error
     finally:
