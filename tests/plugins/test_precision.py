@@ -389,7 +389,7 @@ def test_clipping_twice_unscales_once():
 
 
 def test_adding_to_clipped_gradients_is_refused():
-    with pytest.raises(ConfigError, match="SGD were clipped, a loss was differentiated.*step or zero_grad"):
+    with pytest.raises(ConfigError, match="SGD were clipped, then another backward ran.*step or zero_grad"):
         for run, optimizer, loss in own_loop(joined_batches(2, 16)):
             run.backward(loss)
             run.clip_gradients(optimizer, max_norm=1.0)

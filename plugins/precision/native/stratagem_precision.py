@@ -1,4 +1,4 @@
-"""Which dtypes, where, with what torch itself has: true and mixed precision, and loss scaling for fp16."""
+"""True and mixed precision with torch's own tools: dtype conversion, autocast, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
 @define(eq=False, kw_only=True)
 class FullPrecision(Precision):
-    """fp32, or whatever a model's author made it: nothing is changed, and no hook costs a step anything."""
+    """Leave all dtypes as the model has them, usually fp32; no hook runs in a step."""
 
 
 @define(eq=False, kw_only=True)
 class TruePrecision(Precision):
-    """Parameters, inputs and results in one dtype."""
+    """Use one dtype for parameters, inputs and outputs."""
 
-    #: Fewer bits are faster and smaller; below 32, updates smaller than a rounding step are lost.
+    #: 16-bit dtypes are faster and smaller, but lose updates smaller than the rounding step of the parameter.
     dtype: Literal["16", "bf16", "64"] = "bf16"
 
     @property
@@ -58,7 +58,7 @@ class TruePrecision(Precision):
 
     @hookimpl
     def prepare_module(self, module: nn.Module) -> None:
-        # Not `Module.to`, which would make complex numbers real.
+        # Not `Module.to`, which would convert complex parameters to real ones.
         {"16": module.half, "bf16": module.bfloat16, "64": module.double}[self.dtype]()
 
     @hookimpl
@@ -71,17 +71,17 @@ class TruePrecision(Precision):
 
 
 def half() -> TruePrecision:
-    """``16-true``"""
+    """Return the precision ``16-true``."""
     return TruePrecision(dtype="16")
 
 
 def bfloat16() -> TruePrecision:
-    """``bf16-true``"""
+    """Return the precision ``bf16-true``."""
     return TruePrecision(dtype="bf16")
 
 
 def double() -> TruePrecision:
-    """``64-true``"""
+    """Return the precision ``64-true``."""
     return TruePrecision(dtype="64")
 
 
@@ -99,8 +99,8 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """Return `batch` with its floating-point tensors in `dtype`."""
 
     def cast(leaf: Any) -> Any:
-        numbers = leaf.data if isinstance(leaf, PackedSequence) else leaf
-        return leaf.to(dtype) if isinstance(numbers, torch.Tensor) and numbers.is_floating_point() else leaf
+        data = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        return leaf.to(dtype) if isinstance(data, torch.Tensor) and data.is_floating_point() else leaf
 
     return map_batch(batch, cast)
 
@@ -110,11 +110,11 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 @define(eq=False, kw_only=True)
 class _Autocast(Precision):
-    """fp32 parameters; matrix products in 16 bits where that is safe (torch.autocast)."""
+    """Keep fp32 parameters and compute in 16 bits where that is safe (torch.autocast)."""
 
     _compute_dtype: ClassVar[torch.dtype]
 
-    #: Remember the 16-bit copies of parameters within a forward: costs their memory, saves casting them at each use.
+    #: Cache 16-bit copies of parameters within a forward: costs their memory, saves a cast at each use.
     cache_enabled: bool = True
 
     def policy(self) -> PrecisionPolicy:
@@ -122,40 +122,40 @@ class _Autocast(Precision):
 
     @hookimpl
     def step_context(self, run: RunContext) -> AbstractContextManager[Any]:
-        # A module that optimizes by hand steps between two forwards of one context: a remembered copy would be stale.
-        remember = self.cache_enabled and not run.manual
-        return torch.autocast(run.device.type, self._compute_dtype, cache_enabled=remember)
+        # With manual optimization a step may come between two forwards of one context: a cached copy would be stale.
+        cache = self.cache_enabled and not run.manual
+        return torch.autocast(run.device.type, self._compute_dtype, cache_enabled=cache)
 
     @hookimpl(wrapper=True)
     def backward(self, run: RunContext) -> Generator[None, bool, bool]:
-        # Backward runs in the dtypes of forward by itself; autocast around it would cast some of it a second time.
+        # Backward already runs in the dtypes of forward; autocast around it would cast some operations twice.
         with torch.autocast(run.device.type, enabled=False):
             return (yield)
 
 
 @define(eq=False, kw_only=True)
 class MixedPrecision(_Autocast):
-    """fp32 parameters; matrix products in bf16 where that is safe (torch.autocast)."""
+    """Keep fp32 parameters and compute in bf16 where that is safe (torch.autocast)."""
 
     _compute_dtype = torch.bfloat16
 
 
 @define(eq=False, kw_only=True)
 class ScaledPrecision(_Autocast):
-    """fp32 parameters; matrix products in fp16, with the loss scaled so that small gradients do not vanish.
+    """Keep fp32 parameters and compute in fp16; scale the loss so that small gradients do not underflow.
 
-    Micikevicius et al., "Mixed Precision Training", ICLR 2018. A step whose gradients overflowed is skipped, on all
-    ranks together, and the scale shrinks. With several optimizers it changes between batches, so that all losses of a
-    batch are scaled alike.
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018. If gradients overflow on one rank, all ranks skip the
+    step, and the scale is reduced. With several optimizers the scale changes only between batches, so that all losses
+    of a batch have the same scale.
     """
 
-    #: First loss scale; too large costs a few skipped steps, too small loses small gradients for a while.
+    #: Initial loss scale: too large costs a few skipped steps, too small loses small gradients at first.
     init_scale: float = field(default=65536.0, validator=more_than(0))
-    #: What the scale is multiplied by after `growth_interval` steps without overflow.
+    #: Factor for the scale after `growth_interval` steps without overflow.
     growth_factor: float = field(default=2.0, validator=more_than(1))
-    #: What the scale is multiplied by after an overflow.
+    #: Factor for the scale after an overflow.
     backoff_factor: float = field(default=0.5, validator=between(0.0001, 0.9999))
-    #: Steps without overflow before the scale is tried higher.
+    #: Steps without overflow before the scale is increased.
     growth_interval: int = field(default=2000, validator=at_least(1))
 
     _compute_dtype = torch.float16
@@ -163,9 +163,9 @@ class ScaledPrecision(_Autocast):
 
     scaler: GradScaler | None = field(init=False, default=None)
     _loaded: dict[str, Any] | None = field(init=False, default=None)
-    #: Overflows since the last update, one flag a device.
+    #: Overflows since the last update: one flag for each device.
     _found: dict[torch.device, torch.Tensor] = field(init=False, factory=dict)
-    #: Optimizers whose gradients were unscaled for clipping and not stepped yet, and the count of losses then.
+    #: Optimizers whose gradients were unscaled for clipping and that have not stepped yet, with `_num_losses` then.
     _clipped: dict[int, tuple[Optimizer, int]] = field(init=False, factory=dict)
     _num_losses: int = field(init=False, default=0)
 
@@ -177,7 +177,7 @@ class ScaledPrecision(_Autocast):
         if run.stage == "train":
             _check_parameters(module)
         for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
-            self._start_over(number)
+            self._reset(number)
         if self.scaler is None:
             self.scaler = _Scaler(
                 run.device.type, self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval
@@ -189,9 +189,9 @@ class ScaledPrecision(_Autocast):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         for number, (optimizer, _) in list(self._clipped.items()):
             if not any(gradient.any() for gradient in _gradients(optimizer)):
-                self._start_over(number)  # clipped, then dropped instead of stepped
+                self._reset(number)  # clipped, then dropped instead of stepped
         self._num_losses += 1
-        assert self.scaler is not None, "prepare_module has made it"
+        assert self.scaler is not None, "prepare_module creates it"
         return self.scaler.scale(loss)
 
     @hookimpl(wrapper=True)
@@ -199,9 +199,9 @@ class ScaledPrecision(_Autocast):
         _, num_losses = self._clipped.setdefault(id(optimizer), (optimizer, self._num_losses))
         if num_losses != self._num_losses:
             raise ConfigError(
-                f"the gradients of {type(optimizer).__name__} were clipped, a loss was differentiated, and they are to "
-                "be clipped again under precision '16-mixed'",
-                expected="all losses of a step before its clipping",
+                f"the gradients of {type(optimizer).__name__} were clipped, then another backward ran, and they are "
+                "clipped again under precision '16-mixed'",
+                expected="all backward calls of a step before its clipping",
                 do="step or zero_grad before the next backward",
             )
         self._unscale(optimizer)
@@ -211,20 +211,20 @@ class ScaledPrecision(_Autocast):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], torch.Tensor] | None, run: RunContext) -> bool:
         if closure is not None:
             raise ConfigError(
-                f"precision '16-mixed' cannot step {type(optimizer).__name__}, which evaluates the model itself",
+                f"precision '16-mixed' cannot step {type(optimizer).__name__}, which needs a closure",
                 expected="an optimizer without a closure",
                 do='use precision="bf16-mixed" or "32-true"',
             )
         found = self._unscale(optimizer)
         has_gradients = bool(found)
         if run.collectives.world_size > 1:
-            self._agree(found, run)
-        # The one number of a step that is read, before anything is queued that would have to be waited for.
-        # GradScaler.step would read it once more.
+            self._all_reduce_overflow(found, run)
+        # The only device synchronization of a step, before more work is queued on the device.
+        # GradScaler.step would synchronize once more.
         overflowed = _any(found)
         if has_gradients and not overflowed:
             optimizer.step()
-        self._remember(optimizer)
+        self._record(optimizer)
         if len(run.optimizers) <= 1:
             self._update()
         return not overflowed
@@ -235,54 +235,54 @@ class ScaledPrecision(_Autocast):
         return (yield)
 
     def _unscale(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Divide the gradients by the scale unless that was done; return the flags of overflow, one a device.
+        """Divide the gradients by the scale unless that is done; return the overflow flags, one for each device.
 
-        No gradients, no flags: a step without a loss leaves everything as it is.
+        Without gradients there are no flags: a step without a loss changes nothing.
         """
-        assert self.scaler is not None, "prepare_module has made it"
+        assert self.scaler is not None, "prepare_module creates it"
         state = self.scaler._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY and next(_gradients(optimizer), None) is not None:
             if not self._num_losses:
                 raise ConfigError(
                     "gradients came from a loss that precision '16-mixed' did not scale",
                     expected="manual_backward(loss) or run.backward(loss)",
-                    do="use it in place of loss.backward()",
+                    do="call it instead of loss.backward()",
                 )
             self.scaler.unscale_(optimizer)
         found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
         return found
 
-    def _agree(self, found: dict[torch.device, torch.Tensor], run: RunContext) -> None:
-        """Make an overflow on one rank an overflow on all: one collective, also on a rank that has no gradients."""
+    def _all_reduce_overflow(self, found: dict[torch.device, torch.Tensor], run: RunContext) -> None:
+        """All-reduce the overflow flags (max): one collective, which ranks without gradients call too."""
         flag = torch.zeros((), device=run.device)
         for local in found.values():
             flag = torch.maximum(flag, local.to(run.device))
         flag = run.collectives.unchecked.all_reduce(flag, "max")
         if not found:
-            assert self.scaler is not None, "prepare_module has made it"
-            self.scaler.scale(flag)  # makes the scale, should this rank have had no loss yet: it is to change here too
+            assert self.scaler is not None, "prepare_module creates it"
+            self.scaler.scale(flag)  # creates the scale if this rank had no loss yet: it must change here too
         for device in list(found) or [run.device]:
             found[device] = flag.to(device)
 
-    def _remember(self, optimizer: Optimizer) -> None:
-        """Keep what this optimizer found for the next update, and let it step again before that."""
-        assert self.scaler is not None, "prepare_module has made it"
+    def _record(self, optimizer: Optimizer) -> None:
+        """Add this optimizer's overflow flags to those of the next update, and allow it another step before that."""
+        assert self.scaler is not None, "prepare_module creates it"
         found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for device, flag in found.items():
             self._found[device] = torch.maximum(self._found[device], flag) if device in self._found else flag
-        self._start_over(id(optimizer))
+        self._reset(id(optimizer))
 
-    def _start_over(self, number: int) -> None:
-        """Take the next gradients of this optimizer for scaled ones."""
+    def _reset(self, number: int) -> None:
+        """Treat the next gradients of this optimizer as scaled."""
         self._clipped.pop(number, None)
-        assert self.scaler is not None, "prepare_module has made it"
+        assert self.scaler is not None, "prepare_module creates it"
         self.scaler._per_optimizer_states.pop(number, None)
 
     def _update(self) -> None:
-        """Change the scale by what the optimizers found since the last update, if they stepped at all."""
+        """Update the scale from the overflow flags since the last update, if any optimizer stepped."""
         if self._found:
-            assert self.scaler is not None, "prepare_module has made it"
-            self.scaler._per_optimizer_states["found"] = {  # type: ignore[index]  # the number of no optimizer
+            assert self.scaler is not None, "prepare_module creates it"
+            self.scaler._per_optimizer_states["found"] = {  # type: ignore[index]  # not the id of an optimizer
                 "stage": OptState.STEPPED,
                 "found_inf_per_device": self._found,
             }
@@ -290,21 +290,21 @@ class ScaledPrecision(_Autocast):
             self._found = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and how long it has lasted."""
+        """Return the scale and the number of steps without overflow."""
         if self.scaler is None:
             return {}
-        self._update()  # what the last batch found belongs to the scale that the next one starts with
+        self._update()  # the flags of the last batch determine the scale of the next one
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a saved scale; also before the scaler exists."""
+        """Restore a saved scale; may be called before the scaler exists."""
         self._loaded, self._found = state or None, {}
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 class _Scaler(GradScaler):
-    """Unscales shards and ordinary gradients of one optimizer apart: no operation takes both."""
+    """Unscales DTensors and plain tensors of one optimizer separately: no operation accepts both."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -322,7 +322,7 @@ class _Scaler(GradScaler):
 
 
 def _any(found: dict[torch.device, torch.Tensor]) -> bool:
-    """Return whether a flag in `found` is set, with one read."""
+    """Return whether a flag in `found` is set, with one synchronization."""
     flags = list(found.values())
     if len(flags) > 1:
         flags = [torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()]
@@ -347,6 +347,6 @@ def _check_parameters(module: nn.Module) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigError(
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')} under precision '16-mixed'",
-                expected="real parameters: torch's loss scaling has no complex gradients",
+                expected="real parameters: torch's GradScaler does not support complex gradients",
                 do='use precision="bf16-mixed" or "32-true"',
             )
