@@ -53,7 +53,7 @@ def test_gpu_without_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
-    with pytest.raises(ConfigError, match="accelerator is 'gpu' and torch sees none"):
+    with pytest.raises(ConfigError, match="accelerator is 'gpu' and torch finds none"):
         accelerators.gpu()
 
 

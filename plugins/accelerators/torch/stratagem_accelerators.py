@@ -1,4 +1,4 @@
-"""The devices that torch knows. Asked before anything is chosen, so torch is imported inside the methods."""
+"""Accelerators for the devices of torch: cpu, cuda, mps. Listing them must be fast, so methods import torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stratagem.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
-#: What CUDA_DEVICE_ORDER may be; CUDA takes anything else for the first, without a message.
+#: Valid values of CUDA_DEVICE_ORDER; CUDA reads any other value as the first, without an error message.
 _ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
 
 
 @define(eq=False, kw_only=True)
 class CPUAccelerator(Accelerator):
-    """Processes on the CPU; `devices` is their number."""
+    """Train on the CPU; `devices` is the number of processes."""
 
     indexed = False
     capabilities = Capabilities(provides={DEVICE_CPU})
@@ -35,7 +35,7 @@ class CPUAccelerator(Accelerator):
 
 @define(eq=False, kw_only=True)
 class CUDAAccelerator(Accelerator):
-    """NVIDIA GPUs (and AMD's, through torch's ROCm build)."""
+    """Train on NVIDIA GPUs, or on AMD GPUs with a ROCm build of torch."""
 
     precedence = 20
     backend = "nccl"
@@ -60,7 +60,7 @@ class CUDAAccelerator(Accelerator):
         shown = "not set" if visible is None else repr(visible)
         raise ConfigError(
             f"devices names {identifier!r}, and CUDA_VISIBLE_DEVICES is {shown}, where CUDA sees {self.count()}",
-            expected="numbers, or how one identifier there begins; of several MIG slices a process sees the first",
+            expected="numbers, or a prefix of one identifier there; of several MIG slices a process sees the first",
             do=f'start the program with CUDA_VISIBLE_DEVICES={identifier} and leave devices at "auto"',
         )
 
@@ -78,7 +78,7 @@ class CUDAAccelerator(Accelerator):
 
 @define(eq=False, kw_only=True)
 class MPSAccelerator(Accelerator):
-    """The GPU of an Apple processor."""
+    """Train on the GPU of an Apple processor."""
 
     precedence = 30
     capabilities = Capabilities(provides={DEVICE_MPS})
@@ -95,10 +95,10 @@ class MPSAccelerator(Accelerator):
 
 
 def gpu() -> Accelerator:
-    """``gpu``: mps where there is one, else cuda."""
+    """Return the accelerator for ``gpu``: mps where available, else cuda."""
     for accelerator in (MPSAccelerator(), CUDAAccelerator()):
         if accelerator.count():
             return accelerator
     raise ConfigError(
-        "accelerator is 'gpu' and torch sees none", expected="an MPS or CUDA device", do='use "cpu" or "auto"'
+        "accelerator is 'gpu' and torch finds none", expected="an MPS or CUDA device", do='use "cpu" or "auto"'
     )
