@@ -63,7 +63,7 @@ def test_local_places(variables, local_size, num_nodes, expected):
         ),
         (
             {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "STRATAGEM_STORE_HOSTED": "1"}, 1, 1,
-            "an earlier run of this program started 2 processes, and this one asks for devices x num_nodes = 1 x 1; "
+            "an earlier run of this program started 2 processes, and this one has devices x num_nodes = 1 x 1; "
             "expected the same number: .* give every Trainer of a program the same devices",
         ),
         (
@@ -117,7 +117,7 @@ def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starte
 
     named = [name for name in STARTED[starter] if f"{name} is {STARTED[starter][name]!r}" in str(caught.value)]
     assert named
-    assert "install an environment plugin for it, start each with torchrun" in str(caught.value)
+    assert "install an environment plugin for it, start each process with torchrun" in str(caught.value)
     monkeypatch.delenv("WORLD_SIZE", raising=False)  # it would contradict devices=1
     assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
 
@@ -133,10 +133,10 @@ def test_a_local_rank_alone_does_not_make_a_world(monkeypatch, starter):
     complete = dict(STARTED[starter], LOCAL_RANK="0", RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
     if any(name.endswith(("SIZE", "NTASKS", "NUM_TASKS")) for name in STARTED[starter]):
         with pytest.raises(ConfigError, match="is '2'.* and devices x num_nodes is 1"):
-            local.check_alone(complete, 1, 1)
-    local.check_alone(complete | {"WORLD_SIZE": "2"}, 1, 2)
-    local.check_alone(STARTED[starter] | {"LOCAL_RANK": "1"}, 1, 2)
-    local.check_alone(complete | {"STRATAGEM_STORE_HOSTED": "1"}, 1, 1)  # a launcher of this program started it
+            local.check_single_start(complete, 1, 1)
+    local.check_single_start(complete | {"WORLD_SIZE": "2"}, 1, 2)
+    local.check_single_start(STARTED[starter] | {"LOCAL_RANK": "1"}, 1, 2)
+    local.check_single_start(complete | {"STRATAGEM_STORE_HOSTED": "1"}, 1, 1)  # a launcher of this program started it
     assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1
 
 
@@ -146,7 +146,7 @@ def test_every_variable_of_a_starter_counts_alone():
         names = [evidence or rank] if rank == "RANK" or evidence else [rank, *sizes]
         for name in names:
             with pytest.raises(ConfigError, match=f"{name} is '3'"):
-                local.check_alone({name: "3"}, 1)
+                local.check_single_start({name: "3"}, 1)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_every_variable_of_a_starter_counts_alone():
     ],
 )
 def test_one_task_shells_and_complete_variables_run(variables, num_nodes):
-    local.check_alone(variables, num_nodes)
+    local.check_single_start(variables, num_nodes)
 
 
 ELASTIC = {

@@ -1,4 +1,4 @@
-"""Who this process is, where no scheduler says so: from the variables of a launch, or from torchrun's."""
+"""Determine rank and world size without a scheduler: from the variables of a launcher, or from torchrun's."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class LocalEnvironment(Environment):
-    """This machine, or machines that were each told MASTER_ADDR, MASTER_PORT and NODE_RANK.
+    """One machine, or several with MASTER_ADDR, MASTER_PORT and NODE_RANK set on each.
 
-    LOCAL_RANK present means that somebody started all processes of this node; otherwise a launcher does.
+    If LOCAL_RANK is set, all processes of this node exist; otherwise a launcher starts them.
     """
 
     precedence = 0
 
     def detect(self) -> str:
-        return "nothing else was found"
+        return "no other environment was found"
 
     def processes_exist(self) -> bool:
         return "LOCAL_RANK" in os.environ
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
-        if run.settings.environment in (None, "auto"):  # chosen by name, it stands
-            check_alone(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
+        if run.settings.environment in (None, "auto"):  # chosen by name, it needs no check
+            check_single_start(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
 
 
-#: Who starts a program several times: how many times, which of them this is, and what says that it is one of them.
+#: Programs that start several processes: name, variables with their number, variable with the rank, and the variable
+#: that proves that the process is one of them (where the others are also set without it).
 _STARTERS = (
     ("SLURM's srun", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_PROCID", "SLURM_STEP_ID"),
     ("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", None),
@@ -54,58 +55,58 @@ _STARTERS = (
 )
 
 
-def check_alone(variables: Mapping[str, str], num_nodes: int, world_size: int | None = None) -> None:
-    """Refuse where somebody started this program several times and no variable says what each process is.
+def check_single_start(variables: Mapping[str, str], num_nodes: int, world_size: int | None = None) -> None:
+    """Refuse processes that another program started several times without telling each one its rank.
 
-    Each would train a model of its own. Fine are: all variables of a launch (LOCAL_RANK among them) for a world of at
-    least as many processes, a node of several that was told its number, one task alone, and a shell or a script of a
-    batch job, which runs once.
+    Each would train a model of its own. Allowed are: all variables of a launch (including LOCAL_RANK) for a world of at
+    least as many processes, one of several nodes with its node rank set, a single task, and the script of a batch job,
+    which runs once.
 
     Args:
-        world_size: devices x num_nodes; without it, LOCAL_RANK says enough.
+        world_size: devices x num_nodes; if None, LOCAL_RANK is sufficient.
 
     Raises:
         ConfigError: names the variables found, and what to install or set.
     """
-    told = "LOCAL_RANK" in variables
-    if told and (world_size is None or _launched(variables)):
+    has_rank = "LOCAL_RANK" in variables
+    if has_rank and (world_size is None or _launched(variables)):
         return
     if num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables):
         return
     asked = 0 if world_size is None else world_size
-    complete = told and (asked > 1 or {"RANK", "WORLD_SIZE"} <= set(variables))
-    known = False
+    complete = has_rank and (asked > 1 or {"RANK", "WORLD_SIZE"} <= set(variables))
+    single = False
     for starter, sizes, rank, evidence in _STARTERS:
         size = next((name for name in sizes if name in variables), None)
         if (evidence or rank) not in variables and (size is None or evidence is not None or rank == "RANK"):
             continue
-        if told and rank == "RANK":
+        if has_rank and rank == "RANK":
             continue  # `local_world` compares them with the run
         seen = [name for name in (evidence, size, rank) if name is not None and name in variables]
         count = None if size is None else variables[size].strip()
         alone = count == "1"
-        # The only one of srun's tasks that has PMIX_RANK, too.
-        if alone or (not sizes and known):
-            known = True
+        # A single task of srun may have PMIX_RANK, too.
+        if alone or (not sizes and single):
+            single = True
             continue
         if complete and not (count is not None and count.isdecimal() and int(count) > asked):
             continue
         what = " and ".join(f"{name} is {variables[name]!r}" for name in seen)
-        lacks = f"devices x num_nodes is {world_size}" if told else "LOCAL_RANK is not set"
+        lacks = f"devices x num_nodes is {world_size}" if has_rank else "LOCAL_RANK is not set"
         raise ConfigError(
             f"{what}, as if {starter} had started this program several times, and {lacks}",
             expected="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
-            do="install an environment plugin for it, start each with torchrun, or export those variables; to "
+            do="install an environment plugin for it, start each process with torchrun, or export those variables; to "
             + (
-                "train alone, unset RANK and WORLD_SIZE"
+                "train in one process, unset RANK and WORLD_SIZE"
                 if rank == "RANK"
-                else 'train each alone, set environment="local"'
+                else 'train a separate model in each process, set environment="local"'
             ),
         )
 
 
 def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -> World:
-    """Read `variables`; the sizes are what the run asks for."""
+    """Read `variables`; `local_size` and `num_nodes` are the settings of the run."""
     local_rank = _number(variables, "LOCAL_RANK", 0)
     node_rank = _number(variables, "NODE_RANK", _number(variables, "GROUP_RANK", 0))
     world_size = local_size * num_nodes
@@ -116,7 +117,7 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
         if missing:
             raise ConfigError(
                 f"num_nodes is {num_nodes} and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set",
-                expected="the address and port of node 0, and this node's number, on every node",
+                expected="the address and port of node 0, and the rank of this node, on every node",
                 do="export them, or start the nodes with torchrun",
             )
     _check_rank(variables)
@@ -134,14 +135,14 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
         raise ConfigError(
             f"LOCAL_RANK is set, as if all {world_size} processes existed, and MASTER_PORT is not",
             expected="both, or neither",
-            do="unset LOCAL_RANK to have the processes started for you, or tell all of them where to meet",
+            do="unset LOCAL_RANK to start the processes automatically, or set MASTER_ADDR and MASTER_PORT in each",
         )
-    told = _number(variables, "WORLD_SIZE", world_size)
-    if told != world_size:
+    found = _number(variables, "WORLD_SIZE", world_size)
+    if found != world_size:
         if _launched(variables):
-            raise _other_devices(told, local_size, num_nodes)
+            raise _other_devices(found, local_size, num_nodes)
         raise ConfigError(
-            f"WORLD_SIZE is {told} and devices x num_nodes is {local_size} x {num_nodes}",
+            f"WORLD_SIZE is {found} and devices x num_nodes is {local_size} x {num_nodes}",
             expected="the same number",
             do="unset WORLD_SIZE, or change devices or num_nodes",
         )
@@ -149,7 +150,7 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
     if "LOCAL_RANK" in variables and num_nodes == 1 and _number(variables, "RANK", rank) != rank:
         raise ConfigError(
             f"RANK is {variables['RANK']} and LOCAL_RANK is {local_rank} on the only node", expected="the same number",
-            do="export what belongs to this process, or set num_nodes",
+            do="export the values of this process, or set num_nodes",
         )  # fmt: skip
     return World(
         rank=rank,
@@ -166,9 +167,9 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
 
 @define(eq=False, kw_only=True)
 class TorchElasticEnvironment(Environment):
-    """Started by torchrun, which says who everybody is and starts them again after a failure.
+    """Processes started by torchrun, which sets their ranks and restarts them after a failure.
 
-    A scheduler's variables are often present too, since torchrun was started by it: torchrun decides.
+    Variables of a scheduler that started torchrun may be set too: those of torchrun take precedence.
     """
 
     precedence = 100
@@ -183,22 +184,22 @@ class TorchElasticEnvironment(Environment):
     def setup_environment(self, run: RunContext) -> World:
         asked = run.num_processes * run.settings.num_nodes if run.devices_given else None
         world = elastic_world(os.environ, asked)
-        # 1 is what num_nodes is when nobody says anything.
+        # 1 is the default of num_nodes.
         if run.settings.num_nodes not in (1, world.num_nodes):
             raise ConfigError(
                 f"num_nodes is {run.settings.num_nodes} and torchrun has {world.num_nodes}",
                 expected="the same number",
-                do="leave num_nodes out: torchrun decides",
+                do="leave num_nodes out: torchrun sets it",
             )
         return world
 
 
 def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
-    """Read torchrun's `variables`; `asked` is devices x num_nodes if the user said so.
+    """Read torchrun's `variables`; `asked` is devices x num_nodes if the user set devices.
 
-    Processes that were started again must not read the addresses of dead ones from the agent's store. With one agent
-    the restart count tells attempts apart; with several it may differ between agents, and the way out is
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every round a port, and rank 0 the store.
+    Restarted processes must not read the addresses of dead ones from the agent's store. With one agent the restart
+    count distinguishes attempts. With several it may differ between agents; there set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each round then gets a new port, and rank 0 hosts the store.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in variables]
     if missing:
@@ -211,7 +212,7 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         raise ConfigError(
             f"devices x num_nodes is {asked} and torchrun started {world_size} processes",
             expected="the same number",
-            do='leave devices at "auto": torchrun decides',
+            do='leave devices at "auto": torchrun sets it',
         )
     local_size = _number(variables, "LOCAL_WORLD_SIZE", 1)
     one_agent = local_size == world_size
@@ -221,7 +222,7 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         node_rank=_number(variables, "GROUP_RANK", 0),
         world_size=world_size,
         local_world_size=local_size,
-        # Nodes may have different numbers of processes, so a division is the second-best answer.
+        # Nodes may have different numbers of processes, so a division is only the fallback.
         num_nodes=_number(variables, "GROUP_WORLD_SIZE", max(1, world_size // local_size)),
         main_address=variables["MASTER_ADDR"],
         main_port=_port(variables, 29500),
@@ -231,13 +232,13 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
 
 
 def _launched(variables: Mapping[str, str]) -> bool:
-    """Whether an earlier run of this program started these processes, rather than the user."""
+    """Return whether an earlier run of this program started these processes, rather than the user."""
     return STORE_HOSTED_VARIABLE in variables
 
 
 def _other_devices(started: int | None, local_size: int, num_nodes: int) -> ConfigError:
     return ConfigError(
-        f"an earlier run of this program started {started} processes, and this one asks for devices x num_nodes = "
+        f"an earlier run of this program started {started} processes, and this one has devices x num_nodes = "
         f"{local_size} x {num_nodes}",
         expected="the same number: those processes live until the program ends",
         do="give every Trainer of a program the same devices, or choose a launcher that forks or spawns for all of "
