@@ -114,7 +114,7 @@ def test_we_read_a_dcp_folder_of_plain_pytorch(key, tmp_path):
     state = {key: model.state_dict(), "step": 7} if key else model.state_dict()
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     if key:
-        with pytest.warns(UserWarning, match="was written by another program: its model is read, step is not"):
+        with pytest.warns(UserWarning, match="was written by another program: only its model is read, not step"):
             read = read_any(tmp_path / "x")
     else:
         read = read_any(tmp_path / "x")
@@ -147,7 +147,7 @@ def test_an_index_with_a_bomb_does_not_go_off(written, tmp_path):
     shutil.copytree(written / "dcp.dcp", tmp_path / "x")
     (tmp_path / "x" / "stratagem.json").unlink()
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "proof")))
-    with pytest.raises(CheckpointError, match="it names (io|_io).open, which no index needs"):
+    with pytest.raises(CheckpointError, match="it uses (io|_io).open, which no index needs"):
         read_any(tmp_path / "x")
     assert not (tmp_path / "proof").exists()
 
@@ -163,7 +163,7 @@ def test_an_index_may_ask_for_members_of_enumerations_alone(written, tmp_path):
     shutil.copytree(written / "dcp.dcp", tmp_path / "x")
     (tmp_path / "x" / "stratagem.json").unlink()
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(ByName()))
-    with pytest.raises(CheckpointError, match="it asks for '__init__' of .*, which no index needs"):
+    with pytest.raises(CheckpointError, match="it uses '__init__' of .*, which no index needs"):
         read_any(tmp_path / "x")
 
 
@@ -173,7 +173,7 @@ def test_an_index_that_leaves_the_folder_is_refused(written, tmp_path):
     index = dcp.FileSystemReader(tmp_path / "x").read_metadata()
     next(iter(index.storage_data.values())).relative_path = "../outside.distcp"
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match=r"it names '\.\./outside\.distcp', which is no file of this folder"):
+    with pytest.raises(CheckpointError, match=r"it names '\.\./outside\.distcp', which is not a file in this folder"):
         read_any(tmp_path / "x")
 
 

@@ -229,7 +229,7 @@ def _save_to_memory(rank, world_size):
 def test_memory_is_refused_for_several():
     for said in run_in_processes(_save_to_memory, 2):
         assert (
-            "is in the memory of each process and the run has 2 of them; expected a place that all ranks share" in said
+            "is in the memory of each process and the run has 2 of them; expected storage that all ranks share" in said
         )
 
 
@@ -278,7 +278,7 @@ def test_a_stranger_at_the_url_is_left_alone():
     as_path("memory://stranger/x").mkdir(parents=True, exist_ok=True)
     as_path("memory://stranger/x/thesis.txt").write_bytes(b"mine")
     run = sg.Run(accelerator="cpu", checkpoint="sharded")
-    with run, pytest.raises(CheckpointError, match="exists and is no checkpoint of this format"):
+    with run, pytest.raises(CheckpointError, match="exists and is not a checkpoint of this format"):
         run.ask("save_checkpoint", state={"state_dict": {}}, path=as_path("memory://stranger/x"))
     with pytest.raises(CheckpointError, match="nothing was deleted"):
         ShardedCheckpoint().remove(as_path("memory://stranger/x"))

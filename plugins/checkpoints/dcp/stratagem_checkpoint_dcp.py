@@ -1,10 +1,10 @@
-"""A folder in the layout of torch.distributed.checkpoint, which plain PyTorch and other trainers read and write.
+"""Save in the layout of torch.distributed.checkpoint, which plain PyTorch and other trainers read and write.
 
 [Note: torch's files and ours]
-torch keeps an index in ``.metadata``, a pickle, and tensors in ``__<rank>_<n>.distcp``. The index is read through a
-list of the few classes it is made of, and paths in it stay inside the folder. Tensors are named by their path in the
-state (``state_dict.layer.weight``). All that is no tensor, and the checksum of every file, is in
-``stratagem.json``; a folder without it was written by others and is read as a model.
+torch keeps an index in ``.metadata``, a pickle, and tensors in ``__<rank>_<n>.distcp``. Reading the index allows only
+the classes that it needs, and refuses paths outside the folder. Tensors are named by their path in the state
+(``state_dict.layer.weight``). All other values, and the checksum of every file, are in ``stratagem.json``. A folder
+without that file was written by another program, and is read as a model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from stratagem.errors import CheckpointError
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-_INDEX, _REST = ".metadata", "stratagem.json"
+_INDEX, _MANIFEST = ".metadata", "stratagem.json"
 _TAG, _VERSION = "stratagem dcp checkpoint", 1
 _CHUNK = 4 << 20
 _SMALL = 1 << 20
-#: What an index is made of: data, and enumerations. Nothing here does anything when it is built.
+#: Classes that an index may have: data classes and enumerations, whose construction has no side effects.
 _ALLOWED = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
@@ -54,7 +54,7 @@ _ALLOWED = {
 
 @define(eq=False, kw_only=True)
 class DCPCheckpoint(CheckpointFormat):
-    """All ranks write the folder together; a reader holds the whole state. See [Note: torch's files and ours]."""
+    """Write one folder from all ranks; every reader loads the whole state. See [Note: torch's files and ours]."""
 
     suffix: ClassVar[str] = ".dcp"
     takes_shards: ClassVar[bool] = True
@@ -66,15 +66,15 @@ class DCPCheckpoint(CheckpointFormat):
         names: list[str] = []
         tree = None
 
-        def place(tensor: torch.Tensor, name: str) -> int:
+        def add(tensor: torch.Tensor, name: str) -> int:
             names.append(name)
             tensors[name] = tensor
             return len(names) - 1
 
         try:
             if is_remote(path):
-                raise CheckpointError(f"{path} is a URL", expected="a local folder for torch's own layout")
-            tree = encode(dict(state), place)
+                raise CheckpointError(f"{path} is a URL", expected="a local folder, for torch's layout")
+            tree = encode(dict(state), add)
             if run.is_global_zero:
                 staged.begin(self.recognises, _files_at)
         except (CheckpointError, OSError) as caught:
@@ -89,11 +89,11 @@ class DCPCheckpoint(CheckpointFormat):
             except (OSError, dcp.CheckpointException) as caught:
                 error = _of_all_ranks(caught, path)
             run.collectives.fail_together(error)
-            everybody = run.collectives.all_gather_object(sums)
+            all_sums = run.collectives.all_gather_object(sums)
             if run.is_global_zero:
                 try:
-                    files = {name: entry for each in everybody for name, entry in each.items()}
-                    _write_rest(staged.path, {"names": names, "state": tree, "files": files})
+                    files = {name: entry for each in all_sums for name, entry in each.items()}
+                    _write_manifest(staged.path, {"names": names, "state": tree, "files": files})
                     staged.publish()
                 except OSError as caught:
                     error = explained(caught, path)
@@ -118,10 +118,10 @@ class DCPCheckpoint(CheckpointFormat):
 
     def is_whole(self, path: Path) -> bool:
         try:
-            rest = _read_rest(path)
+            manifest = _read_manifest(path)
             _read_index(path)
-            if rest is not None:
-                _verify(path, rest["files"])
+            if manifest is not None:
+                _verify(path, manifest["files"])
         except CheckpointError:
             return False
         return True
@@ -130,26 +130,26 @@ class DCPCheckpoint(CheckpointFormat):
         return modified_at(path / _INDEX)
 
     def remove(self, path: Path) -> None:
-        if not self.recognises(path) or not (path / _REST).is_file():
-            raise CheckpointError(f"{path} is no checkpoint of ours", do="nothing was deleted")
+        if not self.recognises(path) or not (path / _MANIFEST).is_file():
+            raise CheckpointError(f"{path} was not written by stratagem", do="delete it yourself; nothing was deleted")
         remove_folder(path, _files_at(path))
 
 
 def _files_at(path: Path) -> set[str]:
-    """Return the names of all files of the checkpoint at `path`; without a readable list, those that torch names so."""
+    """Return the names of the files of the checkpoint at `path`; without a readable list, by torch's names."""
     try:
-        rest = _read_rest(path)
+        manifest = _read_manifest(path)
     except CheckpointError:
-        rest = None
-    named = [each.name for each in path.glob("__*_*.distcp")] if rest is None else rest["files"]
-    return {_INDEX, _REST, *named}
+        manifest = None
+    named = [each.name for each in path.glob("__*_*.distcp")] if manifest is None else manifest["files"]
+    return {_INDEX, _MANIFEST, *named}
 
 
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
 def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) -> bool:
-    """Whether this rank offers `tensor`. Small ones may differ between ranks, so that one of them writes them all."""
+    """Return whether this rank writes `tensor`. Small ones may differ between ranks, so only one rank writes them."""
     if name in absent[rank]:
         return False
     small = not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= _SMALL
@@ -159,12 +159,12 @@ def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, run: RunContext) -> None:
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a single process without process group
+        warnings.simplefilter("ignore")  # torch warns of a single process without a process group
         dcp.save(tensors, storage_writer=writer, no_dist=run.world_size == 1)
 
 
 def _checksums(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of this rank's files."""
+    """Return size and checksum of each file of this rank."""
     return {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
         for path in folder.glob(f"{prefix}*.distcp")
@@ -179,10 +179,10 @@ def _checksum(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _write_rest(folder: Path, rest: dict[str, Any]) -> None:
-    rest["files"][_INDEX] = {"bytes": (folder / _INDEX).stat().st_size, "xxh3_128": _checksum(folder / _INDEX)}
-    text = json.dumps({"format": _TAG, "version": _VERSION} | rest, ensure_ascii=False).encode()
-    with (folder / _REST).open("wb") as file:
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    manifest["files"][_INDEX] = {"bytes": (folder / _INDEX).stat().st_size, "xxh3_128": _checksum(folder / _INDEX)}
+    text = json.dumps({"format": _TAG, "version": _VERSION} | manifest, ensure_ascii=False).encode()
+    with (folder / _MANIFEST).open("wb") as file:
         file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
         file.flush()
         os.fsync(file.fileno())
@@ -200,9 +200,9 @@ def _of_all_ranks(error: BaseException, path: Path) -> CheckpointError:
 def _load(path: Path) -> dict[str, Any]:
     if is_remote(path) or not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a local checkpoint folder", do="check the path")
-    rest, index = _read_rest(path), _read_index(path)
-    if rest is not None:
-        _verify(path, rest["files"])
+    manifest, index = _read_manifest(path), _read_index(path)
+    if manifest is not None:
+        _verify(path, manifest["files"])
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in index.state_dict_metadata.items()
@@ -210,11 +210,11 @@ def _load(path: Path) -> dict[str, Any]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a single process without process group
+            warnings.simplefilter("ignore")  # torch warns of a single process without a process group
             dcp.load(tensors, storage_reader=_Reader(path), no_dist=True)
-        if rest is None:
-            return _of_others(tensors, index, path)
-        state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
+        if manifest is None:
+            return _foreign_model(tensors, index, path)
+        state: dict[str, Any] = decode(manifest["state"], [tensors[name] for name in manifest["names"]])
     except CheckpointError:
         raise
     except Exception as error:
@@ -223,8 +223,8 @@ def _load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _of_others(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) -> dict[str, Any]:
-    """Return the model in a folder that stratagem did not write."""
+def _foreign_model(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) -> dict[str, Any]:
+    """Return the model of a folder that another program wrote."""
     skipped = sorted(set(index.state_dict_metadata) - set(tensors))
     for prefix in ("state_dict.", "model.", "module."):
         named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -235,55 +235,55 @@ def _of_others(tensors: dict[str, torch.Tensor], index: Metadata, path: Path) ->
         named = tensors
     if skipped:
         shown = ", ".join(skipped[:3]) + (f" and {len(skipped) - 3} more" if len(skipped) > 3 else "")
-        warnings.warn(f"{path} was written by another program: its model is read, {shown} is not", stacklevel=2)
+        warnings.warn(f"{path} was written by another program: only its model is read, not {shown}", stacklevel=2)
     return {"state_dict": named}
 
 
-def _read_rest(path: Path) -> dict[str, Any] | None:
-    """Return what `stratagem.json` holds, checked; None if there is none."""
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """Return the content of `stratagem.json`, verified; None if there is no such file."""
     try:
-        text, _, digest = (path / _REST).read_bytes().partition(b"\n")
+        text, _, digest = (path / _MANIFEST).read_bytes().partition(b"\n")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     if xxhash.xxh3_128_hexdigest(text).encode() != digest.strip():
-        raise _unreadable(path, f"the checksum of {_REST} differs")
+        raise _unreadable(path, f"the checksum of {_MANIFEST} differs")
     try:
-        rest: dict[str, Any] = json.loads(text)
-        known = rest.get("format") == _TAG and rest.get("version", 0) <= _VERSION
-        _ = [rest[key] for key in ("names", "state")], [entry["bytes"] for entry in rest["files"].values()]
+        manifest: dict[str, Any] = json.loads(text)
+        known = manifest.get("format") == _TAG and manifest.get("version", 0) <= _VERSION
+        _ = [manifest[key] for key in ("names", "state")], [entry["bytes"] for entry in manifest["files"].values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(path, f"{_REST}: {type(error).__name__}: {error}") from error
+        raise _unreadable(path, f"{_MANIFEST}: {type(error).__name__}: {error}") from error
     if not known:
         raise CheckpointError(
-            f"{path} has version {rest.get('version')}", expected=f"at most {_VERSION}",
+            f"{path} has version {manifest.get('version')}", expected=f"at most {_VERSION}",
             do="read it with a newer stratagem-checkpoint-dcp",
         )  # fmt: skip
-    return rest
+    return manifest
 
 
 def _verify(path: Path, files: Mapping[str, Any]) -> None:
     for name, entry in files.items():
         file = path / name
         if "/" in name or name in ("", ".", "..") or file.is_symlink():
-            raise _unreadable(path, f"it names {name!r}, which is no file of this folder")
+            raise _unreadable(path, f"it names {name!r}, which is not a file in this folder")
         try:
             same = file.stat().st_size == entry["bytes"] and _checksum(file) == entry["xxh3_128"]
         except OSError as error:
             raise _unreadable(path, f"{name}: {error.strerror or error}") from error
         if not same:
             raise CheckpointError(
-                f"{path} is not what was written: {name} differs", expected="the content that its checksum describes",
+                f"{path} is not what was written: {name} differs", expected="the content that was written",
                 do="use an older checkpoint",
             )  # fmt: skip
 
 
 def _member(cls: Any, name: str) -> Any:
-    """Stand in for getattr, by which later Pythons pickle the members of an enumeration."""
+    """Replace getattr, with which newer Pythons pickle members of an enumeration."""
     if isinstance(cls, type) and issubclass(cls, enum.Enum) and name in cls.__members__:
         return cls[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r} of {cls!r}, which no index needs")
+    raise pickle.UnpicklingError(f"it uses {name!r} of {cls!r}, which no index needs")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -294,7 +294,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        raise pickle.UnpicklingError(f"it uses {module}.{name}, which no index needs")
 
 
 def _read_index(path: Path) -> Metadata:
@@ -302,11 +302,11 @@ def _read_index(path: Path) -> Metadata:
         with (path / _INDEX).open("rb") as file:
             index = _Unpickler(file).load()
         if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError("it is no index")
+            raise pickle.UnpicklingError("it is not an index")
         for entry in (index.storage_data or {}).values():
             name = entry.relative_path
             if "/" in name or name in ("", ".", "..") or (path / name).is_symlink():
-                raise pickle.UnpicklingError(f"it names {name!r}, which is no file of this folder")
+                raise pickle.UnpicklingError(f"it names {name!r}, which is not a file in this folder")
     except Exception as error:
         raise _unreadable(path, f"{_INDEX}: {error}") from error
     return index
@@ -320,8 +320,8 @@ class _Reader(dcp.FileSystemReader):
         return index
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
+def _unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read as a checkpoint of torch.distributed ({why})",
-        expected="what was written", do="nothing in it was executed; use another one",
+        f"{path} cannot be read as a checkpoint of torch.distributed ({reason})",
+        expected="the content that was written", do="use another one; no code of this one was executed",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Everything in one file, which ``torch.load(path, weights_only=True)`` can read, with its checksum beside it."""
+"""Save everything in one file for ``torch.load(path, weights_only=True)``, with a checksum file next to it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from stratagem.errors import CheckpointError
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
 
-#: What torch's weights-only loader gives back without an allow-list.
+#: Types that torch's weights-only loader accepts without an allow-list.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @define(eq=False, kw_only=True)
 class FullCheckpoint(CheckpointFormat):
-    """Rank 0 writes one file; every rank reads it."""
+    """Write one file on rank 0; all ranks read it."""
 
-    #: Write in the background: training waits only while the state is copied.
+    #: Write in the background: training waits only until the state is copied.
     async_save: bool = False
     _copies: CPUCopies = field(init=False, factory=CPUCopies)
 
@@ -82,7 +82,7 @@ class FullCheckpoint(CheckpointFormat):
 
     def is_whole(self, path: Path) -> bool:
         try:
-            # A file that another program wrote carries no checksum; zip's own directory at its end must do.
+            # A file that another program wrote has no checksum; the zip directory at its end must be enough.
             return verify_file(path, xxhash.xxh3_128) or self.recognises(path)
         except CheckpointError:
             return False
@@ -92,7 +92,7 @@ class FullCheckpoint(CheckpointFormat):
 
 
 def _is_of_torch(path: Path) -> bool:
-    """Whether `path` is a zip file that torch.save wrote, damaged or not, and not one of data, say."""
+    """Return whether torch.save wrote the zip file at `path`, damaged or not; other zip files are not checkpoints."""
     if not zipfile.is_zipfile(path):
         return False
     if sidecar(path).exists():
@@ -100,7 +100,7 @@ def _is_of_torch(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except Exception:  # noqa: BLE001 - a damaged list of contents raises one of many
+    except Exception:  # noqa: BLE001 - a damaged directory raises many types
         return True
 
 
@@ -116,10 +116,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint ({_first_line(error)})",
             expected="a file of tensors and plain values",
-            do="nothing in it was executed; use another file",
+            do="use another file; no code of this one was executed",
         ) from error
     if isinstance(state, dict) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
-        return {"state_dict": dict(state)}  # what torch.save(model.state_dict()) writes
+        return {"state_dict": dict(state)}  # written by torch.save(model.state_dict())
     if not (isinstance(state, dict) and isinstance(state.get("state_dict"), dict)):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__} without a model", expected='a dict with a "state_dict"'
@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what went wrong without torch's advice to load the file unsafely."""
+    """Return the reason, without torch's advice to load the file unsafely."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:120]}" if text and "weights_only" not in text[0] else "not plain data"
 
@@ -138,12 +138,12 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _loadable(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor], path: str = "") -> Any:
-    """Return `value` in types that the weights-only loader accepts, small views of large tensors cut out.
+    """Return `value` in types that the weights-only loader accepts, small views of large tensors copied.
 
-    All tensors are on the CPU: a file of CUDA tensors could not be read on a machine without a GPU.
+    Tensors are moved to the CPU: a file of CUDA tensors could not be read on a machine without a GPU.
 
     Raises:
-        CheckpointError: names the place of a value of any other type.
+        CheckpointError: a value has another type; names its key.
     """
     if isinstance(value, torch.Tensor):
         detached = value.detach()
@@ -152,7 +152,7 @@ def _loadable(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor], path: 
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, _PLAIN):
-                raise _foreign(f"a key of {path or 'the checkpoint'}", key)
+                raise _not_loadable(f"a key of {path or 'the checkpoint'}", key)
         return {key: _loadable(item, on_cpu, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [_loadable(item, on_cpu, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -165,10 +165,10 @@ def _loadable(value: Any, on_cpu: Callable[[torch.Tensor], torch.Tensor], path: 
         return value.item()
     if isinstance(value, Path):
         return str(value)
-    raise _foreign(path, value)
+    raise _not_loadable(path, value)
 
 
-def _foreign(path: str, value: Any) -> CheckpointError:
+def _not_loadable(path: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"{path} is a {type(value).__name__}",
         expected="tensors, numbers, strings and containers of them: all that can be loaded safely",

@@ -1,8 +1,8 @@
-"""One ``.safetensors`` file: the model's tensors by their names, as other libraries expect them, and the rest beside.
+"""Save one ``.safetensors`` file, with the tensors of the model under their names, as other libraries expect them.
 
-Whatever is no model tensor (optimizers, position, hyper-parameters) stands in the file's metadata as JSON, its tensors
-under names that begin with ``stratagem.``; so a run resumes from such a file, and a file of weights from elsewhere is
-read as a model without the rest. Format: https://github.com/huggingface/safetensors
+All other state (optimizers, progress, hyper-parameters) is JSON in the metadata of the file, and its tensors have names
+that begin with ``stratagem.``, so a run can resume from the file. A file of another program is read as a model without
+other state. Format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
 
 _REST, _TENSOR = "stratagem", "stratagem."
-#: What reading a file raises that is damaged, or was not written here.
+#: Exceptions from reading a file that is damaged, or written by another program.
 _UNREADABLE = (
     SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError,
 )  # fmt: skip
-#: What the format allows.
-_LARGEST_HEADER = 100_000_000
+#: The limit of the format, in bytes.
+_MAX_HEADER = 100_000_000
 
 
 @define(eq=False, kw_only=True)
 class SafetensorsCheckpoint(CheckpointFormat):
-    """Rank 0 writes one file; every rank reads it. While it is written, its content is in memory twice."""
+    """Write one file on rank 0; all ranks read it. While it is written, its content is in memory twice."""
 
-    #: Write in the background: training waits only while the state is copied.
+    #: Write in the background: training waits only until the state is copied.
     async_save: bool = False
     _copies: CPUCopies = field(init=False, factory=CPUCopies)
 
@@ -92,11 +92,11 @@ class SafetensorsCheckpoint(CheckpointFormat):
             return False
         with path.open("rb") as file:
             start = file.read(9)
-        return start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _LARGEST_HEADER
+        return start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= _MAX_HEADER
 
     def is_whole(self, path: Path) -> bool:
         try:
-            # A file from elsewhere carries no checksum; that it can be read must do.
+            # A file of another program has no checksum; that it can be read must be enough.
             return verify_file(path, xxhash.xxh3_128) or bool(_read(path))
         except CheckpointError:
             return False
@@ -106,15 +106,15 @@ class SafetensorsCheckpoint(CheckpointFormat):
 
 
 class _Content:
-    """What goes into a file: tensors by name, each with memory of its own, and the rest as text."""
+    """The content of a file: tensors by name, each with its own memory, and the other state as text."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
-        tree = encode(dict(state), self._place)
+        tree = encode(dict(state), self._add)
         self.metadata = {"format": "pt", _REST: json.dumps({"names": self.names, "state": tree}, ensure_ascii=False)}
 
-    def _place(self, tensor: torch.Tensor, path: str) -> int:
+    def _add(self, tensor: torch.Tensor, path: str) -> int:
         number, name = len(self.names), path.removeprefix("state_dict.")
         if name == path or name.startswith(_TENSOR) or name in self.tensors:
             name = f"{_TENSOR}{number}"
@@ -123,7 +123,7 @@ class _Content:
         return number
 
     def copy(self, copies: CPUCopies) -> None:
-        """Take the tensors out of reach of what training does next."""
+        """Copy the tensors, so that training may change the originals."""
         self.tensors = {name: copies.take(tensor) for name, tensor in self.tensors.items()}
         copies.wait()
 
@@ -167,6 +167,6 @@ def _read(path: Path) -> dict[str, Any]:
     ) as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})",
-            expected="a file of tensors", do="nothing in it was executed; use another file",
+            expected="a file of tensors", do="use another file; no code of this one was executed",
         ) from error  # fmt: skip
     return state

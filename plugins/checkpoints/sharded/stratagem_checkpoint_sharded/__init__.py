@@ -1,16 +1,17 @@
-"""Every rank writes its part of the state into one folder; any number of ranks reads what it needs of it.
+"""Save one folder from all ranks, each its part of the state; any number of ranks can read it.
 
 [Note: one file for all]
-``tensors.bin`` holds each tensor whole, row after row, whoever wrote which rows: ranks write at their own places of one
-file, and the file does not tell how many they were. So a reader maps it into memory as whole tensors, and only the
-pages it touches cost anything: a strategy that keeps a shard reads a shard. ``manifest.json`` is written last and names
-every tensor, every piece with its checksum, and all that is no tensor. Nothing in either is ever executed.
+``tensors.bin`` has each tensor as one contiguous row-major block. Each rank writes its rows at their offsets, so the
+file does not depend on the number of ranks. A reader maps the file into memory (mmap): only the pages that it touches
+are read, so a strategy with sharded parameters reads only its shards. ``manifest.json`` is written last. It has the
+position of each tensor, the checksum of each piece, and all values that are not tensors. No code of either file is
+executed.
 
 [Note: objects]
-An object store has no file that many can write to. There each rank writes one object, and the manifest says for each
-piece in which object it is. Objects have names of their own in every save, so that the manifest, replaced at once,
-switches from one complete set to the next. A reader brings the pieces to their places in a temporary local file and
-goes on as before; the processes of a node share that file and the work of filling it.
+In an object store several processes cannot write to one file. There each rank writes one object, and the manifest has
+the object of each piece. Each save uses new object names, so that replacing the manifest switches atomically from one
+complete set to the next. A reader copies the pieces to their offsets in a temporary local file, and maps that; the
+processes of a node share the file, and each fetches a part.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ShardedCheckpoint(CheckpointFormat):
-    """A folder that all ranks write together; see [Note: one file for all] and [Note: objects]."""
+    """Write one folder from all ranks; see [Note: one file for all] and [Note: objects]."""
 
-    #: Write in the background: training waits only while each rank copies its part of the state, into memory that is
-    #: kept for the next time.
+    #: Write in the background: training waits only until each rank has copied its part of the state, into memory that
+    #: is kept for the next save.
     async_save: bool = False
     _memory: Any = field(init=False, factory=list)
 
@@ -55,12 +56,12 @@ class ShardedCheckpoint(CheckpointFormat):
             if is_private(path) and run.world_size > 1:
                 raise CheckpointError(
                     f"{path} is in the memory of each process and the run has {run.world_size} of them",
-                    expected="a place that all ranks share",
+                    expected="storage that all ranks share",
                 )
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
-        assert plan is not None, "ranks without one have failed together"
+        assert plan is not None, "fail_together raised on all ranks otherwise"
         plan.divide(run.collectives.all_gather_object(plan.absent))
         if self.async_save:
             run.wait_for_saves()  # the save before this one may still read the memory
@@ -83,7 +84,7 @@ class ShardedCheckpoint(CheckpointFormat):
             return assembled(path, manifest, run)
         state: dict[str, Any] = {}
         try:
-            # Together the ranks read every byte once.
+            # Each byte is read by one rank.
             verify(path, manifest, run.rank, run.collectives.world_size)
             state = mapped(path / TENSORS, manifest)
         except CheckpointError as caught:
@@ -110,8 +111,8 @@ class ShardedCheckpoint(CheckpointFormat):
 
     def remove(self, path: Path) -> None:
         if not self.recognises(path):
-            raise CheckpointError(f"{path} is no sharded checkpoint", do="nothing was deleted")
-        files = files_at(path)  # a damaged one may go, too
+            raise CheckpointError(f"{path} is not a sharded checkpoint", do="check the path; nothing was deleted")
+        files = files_at(path)  # a damaged one may be deleted, too
         if is_remote(path):
             objects.remove(path, files)
             return

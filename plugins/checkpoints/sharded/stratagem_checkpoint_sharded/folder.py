@@ -1,4 +1,4 @@
-"""Writing into a folder that all ranks share."""
+"""Write into a folder on a file system that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stratagem_checkpoint_sharded.manifest import MANIFEST, TENSORS, THREADS, ch
 
 
 def write(plan: Plan, path: Path, collectives: Collectives) -> None:
-    """Write `plan` to the folder `path`, whole or not at all. Collective.
+    """Write `plan` to the folder `path`, atomically. Collective.
 
     Raises:
-        CheckpointError: the folder, the disk or another run refuses; on all ranks.
+        CheckpointError: the folder cannot be written, or another run uses it; on all ranks.
     """
     staged, error = StagedFolder(path), None
     try:
@@ -37,10 +37,10 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
         except OSError as caught:
             error = explained(caught, path)
         collectives.fail_together(error)
-        everybody = collectives.all_gather_object(written)
+        gathered = collectives.all_gather_object(written)
         if plan.rank == 0:
             try:
-                _write_manifest(staged.path, encoded(plan, [piece for each in everybody for piece in each]))
+                _write_manifest(staged.path, encoded(plan, [piece for each in gathered for piece in each]))
                 staged.publish()
             except (CheckpointError, OSError) as caught:
                 error = explained(caught, path)
@@ -50,7 +50,7 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
 
 
 def _write_parts(plan: Plan, path: Path) -> list[dict[str, Any]]:
-    """Write this rank's pieces; return where they are and their checksums."""
+    """Write this rank's pieces; return their offsets and checksums."""
     written: list[dict[str, Any]] = []
     descriptor = os.open(path, os.O_WRONLY)
 
@@ -62,12 +62,12 @@ def _write_parts(plan: Plan, path: Path) -> list[dict[str, Any]]:
 
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            under_way: deque[Future[dict[str, Any]]] = deque()
+            pending: deque[Future[dict[str, Any]]] = deque()
             for offset, content in pieces(plan):
-                if len(under_way) >= 2 * THREADS:  # pieces of device memory are copied when their turn comes
-                    written.append(under_way.popleft().result())
-                under_way.append(pool.submit(put, offset, content))
-            written += [future.result() for future in under_way]
+                if len(pending) >= 2 * THREADS:  # pieces on the device are copied to the CPU one after the other
+                    written.append(pending.popleft().result())
+                pending.append(pool.submit(put, offset, content))
+            written += [future.result() for future in pending]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where each tensor of a state goes, the same on all ranks, and which bytes this rank writes."""
+"""Plan a save: the offset of each tensor, the same on all ranks, and the bytes that this rank writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stratagem.api.json_tree import encode
 from stratagem.checkpoint.cpu_copies import is_pinnable, wait_for
 from stratagem.errors import CheckpointError
 
-#: Tensors begin at multiples of this, so that any dtype can be mapped.
+#: Offsets of tensors are multiples of this, so that any dtype can be mapped.
 ALIGNMENT = 64
-#: Bytes that share a checksum, at most.
+#: Maximum bytes of a piece, which has one checksum.
 PIECE = 64 << 20
-#: Bytes of a block of memory that is kept for copies, at most: torch rounds pinned ones up to a power of two.
+#: Maximum bytes of a block of memory for copies: torch rounds pinned blocks up to a power of two.
 BLOCK = 1 << 30
-#: Bytes up to which tensors share a piece, and up to which they are read at once rather than mapped.
+#: Tensors up to this many bytes share a piece, and are read rather than mapped.
 SMALL = 1 << 20
 
 
@@ -31,27 +31,28 @@ class Plan:
         self.size, self.rank, self.world_size = 0, rank, world_size
         self.tensors: list[dict[str, Any]] = []
         self._sources: list[torch.Tensor] = []
-        self.tree = encode(state, self._place)
-        #: First byte and content of what this rank writes, in order.
+        self.tree = encode(state, self._add)
+        #: What this rank writes: (offset, content), in order.
         self.parts: list[tuple[int, torch.Tensor]] = []
 
     @property
     def absent(self) -> set[int]:
-        """Which tensors only other ranks have."""
+        """The tensors that only other ranks have."""
         return {number for number, tensor in enumerate(self._sources) if tensor.is_meta}
 
     def divide(self, absent: list[set[int]]) -> None:
-        """Find this rank's `parts`, given which tensors each rank lacks.
+        """Compute this rank's `parts`; `absent` has the tensors that each rank lacks.
 
         Raises:
-            CheckpointError: a tensor that no rank has.
+            CheckpointError: no rank has the values of a tensor.
         """
-        nowhere = set.intersection(*absent)
-        if nowhere:
+        missing = set.intersection(*absent)
+        if missing:
             raise CheckpointError(
-                f"{len(nowhere)} tensors of the checkpoint have values on no rank", do="tell the strategy's author"
+                f"{len(missing)} tensors of the checkpoint have values on no rank",
+                do="tell the strategy's author",
             )
-        # Small tensors may differ (each rank's statistics of a BatchNorm): they are written by one rank, too.
+        # Small tensors may differ between ranks (BatchNorm statistics): one rank writes each of them.
         small = {n for n, each in enumerate(self._sources) if _is_small(each)}
         writers = {
             number: next(rank for rank, lacks in enumerate(absent) if number not in lacks)
@@ -61,10 +62,10 @@ class Plan:
         self._sources = []
 
     def copy(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take this rank's part out of reach of what training does next: into the blocks of `memory`, and more of them.
+        """Copy this rank's parts into the blocks of `memory`, and new ones, so that training may change the originals.
 
         Returns:
-            The blocks that were used, for the next time: filling memory that is there takes a fifth of the time.
+            The blocks that were used, for the next save: copying into existing memory takes a fifth of the time.
         """
         devices = {part.device for _, part in self.parts if is_pinnable(part)}
         left = sum(part.numel() for _, part in self.parts)
@@ -86,7 +87,7 @@ class Plan:
         self.parts = copies
         return blocks
 
-    def _place(self, tensor: torch.Tensor, _: str) -> int:
+    def _add(self, tensor: torch.Tensor, _: str) -> int:
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.element_size()
         self.tensors.append({"dtype": dtype, "shape": list(tensor.shape), "offset": self.size, "bytes": size})
@@ -107,7 +108,7 @@ class Plan:
                 if writers[number] == self.rank and tensor.numel():
                     yield entry["offset"], _flat(tensor)
                 continue
-            # Large and the same on all ranks: each writes as many bytes of it all as the others.
+            # Large and equal on all ranks: each rank writes the same number of these bytes.
             size = tensor.numel() * tensor.element_size()
             begin, end = max(share * self.rank - seen, 0), min(share * (self.rank + 1) - seen, size)
             seen += size
@@ -120,7 +121,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _writes(tensor: DTensor) -> bool:
-    """Whether this rank is the one of its replicas that writes."""
+    """Return whether this rank, among those with the same shard, is the one that writes it."""
     here = tensor.device_mesh.get_coordinate()
     assert here is not None, "this rank has a shard"
     return all(
@@ -130,7 +131,7 @@ def _writes(tensor: DTensor) -> bool:
 
 
 def _shard_of(tensor: DTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the contiguous parts of this rank's shard, each with its first byte within the whole tensor."""
+    """Yield the contiguous parts of this rank's shard, each with its offset in the full tensor."""
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     yield from _rows(tensor.to_local(), list(offsets), list(tensor.shape), 0)
 
@@ -150,16 +151,16 @@ def _rows(part: torch.Tensor, offsets: list[int], shape: list[int], begin: int) 
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor`, row after row; a copy, on the CPU, only if they are not so in memory."""
+    """Return the bytes of `tensor` in row-major order; a copy on the CPU only if it is not contiguous."""
     contiguous = (tensor if tensor.is_contiguous() else tensor.cpu().contiguous()).view(-1)
     return contiguous.view(torch.uint8) if contiguous.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def pieces(plan: Plan) -> Iterator[tuple[int, memoryview]]:
-    """Yield what this rank writes in the pieces that are written and hashed, small neighbours together.
+    """Yield (offset, content) of the pieces to write and hash; small parts next to each other share a piece.
 
-    The bytes between two tensors go with a piece that ends the one and begins the other. Nothing else between two parts
-    may be written: it is another rank's.
+    A piece may include the padding between two tensors that it joins. Any other gap between parts belongs to another
+    rank.
     """
     starts = {entry["offset"] for entry in plan.tensors}
     ends = {entry["offset"] + entry["bytes"] for entry in plan.tensors}

@@ -1,4 +1,4 @@
-"""``manifest.json``: what is in a checkpoint, where, and with which checksums. Read with suspicion."""
+"""Write, read and verify ``manifest.json``: positions and checksums. Its content is checked as untrusted input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stratagem_checkpoint_sharded.layout import ALIGNMENT, Plan
 
 MANIFEST, TENSORS = "manifest.json", "tensors.bin"
 TAG, VERSION = "stratagem sharded checkpoint", 1
-#: Files are read and written by so many threads: checksums and copies go on while one waits for the disk.
+#: Threads that read and write files: some compute checksums and copy while others wait for the disk.
 THREADS = min(4, os.cpu_count() or 1)
 _CHUNK = 4 << 20
 
@@ -48,7 +48,7 @@ def checksum(content: Any) -> str:
 
 
 def has_tag(path: Path) -> bool:
-    """Whether `path` holds a manifest of ours."""
+    """Return whether `path` has a manifest of this format."""
     if is_remote(path):
         with refusals(path, "read"):
             try:
@@ -64,22 +64,22 @@ def has_tag(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest at `path`, checked.
+    """Return the manifest at `path`, verified.
 
     Raises:
-        CheckpointError: there is none, or it is not what was written, or it makes no sense.
+        CheckpointError: there is none, its checksum differs, or it is invalid.
     """
     try:
         with refusals(path, "read"):
             if not path.exists():
                 raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
             content = (path / MANIFEST).read_bytes()
-        text, _, rest = content.partition(b"\n")
-        if checksum(text).encode() != rest.strip():
+        text, _, digest = content.partition(b"\n")
+        if checksum(text).encode() != digest.strip():
             raise ValueError("its checksum differs")
         manifest: dict[str, Any] = json.loads(text)
         if manifest["format"] != TAG:
-            raise ValueError("it is of another kind")
+            raise ValueError("it has another format")
         if manifest["version"] > VERSION:
             raise CheckpointError(
                 f"{path} has version {manifest['version']}", expected=f"at most {VERSION}",
@@ -90,14 +90,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a sharded checkpoint ({getattr(error, 'strerror', None) or error})",
-            expected="what was written", do="nothing in it was executed; use another one",
+            expected="the content that was written", do="use another one; no code of this one was executed",
         ) from error  # fmt: skip
     return manifest
 
 
 def _check_file(path: Path, name: str, manifest: dict[str, Any]) -> None:
     if name in ("", ".", "..", MANIFEST) or "/" in name or os.sep in name:
-        raise ValueError(f"it names {name!r}, which is no file of this folder")
+        raise ValueError(f"it names {name!r}, which is not a file in this folder")
     file = path / name
     if not is_remote(path) and file.is_symlink():
         raise ValueError(f"{name} is a link out of the folder")
@@ -109,12 +109,12 @@ def _check_file(path: Path, name: str, manifest: dict[str, Any]) -> None:
 
 
 def files_of(manifest: Mapping[str, Any]) -> set[str]:
-    """Return the names of the files that hold pieces."""
+    """Return the names of the files that have pieces."""
     return {_file(piece) for piece in manifest["pieces"]} or {TENSORS}
 
 
 def files_at(path: Path) -> set[str]:
-    """Return the names of all files of the checkpoint at `path`, as far as a damaged one tells."""
+    """Return the names of all files of the checkpoint at `path`; of a damaged one, those that are known."""
     files = {MANIFEST, TENSORS}
     with contextlib.suppress(CheckpointError):
         files |= files_of(read_manifest(path))
@@ -130,7 +130,7 @@ def _at(piece: Mapping[str, Any]) -> int:
 
 
 def _gaps(manifest: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes between the pieces, which only fill up to where the next tensor begins."""
+    """Yield begin and end of the gaps between pieces, which are padding up to the next tensor."""
     end = 0
     for piece in sorted(manifest["pieces"], key=lambda piece: piece["offset"]):
         if piece["offset"] > end:
@@ -141,10 +141,10 @@ def _gaps(manifest: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def verify(path: Path, manifest: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> None:
-    """Compare this rank's share of the pieces with their checksums.
+    """Compare every `world_size`-th piece with its checksum, starting at `rank`.
 
     Raises:
-        CheckpointError: the first that differs.
+        CheckpointError: names the first piece that differs.
     """
     remote = is_remote(path)
 
@@ -183,7 +183,7 @@ def fetch(path: Path, piece: Mapping[str, Any]) -> bytes:
 
 
 def _chunks(path: Path, piece: Mapping[str, Any]) -> Iterator[memoryview]:
-    """Yield the content of a piece of a local file, each chunk to be used before the next."""
+    """Yield the content of a piece of a local file; each chunk is valid only until the next."""
     left, buffer = piece["bytes"], memoryview(bytearray(min(_CHUNK, piece["bytes"])))
     with (path / _file(piece)).open("rb", buffering=0) as file:
         file.seek(_at(piece))
@@ -195,6 +195,6 @@ def _chunks(path: Path, piece: Mapping[str, Any]) -> Iterator[memoryview]:
 def _differs(path: Path, piece: Mapping[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"{path} is not what was written: bytes from {piece['offset']} of its tensors differ",
-        expected="the content that its manifest describes",
+        expected="the content that was written",
         do="use an older checkpoint",
     )

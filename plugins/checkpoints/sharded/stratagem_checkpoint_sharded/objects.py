@@ -1,4 +1,4 @@
-"""Writing to an object store: an object for each rank, then the manifest, replaced at once."""
+"""Write to an object store: one object for each rank, then the manifest, replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stratagem_checkpoint_sharded.manifest import MANIFEST, checksum, encoded, f
 
 
 def write(plan: Plan, path: Path, collectives: Collectives) -> None:
-    """Write `plan` to the URL `path`, whole or not at all. Collective.
+    """Write `plan` to the URL `path`, atomically. Collective.
 
     Raises:
-        CheckpointError: the store refuses, or ranks do not reach the same one; on all ranks.
+        CheckpointError: the store refuses, or ranks reach different ones; on all ranks.
     """
     save, before, error = "", set(), None
     if plan.rank == 0:
         try:
-            save, before = uuid.uuid4().hex[:12], _earlier(path)
+            save, before = uuid.uuid4().hex[:12], _earlier_files(path)
         except CheckpointError as caught:
             error = caught
     collectives.fail_together(error)
@@ -36,33 +36,33 @@ def write(plan: Plan, path: Path, collectives: Collectives) -> None:
         error = caught
     try:
         collectives.fail_together(error)
-        everybody = collectives.all_gather_object((mine.name, written))
+        gathered = collectives.all_gather_object((mine.name, written))
         if plan.rank == 0:
             try:
-                _finish(plan, path, everybody)
+                _finish(plan, path, gathered)
             except CheckpointError as caught:
                 error = caught
         collectives.fail_together(error)
     except Exception:
-        _forget(path, {mine.name})
+        _delete(path, {mine.name})
         raise
     if plan.rank == 0:
-        _forget(path, before)
+        _delete(path, before)
 
 
 def remove(path: Path, files: set[str]) -> None:
-    """Delete the manifest, after which it is no checkpoint any more, and then `files`."""
+    """Delete the manifest, so that it is no longer a checkpoint, and then `files`."""
     with refusals(path, "deleted"):
         (path / MANIFEST).unlink(missing_ok=True)
-    _forget(path, files)
+    _delete(path, files)
     with contextlib.suppress(Exception):  # most stores have no folders
         path.rmdir()
 
 
-def _earlier(path: Path) -> set[str]:
-    """Return the files of the checkpoint at `path`, which go when the new one is there."""
+def _earlier_files(path: Path) -> set[str]:
+    """Return the files of the checkpoint at `path`, to be deleted once the new one is written."""
     if has_tag(path):
-        with contextlib.suppress(CheckpointError):  # a damaged one is overwritten all the same
+        with contextlib.suppress(CheckpointError):  # a damaged one is overwritten, too
             return files_of(read_manifest(path))
         return set()
     with refusals(path):
@@ -70,7 +70,7 @@ def _earlier(path: Path) -> set[str]:
         remote.fs.invalidate_cache()
         if remote.fs.exists(remote.path) and (path.is_file() or any(path.iterdir())):
             raise CheckpointError(
-                f"{path} exists and is no checkpoint of this format", do="choose another path; nothing was changed"
+                f"{path} exists and is not a checkpoint of this format", do="choose another path; nothing was changed"
             )
         with contextlib.suppress(NotImplementedError):
             path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _earlier(path: Path) -> set[str]:
 
 
 def _write_parts(plan: Plan, target: Path) -> list[dict[str, Any]]:
-    """Write this rank's pieces one after the other; return where they are and their checksums."""
+    """Write this rank's pieces one after the other; return their offsets and checksums."""
     written: list[dict[str, Any]] = []
 
     def put(file: BinaryIO) -> None:
@@ -96,23 +96,23 @@ def _write_parts(plan: Plan, target: Path) -> list[dict[str, Any]]:
     return written
 
 
-def _finish(plan: Plan, path: Path, everybody: list[tuple[str, list[dict[str, Any]]]]) -> None:
-    """Publish the manifest, once every rank's object can be seen from here."""
-    for name, written in everybody:
+def _finish(plan: Plan, path: Path, gathered: list[tuple[str, list[dict[str, Any]]]]) -> None:
+    """Publish the manifest, after checking that the objects of all ranks are visible here."""
+    for name, written in gathered:
         size = sum(piece["bytes"] for piece in written)
         if size:
             with refusals(path / name):
                 found = size_of(path / name)
             if found != size:
                 raise CheckpointError(f"{path / name} has {found} bytes", expected=f"the {size} that were written")
-    manifest = encoded(plan, [piece for _, written in everybody for piece in written])
+    manifest = encoded(plan, [piece for _, written in gathered for piece in written])
     with refusals(path):
         publish_object(path / MANIFEST, lambda file: file.write(manifest))
 
 
-def _forget(path: Path, files: set[str]) -> None:
+def _delete(path: Path, files: set[str]) -> None:
     for name in files:
         try:
             (path / name).unlink(missing_ok=True)
-        except Exception as error:  # noqa: BLE001 - a store's own; nothing depends on it
+        except Exception as error:  # noqa: BLE001 - each store has its own; nothing depends on it
             warnings.warn(f"{path / name} could not be deleted ({error})", stacklevel=2)

@@ -1,4 +1,4 @@
-"""From a manifest and its files to the state: tensors as they are in the file, or brought together from many."""
+"""Load the state of a manifest: map its file into memory, or assemble a file from several ones first."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the state, its tensors mapped: what is not touched costs nothing, and writing to them changes no file."""
+    """Return the state, with tensors mapped from `file`: pages are read on first use; writes do not change the file."""
     size = manifest["bytes"]
     data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
     tensors = []
     for entry in manifest["tensors"]:
         dtype = getattr(torch, entry["dtype"], None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{file} has a tensor of dtype {entry['dtype']!r}", expected="one that torch knows")
+            raise CheckpointError(f"{file} has a tensor of dtype {entry['dtype']!r}", expected="a dtype of torch")
         count = dtype.itemsize
         for length in entry["shape"]:
             count *= length
@@ -36,30 +36,30 @@ def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{file} has a tensor outside {file.name}", do="use another checkpoint")
         part = data[entry["offset"] : entry["offset"] + count]
         tensor = part.view(dtype).view(entry["shape"]) if count else torch.empty(entry["shape"], dtype=dtype)
-        # Small ones are copied: they are no burden, and not all of torch expects a tensor in the middle of a file.
+        # Small ones are copied: that costs little, and not all of torch accepts a tensor within a mapped file.
         tensors.append(tensor.clone() if count <= SMALL else tensor)
     try:
         state: dict[str, Any] = decode(manifest["state"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file.parent} has a manifest that makes no sense ({error!r})") from error
+        raise CheckpointError(f"{file.parent} has an invalid manifest ({error!r})") from error
     return state
 
 
 def assembled(path: Path, manifest: dict[str, Any], run: RunContext) -> dict[str, Any]:
-    """Return the state from pieces in several files: brought to their places in a temporary file, then mapped.
+    """Return the state from pieces in several files, copied to their offsets in a temporary file, which is mapped.
 
     The processes of a node share that file, and each fetches a part of it. Collective.
     """
     world, collectives = run.world, run.collectives
-    assert world is not None, "collectives connect its ranks"
+    assert world is not None, "set before collectives exist"
     name, state, error = None, None, None
     try:
         if world.local_rank == 0:
-            name = _blank(manifest["bytes"])
+            name = _temporary_file(manifest["bytes"])
     except OSError as caught:
         error = CheckpointError(
-            f"{tempfile.gettempdir()} has no room for the {manifest['bytes']} bytes of {path} ({caught.strerror})",
-            do="set TMPDIR to a folder with more",
+            f"{tempfile.gettempdir()} is too small for the {manifest['bytes']} bytes of {path} ({caught.strerror})",
+            do="set TMPDIR to a folder with enough free space",
         )
     try:
         collectives.fail_together(error)
@@ -82,7 +82,7 @@ def assembled(path: Path, manifest: dict[str, Any], run: RunContext) -> dict[str
     return state
 
 
-def _blank(size: int) -> str:
+def _temporary_file(size: int) -> str:
     descriptor, name = tempfile.mkstemp(prefix="stratagem-", suffix=".bin")
     try:
         os.truncate(descriptor, size)
@@ -94,14 +94,14 @@ def _blank(size: int) -> str:
 def _fill(file: Path, path: Path, manifest: dict[str, Any], rank: int, world_size: int) -> None:
     descriptor = os.open(file, os.O_WRONLY)
 
-    def bring(piece: dict[str, Any]) -> None:
+    def copy(piece: dict[str, Any]) -> None:
         content, done = fetch(path, piece), 0
         while done < len(content):
             done += os.pwrite(descriptor, memoryview(content)[done:], piece["offset"] + done)
 
     try:
         with refusals(path, "read"), ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(bring, manifest["pieces"][rank::world_size]):
+            for _ in pool.map(copy, manifest["pieces"][rank::world_size]):
                 pass
     finally:
         os.close(descriptor)
