@@ -192,7 +192,7 @@ POWER, LOCAL = powerSGD_hook.powerSGD_hook, post_localSGD_hook.post_localSGD_hoo
             {"ddp_comm_hook": own_average, "model_averaging_period": 4},
             "model_averaging_period is 4 and ddp_comm_hook is own",
         ),
-        ({"ddp_comm_hook": POWER}, "ddp_comm_state is None; expected the state"),
+        ({"ddp_comm_hook": POWER}, "ddp_comm_state is None; expected torch's state"),
         ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "ddp_comm_state": 3}, "ddp_comm_state is 3, which"),
         ({"ddp_comm_hook": lambda bucket: bucket}, r"ddp_comm_hook is <lambda>\(bucket\); expected a callable of"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook is 'fp16'; expected a callable"),

@@ -180,7 +180,7 @@ def test_a_static_graph_that_loses_parameters_is_told_which(on):
 
     assert said == (
         "net.4.weight, net.4.bias got no gradient on rank 1, while strategy.ddp.static_graph is true; expected every "
-        "step to use the same parameters; set strategy.ddp.find_unused_parameters to true in its place."
+        "step to use the same parameters; set strategy.ddp.find_unused_parameters to true instead."
     )
     assert "net.4.weight, net.4.bias got no gradient on rank" in there
 
@@ -215,10 +215,10 @@ def test_a_static_graph_and_a_search_exclude_each_other():
 @pytest.mark.parametrize(
     ("model", "num_batches", "advice"),
     [
-        (Net(), 12, "no parameter went unused in 12 steps"),
-        (Unused(), 12, "the same parameters went unused in all 12 steps"),
+        (Net(), 12, "no parameter was unused in 12 steps"),
+        (Unused(), 12, "the same parameters were unused in all 12 steps"),
         (SkipsTheEnd(first=6), 12, None),
-        (SkipsTheEnd(on=(1,)), 12, "the same parameters went unused in all 12 steps"),
+        (SkipsTheEnd(on=(1,)), 12, "the same parameters were unused in all 12 steps"),
         (Net(), 3, None),
     ],
     ids=["none unused", "the same unused", "changing", "unused on one rank", "too short to tell"],

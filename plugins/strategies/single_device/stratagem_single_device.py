@@ -1,4 +1,4 @@
-"""Train on one device, in this process. Also the smallest complete strategy: copy it to start your own."""
+"""Train on one device, in this process. Also the smallest complete strategy: copy it to write your own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class SingleDeviceStrategy(Strategy):
-    """The model as it is, on ``run.device``."""
+    """Move the model to ``run.device`` and train it there."""
 
     capabilities = Capabilities(
         provides={
@@ -42,7 +42,7 @@ class SingleDeviceStrategy(Strategy):
             FULL_STATE,
             MANUAL_OPTIMIZATION,
             MULTIPLE_OPTIMIZERS,
-            NO_SYNC,  # with nobody to talk to, inner micro-batches are silent by nature
+            NO_SYNC,  # a single process never communicates
             WITHIN_TEAM,
         }
     )

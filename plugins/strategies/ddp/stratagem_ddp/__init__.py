@@ -1,4 +1,4 @@
-"""Data parallelism: a replica of the model in every process, gradients averaged in buckets (torch's DDP)."""
+"""Data parallelism with torch's DDP: a replica of the model in every process, gradients averaged in buckets."""
 
 from stratagem_ddp.presets import (
     find_unused,

@@ -1,7 +1,7 @@
-"""torch's communication hooks, in the form in which its documentation passes them to DDP.
+"""Convert DDP communication hooks of torch (callables with a state) to comm hook plugins.
 
-A hook of torch's for which there is a plugin becomes that plugin: it works on every device and backend, with any number
-of buckets, and its state is saved. Any other callable is called as DDP would call it.
+A hook of torch that has a plugin becomes that plugin: it works on every device and backend, with any number of buckets,
+and its state is saved. Any other callable is called as DDP would call it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stratagem.errors import ConfigError, PluginError, shown
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-#: torch's hooks and wrappers, by the comm hook that does the same.
+#: torch's hooks and wrappers, and the plugins with the same algorithm.
 _HOOKS = {
     "allreduce_hook": "allreduce",
     "fp16_compress_hook": "fp16_compress",
@@ -30,7 +30,7 @@ _HOOKS = {
     "post_localSGD_hook": "post_localsgd",
 }
 _WRAPPERS = {"fp16_compress_wrapper": "fp16_compress", "bf16_compress_wrapper": "bf16_compress"}
-#: What of torch's states are options of ours, by the comm hook.
+#: Attributes of torch's states that are options of the plugins.
 _POWERSGD = (
     "matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start",
     "orthogonalization_epsilon",
@@ -42,7 +42,7 @@ _SIGNATURE = "a callable of (state, bucket) that returns a future of the average
 
 
 def check(hook: Any, state: Any, wrapper: Any, period: int | None) -> None:
-    """Refuse what DDP would refuse later, or pass over.
+    """Refuse what DDP would refuse later, or ignore.
 
     Raises:
         ConfigError: a state, wrapper or period without the hook that uses it; a callable with another signature.
@@ -56,8 +56,8 @@ def check(hook: Any, state: Any, wrapper: Any, period: int | None) -> None:
             if value is not None:
                 raise ConfigError(
                     f"{_PATH}.{name} is {_name(value)} without a ddp_comm_hook",
-                    expected="both",
-                    do="drop it, or give one",
+                    expected="both, or none",
+                    do="drop it, or set ddp_comm_hook",
                 )
         return
     _check_signature("ddp_comm_hook", hook, 2, _SIGNATURE)
@@ -69,17 +69,17 @@ def check(hook: Any, state: Any, wrapper: Any, period: int | None) -> None:
     if averages and period is None:
         raise ConfigError(
             f"{_PATH}.ddp_comm_hook is {_name(hook)} without a model_averaging_period",
-            expected="how many steps pass between two averages of the parameters",
+            expected="the number of steps between two averages of the parameters",
         )
     if period is not None and not averages:
         raise ConfigError(
             f"{_PATH}.model_averaging_period is {period} and ddp_comm_hook is {_name(hook)}",
-            expected="torch's post_localSGD_hook, which alone lets parameters drift apart", do="drop it",
+            expected="torch's post_localSGD_hook, the only one that averages parameters", do="drop it",
         )  # fmt: skip
 
 
 def plugins(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[Any]:
-    """Return the comm hooks that stand for what DDP was given."""
+    """Return the comm hooks that implement these arguments of DDP."""
     if hook is None:
         return []
     name, under = _ours(hook, _HOOKS), _ours(wrapper, _WRAPPERS)
@@ -89,7 +89,7 @@ def plugins(hook: Any, state: Any, wrapper: Any, period: int | None) -> list[Any
     if period is not None:
         options["model_averaging_period"] = period
     if name == "post_localsgd" and under is not None:
-        return [{"name": under}, {"name": name, **options}]  # it sends by itself
+        return [{"name": under}, {"name": name, **options}]  # it does not send through another hook
     return [{"name": name, **options}, *([{"name": under}] if under is not None else [])]
 
 
@@ -98,14 +98,14 @@ def _options(name: str, state: Any) -> dict[str, Any]:
     if wanted is None:
         if state is not None:
             raise ConfigError(
-                f"{_PATH}.ddp_comm_state is {_name(state)}, which {name} has no use for", expected="None", do="drop it"
+                f"{_PATH}.ddp_comm_state is {_name(state)}, which {name} does not use", expected="None", do="drop it"
             )
         return {}
     missing = [option for option in wanted if not hasattr(state, option)]
     if missing:
         raise ConfigError(
             f"{_PATH}.ddp_comm_state is {_name(state)}",
-            expected=f"the state that torch has for its hook, with {missing[0]}",
+            expected=f"torch's state for its hook, with {missing[0]}",
         )
     if getattr(state, "process_group", None) is not None:
         raise ConfigError(
@@ -119,7 +119,7 @@ def _options(name: str, state: Any) -> dict[str, Any]:
 
 @define(eq=False, kw_only=True)
 class TorchHook(CommHook):
-    """A callable of (state, bucket), as torch's `DistributedDataParallel.register_comm_hook` takes it."""
+    """Call a hook as `DistributedDataParallel.register_comm_hook` does: with its state and a bucket."""
 
     outermost = True
     innermost = True
@@ -128,7 +128,7 @@ class TorchHook(CommHook):
     hook: Callable[[Any, Any], Any]
     #: Its first argument.
     state: Any = None
-    #: Makes another hook of it.
+    #: Wraps `hook`.
     wrapper: Callable[[Any], Any] | None = None
 
     _wrapped: Any = field(init=False, default=None)
@@ -144,19 +144,19 @@ class TorchHook(CommHook):
                 expected="a torch.futures.Future of the averaged bucket",
             )
         result = yield future
-        result = result[0] if isinstance(result, list) else result  # the future of a collective holds a list
+        result = result[0] if isinstance(result, list) else result  # the future of a collective has a list
         fits = isinstance(result, torch.Tensor) and result.shape == bucket.buffer.shape
         return bucket.buffer.copy_(result) if fits else result  # DDP casts, too
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"hook": self.hook, "state": self.state, "wrapper": self.wrapper}  # what a wrapper returns is a closure
+        return {"hook": self.hook, "state": self.state, "wrapper": self.wrapper}  # not `_wrapped`, a closure
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # attrs made it
+        self.__init__(**state)  # type: ignore[misc]  # attrs generates it
 
 
 class _GradBucket:
-    """A bucket with the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+    """A bucket with the methods of `torch.distributed.GradBucket`, which has no Python constructor."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._buffer = bucket, bucket.buffer
@@ -185,7 +185,7 @@ class _GradBucket:
 
 
 def _ours(function: Any, table: dict[str, str]) -> str | None:
-    """Return what stands in `table` for a function of torch's."""
+    """Return the entry of `table` for a hook or wrapper of torch; None for any other function."""
     module = getattr(function, "__module__", None) or ""
     if not module.startswith("torch.distributed.algorithms.ddp_comm_hooks"):
         return None

@@ -1,4 +1,4 @@
-"""Data parallelism: a replica of the model in every process, gradients averaged in buckets (torch's DDP)."""
+"""Data parallelism with torch's DDP: a replica of the model in every process, gradients averaged in buckets."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ _LAUNCHERS = {"popen": "subprocess", "subprocess": "subprocess", "spawn": "spawn
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
 class DDPStrategy(ProcessGroupStrategy):
-    """Every process holds the whole model and its own share of the data; their gradients are averaged while backward
-    still runs. Li et al., "PyTorch Distributed", VLDB 2020.
+    """Replicate the model in every process; average gradients while backward runs.
+
+    Li et al., "PyTorch Distributed", VLDB 2020.
     """
 
-    #: Promise that every step uses the same parameters in the same order: allows more overlap, and activation
-    #: checkpointing of shared parts; wrong gradients if the promise is broken.
+    #: Set it if every step uses the same parameters in the same order: allows more overlap, and activation
+    #: checkpointing of shared layers; gradients are wrong if steps differ.
     static_graph: bool = False
-    #: Gradients are views into the all-reduce buckets: saves a copy of them all; they cannot be detached in place.
+    #: Gradients are views into the all-reduce buckets: saves a copy of all gradients; `detach_()` on them fails.
     gradient_as_bucket_view: bool = False
-    #: Look for parameters that the loss does not reach: needed if there are any, costs a walk of the graph each step.
-    #: None does so only where it must: under manual optimization, where a loss may train half of the model.
+    #: Find parameters that the loss does not depend on: needed if there are any, costs a graph traversal each step.
+    #: None does so only with manual optimization, where a loss may train a part of the model.
     find_unused_parameters: bool | None = None
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
-    #: A hook of torch's, or a callable of (state, bucket) that returns a future of the averaged bucket. ``comm_hook=``
-    #: of the trainer chooses by name, and works under other strategies, too.
+    #: A DDP communication hook: a callable of (state, bucket) that returns a future of the averaged bucket. The
+    #: trainer's ``comm_hook=`` takes names instead, and works with other strategies, too.
     ddp_comm_hook: Any = None
     #: The first argument of `ddp_comm_hook`, such as torch's PowerSGDState.
     ddp_comm_state: Any = None
-    #: A callable that makes a hook of a hook: torch's fp16_compress_wrapper and bf16_compress_wrapper, or one's own.
+    #: A callable that wraps a hook: torch's fp16_compress_wrapper and bf16_compress_wrapper, or your own.
     ddp_comm_wrapper: Any = None
-    #: With torch's post_localSGD_hook: steps between two averages of the parameters. More send less and drift further.
+    #: With torch's post_localSGD_hook: steps between two averages of the parameters. More send less and diverge
+    #: further.
     model_averaging_period: int | None = field(default=None, validator=at_least(1))
-    #: How the processes of this node begin: "popen" runs the script again, "spawn" and "fork" run the training function
-    #: in fresh or in copied processes. None leaves it to `launcher`.
+    #: How to start the processes of this node: "popen" runs the script again, "spawn" and "fork" run the training
+    #: function in new or forked processes. None: as `launcher` says.
     start_method: Literal["popen", "subprocess", "spawn", "fork"] | None = None
 
-    #: What DDP sends in a step without hooks, in bytes.
+    #: Bytes that DDP sends in a step without comm hooks.
     _num_bytes: int = field(init=False, default=0)
 
     capabilities = Capabilities(
@@ -98,18 +100,18 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
                 "strategy.ddp.static_graph and strategy.ddp.find_unused_parameters are both true",
-                expected="one of the two: a static graph finds unused parameters in its first step",
+                expected="one of them: with a static graph DDP finds unused parameters in the first step",
                 do="drop find_unused_parameters",
             )
         literal.check(*self._literal)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The comm hooks travel by themselves; torch's states cannot, before the process that takes them is connected.
+        # Comm hooks are pickled separately; torch's states need a process group to be unpickled.
         spent = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
         return {name: None if name in spent else getattr(self, name) for name in options(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # attrs made it
+        self.__init__(**state)  # type: ignore[misc]  # attrs generates it
 
     @property
     def _literal(self) -> tuple[Any, Any, Any, int | None]:
@@ -130,8 +132,8 @@ class DDPStrategy(ProcessGroupStrategy):
             return module
         if self.static_graph and run.manual:
             raise ConfigError(
-                "strategy.ddp.static_graph is true and the module optimizes by hand",
-                expected="false: which parameters a loss reaches may change from call to call",
+                "strategy.ddp.static_graph is true and the module uses manual optimization",
+                expected="false: the parameters that a loss depends on may change between calls",
             )
         search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
         # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
@@ -146,7 +148,7 @@ class DDPStrategy(ProcessGroupStrategy):
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
-            reducer.serve(replica)  # which counts by itself
+            reducer.serve(replica)  # it counts its traffic
         silent = reducer is not None
         self._num_bytes = 0 if silent else sum(p.nbytes for p in module.parameters() if p.requires_grad)
         return replica
@@ -185,7 +187,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def on_fit_end(self, trainer: TrainerView, run: RunContext) -> None:
-        # Under manual optimization torch keeps no count of what went unused.
+        # With manual optimization torch does not count unused parameters.
         searched = isinstance(run.model, DistributedDataParallel) and run.model.find_unused_parameters
         if searched and not run.manual:
             said = advice(run, trainer.global_step)
@@ -195,29 +197,27 @@ class DDPStrategy(ProcessGroupStrategy):
     @hookimpl
     def on_validation_start(self, run: RunContext) -> None:
         if isinstance(run.model, DistributedDataParallel):
-            assert run.module is not None, "it was wrapped"
+            assert run.module is not None, "wrap_model sets it"
             run.peers.replicate(run.module.buffers())
 
 
 class _Replica(DistributedDataParallel):
-    """DDP that leaves evaluation alone: without gradients there is nothing to say to the other ranks, and a rank may
-    have a batch more than another.
-    """
+    """DDP that sends nothing in evaluation, where one rank may have more batches than another."""
 
     def __init__(self, module: torch.nn.Module, traffic: Traffic, **options: Any) -> None:
         super().__init__(module, **options)
-        #: DDP counts those that are to be trained now: what is frozen later keeps its number.
+        #: Names of the parameters that DDP averages, by its numbers; a parameter frozen later keeps its number.
         self.names = names_of(self)
         self.traffic = traffic
 
     def check_frozen(self) -> None:
-        """Refuse a parameter that was frozen when DDP counted them and is trained now: nobody averages its gradient."""
+        """Refuse a parameter that was frozen when DDP wrapped the model and is trained now: DDP does not average it."""
         thawed = set(names_of(self)) - set(self.names)
         if thawed:
             raise ConfigError(
-                f"{min(thawed)!r} was frozen when training began and is trained now, which DDP does not notice",
-                expected="the same parameters from beginning to end of a fit",
-                do="begin with it trainable, or train in two fits",
+                f"{min(thawed)!r} was frozen when training began and is trained now, which DDP does not support",
+                expected="the same trainable parameters during a fit",
+                do="make it trainable before the fit, or train in two fits",
             )
 
     def _sync_buffers(self) -> None:
@@ -236,19 +236,19 @@ class _Replica(DistributedDataParallel):
 
 
 def _learns_its_graph(replica: DistributedDataParallel) -> bool:
-    """Whether no backward has taught `replica` its static graph yet.
+    """Return whether the static graph of `replica` is not known yet: no backward has run.
 
-    The first one must send, also within an accumulated window: what it averages is the same on all ranks, and averaging
-    that again with the rest of the window changes nothing.
+    The first backward must all-reduce, also during accumulation: its averages are then equal on all ranks, and
+    averaging them again with the later micro-batches changes nothing.
     """
     return replica.static_graph and REACHED not in vars(replica)
 
 
 def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParallel, run: RunContext) -> None:
-    """Differentiate while the replica's own forward is still running, as manual optimization does.
+    """Run backward inside the replica's forward, as manual optimization does.
 
-    DDP arms its reducer when a forward returns, and only if that forward was to be synchronised. Here the forward ran
-    without synchronisation, and the reducer is armed for this backward alone.
+    DDP prepares its reducer when a forward returns, and only if that forward synchronizes. Here the forward ran with
+    `no_sync`, and the reducer is prepared for this backward only.
     """
     replica.require_backward_grad_sync = True
     replica.reducer.prepare_for_backward(list(_find_tensors(loss)) if replica.find_unused_parameters else [])
@@ -256,5 +256,5 @@ def _backward_inside_forward(loss: torch.Tensor, replica: DistributedDataParalle
         run.differentiate(loss)
     finally:
         replica.require_backward_grad_sync = False
-    # Buffers are to be sent at the next forward, as after any synchronised step.
+    # Broadcast buffers at the next forward, as after any synchronized step.
     replica.require_forward_param_sync = True

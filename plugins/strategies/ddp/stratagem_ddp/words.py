@@ -1,4 +1,4 @@
-"""What torch's DDP says in a page about parameters with and without gradients, in a sentence that names them."""
+"""Replace DDP's long errors about parameters with and without gradients by short ones that name the parameters."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
-#: Where a replica with a static graph remembers what its first step reached.
+#: Attribute of a replica with a static graph: the parameters that the first step used.
 REACHED = "_stratagem_reached"
-#: Steps from which on it is worth saying that none of them needed a search.
+#: Minimum steps of a fit before `advice` gives any.
 _ENOUGH_STEPS = 10
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
 def check_complete(replica: DistributedDataParallel, run: RunContext) -> None:
-    """Raise torch's error for parameters without a gradient now, and not in the next step: there may be none."""
+    """Raise torch's error for parameters without a gradient now; torch raises it in the next step, if there is one."""
     replica._check_reducer_finalized()
     if not run.manual and all(p.grad is None for p in replica.parameters() if p.requires_grad):
         raise ConfigError(
             f"the loss of rank {run.rank} reaches no trainable parameter, and the other ranks wait for its gradients",
-            expected="a loss that was computed from them",
+            expected="a loss that depends on them",
             do="return the usual loss multiplied by zero to skip a batch",
         )
 
 
 def explain(error: RuntimeError, replica: DistributedDataParallel, rank: int, loss: torch.Tensor | None = None) -> None:
-    """Raise what torch says in a page about parameters with and without gradients as a sentence."""
+    """Raise a short error instead of torch's `error` about parameters with and without gradients; else return."""
     text = str(error)
     if "Expected to have finished reduction in the prior iteration" in text:
         raise _without_gradient(text, replica, rank) from error
@@ -49,8 +49,8 @@ def _without_gradient(text: str, replica: DistributedDataParallel, rank: int) ->
         return _graph_changed(found)
     if replica.find_unused_parameters:
         return ConfigError(
-            f"{found}, though training_step returned something that was computed from them",
-            expected="all that training_step returns to take part in the loss", do="detach the rest",
+            f"{found}, though training_step returned a tensor that depends on them",
+            expected="all returned tensors to contribute to the loss", do="detach the others",
         )  # fmt: skip
     return ConfigError(
         f"{found}, and DDP waits for all of them",
@@ -71,12 +71,12 @@ def _graph_changed(found: str) -> ConfigError:
     return ConfigError(
         f"{found}, while strategy.ddp.static_graph is true",
         expected="every step to use the same parameters",
-        do="set strategy.ddp.find_unused_parameters to true in its place",
+        do="set strategy.ddp.find_unused_parameters to true instead",
     )
 
 
 def _trained(replica: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters that DDP counts, in its order, by the names that the user gave them."""
+    """Return the parameters that DDP averages, in its order, by their names in the user's module."""
     return [
         (name.removeprefix("module."), parameter)
         for name, parameter in replica.module.named_parameters()
@@ -109,8 +109,8 @@ def reached(loss: torch.Tensor) -> set[torch.Tensor]:
 
 
 def advice(run: RunContext, steps: int) -> str:
-    """Return what the search for unused parameters was good for in this fit, if that is worth a word. Collective."""
-    # Not "can_set_static_graph" of the logging data, which torch writes for the first replica of a process alone.
+    """Return advice about `find_unused_parameters` after a fit; "" if there is none. Collective."""
+    # Not "can_set_static_graph" of the logging data: torch writes that only for the first replica of a process.
     changed = not run.model.reducer._ddp_graph_static()
     unused = run.model._get_ddp_logging_data().get("unused_parameter_size", 0) > 0
     changed, unused = run.collectives.any(changed), run.collectives.any(unused)
@@ -118,10 +118,10 @@ def advice(run: RunContext, steps: int) -> str:
         return ""
     if not unused:
         return (
-            f"strategy.ddp.find_unused_parameters is true and no parameter went unused in {steps} steps: without it, "
-            "each step saves a walk through the graph"
+            f"strategy.ddp.find_unused_parameters is true and no parameter was unused in {steps} steps: set it to "
+            "false to save a traversal of the graph in each step"
         )
     return (
-        f"strategy.ddp.find_unused_parameters is true and the same parameters went unused in all {steps} steps: if "
-        "that will stay so, strategy.ddp.static_graph saves each step a walk through the graph"
+        f"strategy.ddp.find_unused_parameters is true and the same parameters were unused in all {steps} steps: if "
+        "this never changes, set strategy.ddp.static_graph to save a traversal of the graph in each step"
     )
