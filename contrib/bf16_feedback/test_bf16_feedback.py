@@ -1,4 +1,4 @@
-"""`bf16_feedback` keeps the promises of every comm hook, and its own: the error does not add up."""
+"""`bf16_feedback` passes the checks for comm hooks, and its rounding errors do not accumulate."""
 
 import torch
 
@@ -9,11 +9,11 @@ from stratagem_testing import CommHookConformance
 
 class TestBF16Feedback(CommHookConformance):
     plugin = "bf16_feedback"
-    tolerance = 2e-2  # a step also carries what the one before it owed
+    tolerance = 2e-2  # a step also sends the residual of the one before
     training_tolerance = 1e-3
 
 
-def test_the_error_of_a_hundred_steps_is_that_of_one():
+def test_rounding_errors_do_not_accumulate():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
     reduce = run.context.bucket_reducer()  # over one process: what is sent comes back
     gradient, total = torch.full((8,), 1.001), torch.zeros(8)

@@ -113,21 +113,21 @@ def _saves_and_loads(rank, world_size, folder):
         run.backward(loss_of(model(x + rank), y))
         run.optimizer_step(optimizer)
         optimizer.zero_grad()
-    owed = norm(run)
+    before = norm(run)
     run.save(folder / "own.ckpt", model=model, optimizer=optimizer)
     run.close()
     run, module, model, optimizer = make()
     run.load(folder / "own.ckpt", model=model, optimizer=optimizer)
     loaded = norm(run)
     run.close()
-    return owed, loaded
+    return before, loaded
 
 
-def test_a_loop_of_your_own_saves_what_is_owed_on_every_rank(tmp_path):
+def test_a_custom_loop_saves_residuals_on_every_rank(tmp_path):
     results = run_in_processes(_saves_and_loads, 2, tmp_path)
 
-    assert all(owed == loaded > 0 for owed, loaded in results)
-    assert results[0] != results[1], "each rank owes something else"
+    assert all(before == loaded > 0 for before, loaded in results)
+    assert results[0] != results[1], "each rank has other residuals"
 
 
 # --- Steps that are not made -------------------------------------------------------------------------------------
@@ -156,14 +156,14 @@ def _accounts(rank, world_size, strategy, precision, sick):
     )
     module = Constant(sick)
     trainer.fit(module, [torch.zeros(1)] * 40)
-    skipped, owed = trainer.position.skipped_steps, trainer.run.stack.comm_hooks[0].plugin.owed(trainer.run)
-    debt = trainer.run.collectives.all_reduce(owed.rests["steady"] / (owed.scale or 1.0), "mean")
-    return skipped, (debt - module.steady.detach()) / module.slope
+    skipped, feedback = trainer.position.skipped_steps, trainer.run.stack.comm_hooks[0].plugin.feedback(trainer.run)
+    residual = trainer.run.collectives.all_reduce(feedback.residuals["steady"] / (feedback.scale or 1.0), "mean")
+    return skipped, (residual - module.steady.detach()) / module.slope
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 @pytest.mark.parametrize(("precision", "sick"), [("32-true", 0), ({"name": "16-mixed", "growth_interval": 5}, None)])
-def test_what_is_applied_and_what_is_owed_are_the_gradients_of_the_steps_that_were_made(strategy, precision, sick):
+def test_what_is_applied_and_the_residuals_are_the_gradients_of_the_steps_that_were_made(strategy, precision, sick):
     strategy = {"name": strategy, "bucket_cap_mb": 0.0004}
     for skipped, accounted in run_in_processes(_accounts, 2, strategy, precision, sick):
         assert skipped == (sick is not None)
@@ -175,7 +175,7 @@ def test_nothing_of_a_step_that_is_skipped_is_paid_later():
     for skipped, accounted in run_in_processes(_accounts, 2, strategy, "32-true", 20):
         assert skipped == 1
         assert accounted.max() < 39.01
-        assert accounted.min() > 25, "what was owed is dropped, and no more"
+        assert accounted.min() > 25, "residuals are dropped, and no more"
 
 
 # --- Odd parameters ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from stratagem.comm_hooks import (
     TopK,
 )
 from stratagem.errors import ConfigError, StratagemError
-from stratagem_comm_hooks.owed import Chunk, Owed
+from stratagem_comm_hooks.error_feedback import Chunk, ErrorFeedback
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Gan,
@@ -43,6 +43,8 @@ from stratagem_testing.reference import (
 )
 from stratagem_testing.training import train, weights_on_all_ranks
 
+#: The key of residuals in checkpoints.
+RESIDUALS = "owed"  # a name that stays
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 CPU = {"accelerator": "cpu"}
 #: Several buckets for a small model.
@@ -193,13 +195,13 @@ def sizes_of(bucket):
     return [math.prod(shape) for shape in bucket["shapes"]]
 
 
-def with_owed(bucket, rests):
-    """Return the inputs of all ranks, plus what each one owes to these parameters."""
-    owed = [
+def with_residuals(bucket, rests):
+    """Return the inputs of all ranks, plus the residuals of these parameters."""
+    residuals = [
         [rest.get(name, torch.zeros(size)) for name, size in zip(bucket["names"], sizes_of(bucket), strict=True)]
         for rest in rests
     ]
-    return [tensor + torch.cat(rest) for tensor, rest in zip(bucket["inputs"], owed, strict=True)]
+    return [tensor + torch.cat(rest) for tensor, rest in zip(bucket["inputs"], residuals, strict=True)]
 
 
 def by_name(bucket, flat):
@@ -225,7 +227,7 @@ def gram_schmidt(matrix):
 
 
 class Iterated:
-    """PowerSGD's average of one matrix over ranks, and what they owe, from step to step."""
+    """PowerSGD's average of one matrix over ranks, and its residuals, from step to step."""
 
     def __init__(self, key, seed, step, shape, rank):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step} {key}".encode()))
@@ -246,14 +248,14 @@ def test_powersgd_is_the_papers(world_size):
     for number, step in enumerate(steps):
         references.append([])
         for bucket in step:
-            every = [by_name(bucket, flat.double()) for flat in with_owed(bucket, rests)]
+            every = [by_name(bucket, flat.double()) for flat in with_residuals(bucket, rests)]
             average = {name: sum(each[name] for each in every) / world_size for name in bucket["names"]}
             for name, shape in zip(bucket["names"], bucket["shapes"], strict=True):
                 if number >= 2 and len(shape) == 2 and math.prod(shape) >= 2 * 2 * sum(shape):
                     iteration = iterations.setdefault(name, Iterated(name, 3, number, shape, 2))
-                    result, owed = iteration.average([each[name].view(shape) for each in every])
+                    result, residuals = iteration.average([each[name].view(shape) for each in every])
                     average[name] = result.flatten()
-                    for rest, error in zip(rests, owed, strict=True):
+                    for rest, error in zip(rests, residuals, strict=True):
                         rest[name] = error.flatten()
             references[-1].append(torch.cat([average[name] for name in bucket["names"]]))
 
@@ -269,7 +271,7 @@ def test_batched_powersgd_takes_a_bucket_for_a_square(world_size):
     for number, step in enumerate(steps):
         references.append([])
         for bucket in step:
-            every = [flat.double() for flat in with_owed(bucket, rests)]
+            every = [flat.double() for flat in with_residuals(bucket, rests)]
             count = every[0].numel()
             rows = math.ceil(math.sqrt(count))
             columns = math.ceil(count / rows)
@@ -279,9 +281,9 @@ def test_batched_powersgd_takes_a_bucket_for_a_square(world_size):
             key = bucket["names"][0]
             iteration = iterations.setdefault(key, Iterated(key, 0, number, (rows, columns), 2))
             padded = [torch.cat([flat, torch.zeros(rows * columns - count)]).view(rows, columns) for flat in every]
-            result, owed = iteration.average(padded)
+            result, residuals = iteration.average(padded)
             references[-1].append(result.flatten()[:count])
-            for rest, error in zip(rests, owed, strict=True):
+            for rest, error in zip(rests, residuals, strict=True):
                 rest.update(by_name(bucket, error.flatten()[:count]))
 
     assert iterations
@@ -311,7 +313,7 @@ def two_phases(steps, world_size, code, multiple):
         same = [bucket["names"] for bucket, _ in before] == [bucket["names"] for bucket in step]
         now, averages = [], []
         for number, bucket in enumerate(step):
-            every = with_owed(bucket, rests)
+            every = with_residuals(bucket, rests)
             cut = chunks(every[0].numel(), world_size, multiple)
             sent = [torch.cat([code(flat[bounds]) for bounds in cut]) for flat in every]
             mean = torch.stack(sent).mean(0) + (before[number][1] if same else 0)
@@ -320,7 +322,7 @@ def two_phases(steps, world_size, code, multiple):
             averages.append(average)
             for rest, flat, told in zip(rests, every, sent, strict=True):
                 rest.update(by_name(bucket, flat - told))
-        for bucket, error in [] if same else before:  # each rank owes its chunk of what was averaged in another layout
+        for bucket, error in [] if same else before:  # residuals of chunks of another layout: a chunk on each rank
             for rank, bounds in enumerate(chunks(error.numel(), world_size, multiple)):
                 mine = torch.zeros_like(error)
                 mine[bounds] = world_size * error[bounds]
@@ -349,14 +351,14 @@ def test_one_bit_is_the_same_with_signs(world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_topk_sends_the_largest_and_owes_the_rest(world_size):
+def test_topk_sends_the_largest_and_keeps_the_others(world_size):
     steps = record(TopK, world_size, ratio=0.1)
     rests, references = [{} for _ in range(world_size)], []
     for step in steps:
         references.append([])
         for bucket in step:
             total = torch.zeros(sum(sizes_of(bucket)))
-            for rest, flat in zip(rests, with_owed(bucket, rests), strict=True):
+            for rest, flat in zip(rests, with_residuals(bucket, rests), strict=True):
                 largest = sorted(range(flat.numel()), key=lambda place: -abs(flat[place]))
                 largest = largest[: math.ceil(flat.numel() / 10)]
                 total[largest] += flat[largest]
@@ -383,7 +385,7 @@ PAIRS = [
 
 
 class Slow(Net):
-    """Without momentum, which is late as well: what a hook owes comes late."""
+    """Without momentum, which delays gradients too, as residuals do."""
 
     def __init__(self):
         super().__init__(lr=1e-2)
@@ -417,7 +419,7 @@ def gap(weights, batches):
 
 
 def allowed(stack):
-    """Return the gap that is allowed after 320 steps. What holds back factors of an earlier base pays late, and askew."""
+    """Return the gap that is allowed after 320 steps. A residual of factors in an earlier basis is applied late, and inexactly."""
     factors = bool({"powersgd", "batched_powersgd"} & set(stack))
     if "one_bit" in stack:
         return 0.45 if factors else 0.3
@@ -763,13 +765,15 @@ def test_resumed_equals_uninterrupted(tmp_path, strategy):
                 key for key, value in result["whole"].items() if not torch.equal(value, result["resumed"][key])
             ]
             assert differing == [], name
-            norm = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in flat(result["saved"]["owed"])]))
+            norm = torch.linalg.vector_norm(
+                torch.cat([tensor.flatten() for tensor in flat(result["saved"][RESIDUALS])])
+            )
             assert result["statistics"] == {"error_norm": pytest.approx(float(norm), rel=1e-5)}
             assert norm > 0
 
 
 @pytest.mark.slow
-def test_where_buckets_are_laid_out_anew_a_resumed_run_owes_as_much(tmp_path):
+def test_where_buckets_change_a_resumed_run_keeps_its_residuals(tmp_path):
     """DDP's first step has other buckets, also after a restart: the same numbers do not travel together."""
     for ranks in run_in_processes(_resume, 2, tmp_path, DDP, joined_batches(4, 16)):
         for name, result in ranks.items():
@@ -799,9 +803,9 @@ def _load(rank, world_size, folder, batches):
     return states
 
 
-def owed_to_the_average(states):
-    """Return what the next average lacks, by parameter: the mean of what ranks owe, and what each owes to its chunk."""
-    owed = {key: sum(state["rests"][key] for state in states) / len(states) for key in states[0]["rests"]}
+def missing_from_the_average(states):
+    """Return what the next average adds, by parameter: the mean of the ranks' residuals, and those of their chunks."""
+    residuals = {key: sum(state["rests"][key] for state in states) / len(states) for key in states[0]["rests"]}
     for state in states:
         for chunk in state["chunks"].values():
             whole = torch.zeros(sum(size for _, size in chunk["layout"]))
@@ -809,19 +813,19 @@ def owed_to_the_average(states):
             for (key, _), piece in zip(
                 chunk["layout"], whole.split([size for _, size in chunk["layout"]]), strict=True
             ):
-                owed[key] = owed[key] + piece
-    return owed
+                residuals[key] = residuals[key] + piece
+    return residuals
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_owes_as_much(tmp_path):
+def test_another_number_of_ranks_keeps_the_sum_of_residuals(tmp_path):
     batches = joined_batches(4, 24)
     saved = run_in_processes(_save, 2, tmp_path, batches)
     for world_size in (1, 3):
         loaded = run_in_processes(_load, world_size, tmp_path, batches)
         for name in WITH_FEEDBACK:
-            before = owed_to_the_average([states[name]["owed"] for states in saved])
-            after = owed_to_the_average([states[name]["owed"] for states in loaded])
+            before = missing_from_the_average([states[name][RESIDUALS] for states in saved])
+            after = missing_from_the_average([states[name][RESIDUALS] for states in loaded])
             assert before.keys() == after.keys() >= {"net.0.weight", "net.4.bias"}
             for key, value in before.items():
                 assert torch.allclose(value, after[key], rtol=1e-4, atol=1e-6), f"{name}, {key}, {world_size} ranks"
@@ -834,12 +838,12 @@ def test_what_is_remembered_belongs_to_a_run_and_its_module():
     first, second = Net(), Net()
 
     run.module = first
-    memory = hook.owed(run)
-    assert hook.owed(run) is memory
-    assert hook.owed(other) is not memory
+    memory = hook.feedback(run)
+    assert hook.feedback(run) is memory
+    assert hook.feedback(other) is not memory
     run.module = second
-    assert hook.owed(run) is not memory
-    assert pickle.loads(pickle.dumps(hook)).owed(run) is not hook.owed(run)
+    assert hook.feedback(run) is not memory
+    assert pickle.loads(pickle.dumps(hook)).feedback(run) is not hook.feedback(run)
 
 
 # --- Options -----------------------------------------------------------------------------------------------------
@@ -948,13 +952,17 @@ def test_low_rank_factors_are_refused_on_ranks_that_compute_otherwise(name):
     assert run_in_processes(_on_another_machine, 2, "int8") == ["trained"] * 2
 
 
-def test_what_is_owed_follows_the_loss_scale_on_the_device():
-    owed = Owed(rests={"a": torch.ones(2), "b": torch.ones(1, dtype=torch.float64)})
-    owed.chunks["c"] = Chunk([("c", 1)], 0, 1, torch.full((1,), 3.0))
+def test_residuals_follow_the_loss_scale_on_the_device():
+    feedback = ErrorFeedback(residuals={"a": torch.ones(2), "b": torch.ones(1, dtype=torch.float64)})
+    feedback.chunks["c"] = Chunk([("c", 1)], 0, 1, torch.full((1,), 3.0))
 
     def scaled(factor, loss=0.3):
-        owed.follow(torch.tensor(loss * factor).double() / torch.tensor(loss).double())
-        return owed.rests["a"].tolist(), owed.rests["b"].tolist(), owed.chunks["c"].rest.tolist()
+        feedback.follow(torch.tensor(loss * factor).double() / torch.tensor(loss).double())
+        return (
+            feedback.residuals["a"].tolist(),
+            feedback.residuals["b"].tolist(),
+            feedback.chunks["c"].residual.tolist(),
+        )
 
     assert scaled(1024.0) == ([1.0, 1.0], [1.0], [3.0])  # the first scale: nothing to compare with
     assert scaled(1024.0, 0.7) == ([1.0, 1.0], [1.0], [3.0])
@@ -962,10 +970,10 @@ def test_what_is_owed_follows_the_loss_scale_on_the_device():
     assert scaled(512.0, 0.0)[0] == pytest.approx([0.5, 0.5])  # a loss of 0 tells no scale
     assert scaled(math.inf)[0] == pytest.approx([0.5, 0.5])
     assert scaled(2048.0)[2] == pytest.approx([6.0])
-    owed.drop(torch.tensor(0.0))
-    assert owed.rests["a"].tolist() == pytest.approx([2.0, 2.0])
-    owed.drop(torch.tensor(1.0))
-    assert owed.norm() == 0.0
+    feedback.drop(torch.tensor(0.0))
+    assert feedback.residuals["a"].tolist() == pytest.approx([2.0, 2.0])
+    feedback.drop(torch.tensor(1.0))
+    assert feedback.norm() == 0.0
 
 
 def test_nothing_is_lost_on_one_rank():

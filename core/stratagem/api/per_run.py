@@ -1,4 +1,4 @@
-"""What a plugin remembers of a run."""
+"""State that a plugin keeps for each run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class PerRun(Generic[T]):
-    """Keeps a value for each run and the module it trains; a new module gets a new value, a closed run keeps none.
+    """Keep a value for each pair of run and module: a new module gets a new value, a closed run keeps none.
 
     A field of the plugin: ``_seen: PerRun[dict[int, Tensor]] = field(init=False, factory=lambda: PerRun(dict))``. A
-    copy of the plugin, also one in another process, has no values.
+    copy of the plugin, also one in another process, starts empty.
 
     Args:
         make: makes the value; a class, or a function that can be imported.

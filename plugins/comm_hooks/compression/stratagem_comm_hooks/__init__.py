@@ -1,1 +1,1 @@
-"""Communication hooks: what gradients become on their way. Each room holds one way to send them."""
+"""Communication hooks: gradient compression for bucket averaging, one method in each module."""

@@ -1,6 +1,4 @@
-"""What all hooks share that may lose something: gradients that are not finite come out on all ranks, and are dealt with
-there.
-"""
+"""Base class of lossy hooks: check that averaged gradients are finite; skip the step on all ranks, or raise, if not."""
 
 from __future__ import annotations
 
@@ -24,57 +22,57 @@ if TYPE_CHECKING:
 
 
 @define(eq=False)
-class Watch:
-    """What a hook has seen of one run."""
+class FiniteChecks:
+    """The checks of one hook in one run."""
 
     #: Optimizer steps so far.
     steps: int = 0
-    #: Whether each average since the last look was finite; on the device, for nobody to wait.
+    #: Whether each average since the last `result` was finite; on the device, so that the host does not wait.
     finite: list[Tensor] = field(factory=list)
-    #: What `finite` says is known: the next average belongs to another step.
-    looked: bool = False
+    #: Whether `finite` has been read: the next average belongs to another step.
+    was_read: bool = False
     warned: bool = False
-    #: Whether the device has skipped the latest steps, on the way to the host.
-    late: list[Readback] = field(factory=list)
+    #: Whether the device skipped the latest steps; copies to the host that may not be complete.
+    pending: list[Readback] = field(factory=list)
 
-    def see(self, average: Tensor) -> Tensor:
-        """Remember whether `average` is finite; return that as a tensor without dimensions."""
+    def check(self, average: Tensor) -> Tensor:
+        """Return whether `average` is finite, as a 0-d tensor, and record it for `result`."""
         finite = is_finite(average)
-        if self.looked:
-            self.finite, self.looked = [], False
+        if self.was_read:
+            self.finite, self.was_read = [], False
         self.finite.append(finite)
         return finite
 
-    def look(self) -> Tensor | None:
+    def result(self) -> Tensor | None:
         """Return whether all averages of this step were finite, on the device; None if there were none."""
-        self.looked = True
+        self.was_read = True
         return torch.stack(self.finite).all() if self.finite else None
 
 
 @define(eq=False, kw_only=True)
-class Lossy(CommHook):
-    """A hook that notes each average it returns (`see`); all ranks have the same, and so decide alike."""
+class LossyHook(CommHook):
+    """A hook that checks the averages it returns (`check`). All ranks have the same ones, so all decide the same."""
 
-    #: What becomes of a step whose averaged gradients are not finite: "skip" leaves the parameters as they are, counts
-    #: and warns once; "error" ends the run. Where the precision scales the loss, it is the precision that decides.
+    #: What to do when averaged gradients are not finite: "skip" skips the step, counts it and warns once; "error" ends
+    #: the run. With loss scaling the precision plugin decides instead.
     nonfinite: Literal["skip", "error"] = "skip"
 
-    _watches: PerRun[Watch] = field(init=False, factory=lambda: PerRun(Watch), repr=False)
+    _checks: PerRun[FiniteChecks] = field(init=False, factory=lambda: PerRun(FiniteChecks), repr=False)
 
-    def see(self, average: Tensor, run: RunContext) -> Tensor:
-        """Note whether `average`, which this hook is about to return, is finite; return that as a tensor."""
-        return self._watches.of(run).see(average)
+    def check(self, average: Tensor, run: RunContext) -> Tensor:
+        """Return whether `average`, which this hook is about to return, is finite, as a 0-d tensor; record it."""
+        return self._checks.of(run).check(average)
 
     def steps(self, run: RunContext) -> int:
-        """How many optimizer steps `run` has made."""
-        return self._watches.of(run).steps
+        """Return how many optimizer steps `run` has made."""
+        return self._checks.of(run).steps
 
     @hookimpl
     def prepare_module(self, run: RunContext) -> None:
         if self.nonfinite == "error" and run.policy.loss_scaling:
             raise ConfigError(
-                f"comm_hook.{run.name_of(self)}.nonfinite is 'error', and the precision scales the loss, for which "
-                "gradients that overflow are nothing unusual",
+                f"comm_hook.{run.name_of(self)}.nonfinite is 'error', and the precision scales the loss, so that "
+                "gradients overflow in normal operation",
                 expected="'skip'",
             )
 
@@ -82,49 +80,49 @@ class Lossy(CommHook):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None, run: RunContext
     ) -> Generator[None, bool, bool]:
-        watch = self._watches.of(run)
+        checks = self._checks.of(run)
         if run.policy.loss_scaling:
-            watch.looked = True  # the precision finds the overflow in the gradients
+            checks.was_read = True  # the precision finds the overflow in the gradients
             stepped = yield
         elif closure is None and self.nonfinite == "skip" and _can_skip(optimizer):
-            stepped = yield from self._step_on_device(optimizer, watch, run)
+            stepped = yield from self._step_on_device(optimizer, checks, run)
         elif closure is None:
-            fine = self._are_finite(watch, run)
-            if not fine:
-                self._let_pass_by(optimizer, watch, run)
-            stepped = (yield) and fine
-        else:  # the gradients come within the step, and go into it
-            watch.looked = True
+            finite = self._are_finite(checks, run)
+            if not finite:
+                self._drop_gradients(optimizer, checks, run)
+            stepped = (yield) and finite
+        else:  # the gradients are computed and used within the step
+            checks.was_read = True
             stepped = yield
-            if not self._are_finite(watch, run):
-                raise self._refusal(run, f" within a step of {type(optimizer).__name__}, which cannot be skipped")
-        watch.steps += 1
+            if not self._are_finite(checks, run):
+                raise self._error(run, f" within a step of {type(optimizer).__name__}, which cannot be skipped")
+        checks.steps += 1
         return stepped
 
-    def _are_finite(self, watch: Watch, run: RunContext) -> bool:
-        """Whether this step's averages were. Ranks that saw those of their shards alone tell each other: collective."""
-        finite = watch.look()
-        fine = finite is None or bool(finite)  # waits for the device
-        return not run.peers.any(not fine) if run.shards_parameters else fine
+    def _are_finite(self, checks: FiniteChecks, run: RunContext) -> bool:
+        """Return whether all averages of this step are finite. Collective where ranks average only their own shards."""
+        result = checks.result()
+        finite = result is None or bool(result)  # waits for the device
+        return not run.peers.any(not finite) if run.shards_parameters else finite
 
-    def _step_on_device(self, optimizer: Any, watch: Watch, run: RunContext) -> Generator[None, bool, bool]:
-        """Let the device decide whether to step, as it does for loss scaling: the host learns it later.
+    def _step_on_device(self, optimizer: Any, checks: FiniteChecks, run: RunContext) -> Generator[None, bool, bool]:
+        """Let the device decide whether to step, through `found_inf`, as for loss scaling; the host reads it later.
 
         Returns:
-            False if the step is known to be skipped already, as it is on the CPU.
+            False if it is already known that the step was skipped, as on the CPU.
         """
-        self._count_late(watch, run)
-        finite = watch.look()
+        self._count_skipped(checks, run)
+        finite = checks.result()
         if finite is None and not run.shards_parameters:
             return (yield)
         bad = torch.zeros((), device=run.device) if finite is None else (~finite).float()
-        if run.shards_parameters:  # a rank saw the averages of its shards alone
+        if run.shards_parameters:  # a rank has only the averages of its own shards
             bad = run.peers.unchecked.all_reduce(bad, "max")
         above = getattr(optimizer, "found_inf", None)
         optimizer.grad_scale, optimizer.found_inf = None, bad if above is None else torch.maximum(bad, above)
         try:
             stepped = yield
-            bad = optimizer.found_inf  # with what the hooks below this one have found
+            bad = optimizer.found_inf  # includes what the hooks below this one found
         finally:
             if above is None:
                 del optimizer.grad_scale, optimizer.found_inf
@@ -133,48 +131,48 @@ class Lossy(CommHook):
             return stepped
         skipped = Readback({"skipped": bad})
         if not skipped.ready:
-            watch.late.append(skipped)
+            checks.pending.append(skipped)
             return stepped
         if skipped.numbers()["skipped"]:
-            self._warn(watch, run)
+            self._warn(checks, run)
             return False
         return stepped
 
     def drop(self, bad: Tensor, run: RunContext) -> None:
-        """Forget what belongs to a step that was skipped, if `bad` is 1 (on the device) rather than 0."""
+        """Drop state of a step that was skipped, if `bad` (on the device) is 1 rather than 0."""
 
-    def _count_late(self, watch: Watch, run: RunContext, *, wait: bool = False) -> None:
-        """Count the steps that the device turns out to have skipped."""
-        while watch.late and (wait or watch.late[0].ready):
-            if watch.late.pop(0).numbers()["skipped"]:
-                self._warn(watch, run)
+    def _count_skipped(self, checks: FiniteChecks, run: RunContext, *, wait: bool = False) -> None:
+        """Count the steps that the device skipped, as far as that is known on the host."""
+        while checks.pending and (wait or checks.pending[0].ready):
+            if checks.pending.pop(0).numbers()["skipped"]:
+                self._warn(checks, run)
                 run.count_skipped_step()
 
     @hookimpl
     def on_train_epoch_end(self, run: RunContext) -> None:
-        self._count_late(self._watches.of(run), run, wait=True)
+        self._count_skipped(self._checks.of(run), run, wait=True)
 
-    def _let_pass_by(self, optimizer: Any, watch: Watch, run: RunContext) -> None:
-        """Take the gradients away: without any, an optimizer passes a parameter by."""
+    def _drop_gradients(self, optimizer: Any, checks: FiniteChecks, run: RunContext) -> None:
+        """Set gradients to None: an optimizer skips parameters without a gradient."""
         if self.nonfinite == "error":
-            raise self._refusal(run)
+            raise self._error(run)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         for parameter in parameters:
             parameter.grad = None
         if has_gradients:
-            self._warn(watch, run)
+            self._warn(checks, run)
 
-    def _warn(self, watch: Watch, run: RunContext) -> None:
-        if not watch.warned and run.is_global_zero:
-            watch.warned = True
+    def _warn(self, checks: FiniteChecks, run: RunContext) -> None:
+        if not checks.warned and run.is_global_zero:
+            checks.warned = True
             warnings.warn(
-                f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite: the step is skipped, and so "
-                "will be others like it (trainer.position.skipped_steps counts them)",
+                f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite: this step is skipped, as "
+                "later ones will be (trainer.position.skipped_steps counts them)",
                 stacklevel=2,
             )
 
-    def _refusal(self, run: RunContext, where: str = "") -> StratagemError:
+    def _error(self, run: RunContext, where: str = "") -> StratagemError:
         return StratagemError(
             f"comm_hook {run.name_of(self)!r} averaged gradients that are not finite{where}",
             expected="finite ones on all ranks",
@@ -186,14 +184,14 @@ class Lossy(CommHook):
 
 
 def _can_skip(optimizer: Any) -> bool:
-    """Whether `optimizer` steps or not as a number on the device tells it, exactly: torch's fused ones do."""
-    # Skipped in its first step, torch's SGD would go on with momentum that was never set.
+    """Return whether `optimizer` skips a step exactly when `found_inf` on the device is 1: torch's fused ones do."""
+    # If its first step were skipped, torch's SGD would continue with momentum that was never initialized.
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not is_sgd
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Return whether all of `tensor` is finite, as a tensor without dimensions: one pass, no waiting."""
+    """Return whether all of `tensor` is finite, as a 0-d tensor: one pass, no synchronization."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))

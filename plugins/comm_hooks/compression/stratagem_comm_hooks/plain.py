@@ -1,4 +1,4 @@
-"""Gradients as they are: sent whole, or not at all. Both are there to compare the others with."""
+"""Baselines to compare other hooks with: the plain all-reduce, and no communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class AllReduce(CommHook):
-    """Gradients travel uncompressed, as they would without a hook."""
+    """Average gradients uncompressed, as without a hook."""
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
@@ -29,9 +29,9 @@ class AllReduce(CommHook):
 
 @define(eq=False, kw_only=True)
 class Noop(CommHook):
-    """Sends nothing: each rank steps with its own gradients, and the replicas drift apart.
+    """Send nothing: each rank steps with its own gradients, and the replicas diverge.
 
-    For measuring what communication costs, never for a model that is to be kept.
+    Use it to measure the cost of communication, never to train a model that you keep.
     """
 
     innermost = True
@@ -44,4 +44,4 @@ class Noop(CommHook):
     @hookimpl
     def prepare_module(self, run: RunContext) -> None:
         if run.stage == "train" and run.world_size > 1 and run.is_global_zero:
-            warnings.warn("comm_hook 'noop' sends no gradients: the ranks train apart", stacklevel=2)
+            warnings.warn("comm_hook 'noop' sends no gradients: the replicas diverge", stacklevel=2)

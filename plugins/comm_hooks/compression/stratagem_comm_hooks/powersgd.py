@@ -1,11 +1,11 @@
-"""Send the gradient of each matrix as two narrow factors.
+"""PowerSGD: send the gradient of each matrix as two low-rank factors.
 
 [Note: one step of power iteration]
-A matrix M (rows, columns) is sent as P (rows, rank) and Q (columns, rank), M ~ P Q^T. Every rank begins with the same
-Q. Each sends P = M Q; the average is made orthonormal; with it each sends Q = M^T P. Both averages are linear in M, so
-P Q^T is what the average of all M would have given. What does not shrink that way (vectors, small matrices) travels
-whole, in one message with the P. The new Q is where the next step begins: over the steps it turns to the largest
-singular directions.
+A matrix M (rows, columns) is sent as P (rows, rank) and Q (columns, rank), M ~ P Q^T. All ranks start from the same Q.
+Each sends P = M Q; the average of P is orthonormalized; then each sends Q = M^T P. Both averages are linear in M, so P
+Q^T equals the result for the average of all M. Tensors that would not become smaller (vectors, small matrices) are sent
+uncompressed, in one message with the P. The new Q is the start of the next step: over the steps it converges to the
+largest singular vectors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from stratagem.api import Bucket, hookimpl
 from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_comm_hooks.feedback import Feedback
+from stratagem_comm_hooks.error_feedback import Layout, as_real
+from stratagem_comm_hooks.feedback_hook import FeedbackHook
 from stratagem_comm_hooks.lossy import is_finite
-from stratagem_comm_hooks.owed import Layout, as_real
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class Matrix:
     """A part of a bucket that is sent as two factors."""
 
-    #: What its Q is remembered by.
+    #: The key of its Q.
     key: str
-    #: Where it lies among the bucket's numbers, row by row.
+    #: Where it starts in the bucket; elements are in row-major order.
     start: int
     rows: int
     columns: int
@@ -47,34 +47,34 @@ class Matrix:
     def end(self) -> int:
         return self.start + self.rows * self.columns
 
-    def within(self, numbers: Tensor) -> Tensor:
-        """Return the view of `numbers` that is this matrix: (rows, columns)."""
-        return numbers[self.start : self.end].view(self.rows, self.columns)
+    def within(self, values: Tensor) -> Tensor:
+        """Return the view of `values` that is this matrix: (rows, columns)."""
+        return values[self.start : self.end].view(self.rows, self.columns)
 
 
 @define(eq=False, kw_only=True)
-class _PowerIteration(Feedback):
-    """Sends the matrices that a subclass finds in a bucket; see [Note: one step of power iteration]."""
+class _PowerIteration(FeedbackHook):
+    """Compresses the matrices that a subclass finds in a bucket; see [Note: one step of power iteration]."""
 
-    #: Columns of the factors: more follow the gradient closer, and cost as many times the bytes. 1 if not given.
+    #: Columns of the factors: more approximate the gradient better, and cost bytes in proportion. 1 if not given.
     rank: int | None = field(default=None, validator=at_least(1))
-    #: Another name for `rank`, the one that torch gives it.
+    #: torch's name for `rank`.
     matrix_approximation_rank: int | None = field(default=None, validator=at_least(1))
-    #: Optimizer steps before that send whole gradients, while they change fast: fewer save bytes, more start better.
-    start_powerSGD_iter: int = field(default=1000, validator=at_least(0))  # noqa: N815 - torch's spelling
-    #: What would shrink less than so many times travels whole: higher spares work that saves little.
+    #: Number of first steps without compression, while gradients change fast: fewer save bytes, more start better.
+    start_powerSGD_iter: int = field(default=1000, validator=at_least(0))  # noqa: N815 - torch's name
+    #: Matrices that would not become this many times smaller are sent uncompressed: higher saves computation.
     min_compression_rate: float = field(default=2.0, validator=at_least(1))
-    #: Return with the next step what the factors did not hold: costs the memory of the gradients, in fp32.
+    #: Add the approximation error to the next step: costs the memory of the gradients, in fp32.
     use_error_feedback: bool = True
-    #: Begin with the last step's Q: follows the gradient closer; without, each step draws a new one.
+    #: Start from the last step's Q: approximates better; without it, each step draws a random one.
     warm_start: bool = True
-    #: 0 makes P orthonormal by Householder reflections. More uses the Gram-Schmidt process, faster for a few long
-    #: columns on some devices, with this added to each norm: P is then orthonormal only about.
+    #: 0 orthonormalizes P by Householder QR. A value above 0 uses the Gram-Schmidt process, faster for a few long
+    #: columns on some devices, and is added to each norm: P is then only approximately orthonormal.
     orthogonalization_epsilon: float = field(default=0.0, validator=at_least(0))
-    #: What the first Q are drawn from, the same on all ranks; the run's own random numbers are left alone.
+    #: Seed of the first Q, the same on all ranks; the random state of the run is not used.
     random_seed: int = field(default=0, validator=at_least(0))
 
-    #: The Q to begin the next step with.
+    #: The Q of the last step, by key.
     _starts: PerRun[dict[str, Tensor]] = field(init=False, factory=lambda: PerRun(dict), repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -83,7 +83,7 @@ class _PowerIteration(Feedback):
             raise ConfigError(
                 f"{type(self).__name__}.rank is {self.rank} and matrix_approximation_rank is "
                 f"{self.matrix_approximation_rank}",
-                expected="one of them, as they mean the same",
+                expected="one of them, as they are the same option",
             )
         self.rank = named.pop() if named else 1
         if self.start_powerSGD_iter < 2 and (self.use_error_feedback or self.warm_start):
@@ -102,70 +102,70 @@ class _PowerIteration(Feedback):
     def prepare_module(self, run: RunContext) -> None:
         super().prepare_module(run)
         if run.stage == "train":
-            self._check_alike(run)
+            self._check_same_arithmetic(run)
 
-    def _check_alike(self, run: RunContext) -> None:
-        """Refuse ranks that may compute other bits from the same numbers. Collective."""
-        everybody = run.peers.all_gather_object(_computed_by(run.device))
-        rank = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
+    def _check_same_arithmetic(self, run: RunContext) -> None:
+        """Refuse ranks that may compute different bits from the same input. Collective."""
+        devices = run.peers.all_gather_object(_arithmetic(run.device))
+        rank = next((rank for rank, other in enumerate(devices) if other != devices[0]), None)
         if rank is not None:
             raise ConfigError(
-                f"comm_hook {run.name_of(self)!r} computes on rank 0 with {everybody[0]} and on rank {rank} with "
-                f"{everybody[rank]}",
-                expected="the same device and versions on all ranks, as each makes its factors orthonormal for itself "
+                f"comm_hook {run.name_of(self)!r} computes on rank 0 with {devices[0]} and on rank {rank} with "
+                f"{devices[rank]}",
+                expected="the same device and versions on all ranks, as each orthonormalizes its own factors "
                 "and all must get the same bits",
-                do="train on equal machines, or choose another comm_hook",
+                do="train on identical machines, or choose another comm_hook",
             )
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket, run: RunContext) -> Generator[Any, Any, Tensor]:
-        owed = self.owed(run)
-        layout = owed.layout(bucket, owed.place(bucket), run)
+        feedback = self.feedback(run)
+        layout = feedback.layout(bucket, feedback.slot(bucket), run)
         compresses = self.steps(run) >= self.start_powerSGD_iter
         matrices = [each for each in self.matrices(bucket, layout) if self._shrinks(each)] if compresses else []
-        if not matrices and not any(key in owed.rests for key, _ in layout):
+        if not matrices and not any(key in feedback.residuals for key, _ in layout):
             average: Tensor = yield bucket.buffer
-            self.see(average, run)
+            self.check(average, run)
             return average
 
-        buffer, numbers = as_real(bucket.buffer), owed.plus(bucket, layout)
-        count, end = numbers.numel(), matrices[-1].end if matrices else 0
-        numbers = F.pad(numbers, (0, max(0, end - count)))
-        before = [self._start(each, numbers, run) for each in matrices]
-        average, after = yield from self._average(numbers, matrices, before, buffer.dtype)
+        buffer, values = as_real(bucket.buffer), feedback.take(bucket, layout)
+        count, end = values.numel(), matrices[-1].end if matrices else 0
+        values = F.pad(values, (0, max(0, end - count)))
+        before = [self._start(each, values, run) for each in matrices]
+        average, after = yield from self._average(values, matrices, before, buffer.dtype)
         buffer.copy_(average[:count])
-        finite = self.see(bucket.buffer, run)
+        finite = self.check(bucket.buffer, run)
         if self.use_error_feedback:
-            owed.keep(numbers[:count], layout, finite)
+            feedback.keep(values[:count], layout, finite)
         if self.warm_start:
             self._remember(matrices, before, after, finite, run)
         return bucket.buffer
 
     def _average(
-        self, numbers: Tensor, matrices: list[Matrix], qs: list[Tensor], dtype: torch.dtype
+        self, values: Tensor, matrices: list[Matrix], qs: list[Tensor], dtype: torch.dtype
     ) -> Generator[Tensor, Tensor, tuple[Tensor, list[Tensor]]]:
-        """Return the average of `numbers` and the new Q; leave in `numbers` what of them was not sent."""
-        average = torch.empty_like(numbers)
-        whole = _outside(matrices, numbers.numel())
-        ms = [each.within(numbers) for each in matrices]
-        pieces = [numbers[part] for part in whole] + [m @ q for m, q in zip(ms, qs, strict=True)]
-        answer = yield _joined(pieces, dtype)
-        finite = is_finite(answer)
-        pieces = _parted(answer, pieces)
+        """Return the average of `values` and the new Q; leave the residual in `values`."""
+        average = torch.empty_like(values)
+        whole = _outside(matrices, values.numel())
+        ms = [each.within(values) for each in matrices]
+        pieces = [values[part] for part in whole] + [m @ q for m, q in zip(ms, qs, strict=True)]
+        reply = yield _joined(pieces, dtype)
+        finite = is_finite(reply)
+        pieces = _split(reply, pieces)
         for part, piece in zip(whole, pieces, strict=False):
-            average[part], numbers[part] = piece, 0.0
+            average[part], values[part] = piece, 0.0
         if matrices:
             ps = [orthonormal(p, self.orthogonalization_epsilon) for p in pieces[len(whole) :]]
             qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
             message = _joined(qs, dtype)
-            for m, p, q in zip(ms, ps, _parted(message, qs), strict=True):
+            for m, p, q in zip(ms, ps, _split(message, qs), strict=True):
                 m -= p @ q.T
-            answer = yield message
-            finite &= is_finite(answer)
-            qs = _parted(answer, qs)
+            reply = yield message
+            finite &= is_finite(reply)
+            qs = _split(reply, qs)
             for each, p, q in zip(matrices, ps, qs, strict=True):
                 torch.matmul(p, q.T, out=each.within(average))
-        # What is not finite in one factor may leave some of the products so.
+        # A factor with nan or inf may leave some elements of the product finite: make all of them nan.
         return average.masked_fill_(~finite, float("nan")), qs
 
     def _shrinks(self, matrix: Matrix) -> bool:
@@ -176,7 +176,7 @@ class _PowerIteration(Feedback):
     # --- Q -------------------------------------------------------------------------------------------------------
 
     def _start(self, matrix: Matrix, like: Tensor, run: RunContext) -> Tensor:
-        """Return the Q to begin with: the last step's, or one drawn alike on all ranks."""
+        """Return the Q to start from: the last step's, or a random one, the same on all ranks."""
         assert self.rank is not None, "the constructor sets it"
         kept = self._starts.of(run).get(matrix.key)
         if kept is not None and kept.shape == (matrix.columns, self.rank):
@@ -189,7 +189,7 @@ class _PowerIteration(Feedback):
     def _remember(
         self, matrices: list[Matrix], before: list[Tensor], after: list[Tensor], finite: Tensor, run: RunContext
     ) -> None:
-        """Begin the next step with the Q of this one; but from nan, and from zeros, no step would find a way back."""
+        """Start the next step from this Q, unless it has nan or is zero: power iteration would stay there."""
         for each, old, new in zip(matrices, before, after, strict=True):
             self._starts.of(run)[each.key] = torch.where(finite & new.any(), new, old)
 
@@ -199,17 +199,17 @@ class _PowerIteration(Feedback):
 
     def load_rank_states(self, states: list[dict[str, Any]], run: RunContext) -> None:
         super().load_rank_states(states, run)
-        # All that average together began with the same.
+        # All ranks that average together have the same Q.
         starts = states[run.rank if len(states) == run.world_size else 0]["starts"]
         self._starts.of(run).update({key: start.to(run.device) for key, start in starts.items()})
 
 
 @define(eq=False, kw_only=True)
 class PowerSGD(_PowerIteration):
-    """The gradient of each matrix travels as two narrow factors.
+    """Send the gradient of each matrix as two low-rank factors.
 
-    Vogels et al., "PowerSGD", NeurIPS 2019. A convolution's kernel is a matrix of output channels by all the rest.
-    Sends through the hook below: ["powersgd", "fp16_compress"] halves the factors once more.
+    Vogels et al., "PowerSGD", NeurIPS 2019. A convolution kernel is a matrix of output channels by all other
+    dimensions. Sends through the next hook of the list: ["powersgd", "fp16_compress"] halves the bytes of the factors.
     """
 
     outermost = True
@@ -220,7 +220,7 @@ class PowerSGD(_PowerIteration):
         found, start = [], 0
         for gradient, (key, size) in zip(bucket.gradients, layout, strict=True):
             if gradient.dim() > 1 and size:
-                _, rows = max(zip(gradient.stride(), gradient.shape, strict=True))  # of numbers as they lie in memory
+                _, rows = max(zip(gradient.stride(), gradient.shape, strict=True))  # by the order in memory
                 found.append(Matrix(key, start, rows, size // rows))
             start += size
         return found
@@ -228,10 +228,10 @@ class PowerSGD(_PowerIteration):
 
 @define(eq=False, kw_only=True)
 class BatchedPowerSGD(_PowerIteration):
-    """Each bucket travels as two narrow factors of one square matrix, whatever parameters it holds.
+    """Send each bucket as two low-rank factors of one square matrix, whatever parameters it has.
 
-    Vogels et al., "PowerSGD", NeurIPS 2019, in torch's variant: fewer and larger products than `powersgd`, and a matrix
-    that means less, so that the same rank holds less of the gradient. Works under other hooks.
+    Vogels et al., "PowerSGD", NeurIPS 2019, in torch's batched variant: fewer and larger products than `powersgd`, but
+    the matrix has no structure, so that the same rank approximates it worse. Works after other hooks of the list.
     """
 
     def matrices(self, bucket: Bucket, layout: Layout) -> list[Matrix]:
@@ -239,38 +239,38 @@ class BatchedPowerSGD(_PowerIteration):
 
 
 def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return an orthonormal base of the columns of `matrix`, continuous in it: no column flips its sign.
+    """Return an orthonormal basis of the columns of `matrix`, continuous in it: no column flips its sign.
 
-    The same bits give the same bits: all ranks compute it for themselves.
+    Deterministic: all ranks compute the same bits from the same input.
     """
     if epsilon == 0:
-        base: Tensor
-        base, triangle = torch.linalg.qr(matrix)
-        return base * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
-    base = matrix.clone()
-    for index in range(base.shape[1]):
-        column, others = base[:, index], base[:, :index]
+        basis: Tensor
+        basis, triangle = torch.linalg.qr(matrix)
+        return basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
+    basis = matrix.clone()
+    for index in range(basis.shape[1]):
+        column, others = basis[:, index], basis[:, :index]
         column -= others @ (others.T @ column)
         column /= torch.linalg.vector_norm(column) + epsilon
-    return base
+    return basis
 
 
-def _computed_by(device: torch.device) -> str:
-    """Return what the last bits of a computation on `device` depend on."""
+def _arithmetic(device: torch.device) -> str:
+    """Return a description of everything that the bits of a result on `device` depend on."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"  # which names its CUDA
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"  # the version names its CUDA
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def _as_square(layout: Layout) -> list[Matrix]:
-    """Return all of a bucket as one matrix, nearly square; it may reach beyond the bucket's end."""
+    """Return the whole bucket as one nearly square matrix; it may extend beyond the end of the bucket."""
     count = sum(size for _, size in layout)
     rows = math.isqrt(max(0, count - 1)) + 1
     return [Matrix(layout[0][0], 0, rows, -(-count // rows))] if count else []
 
 
 def _outside(matrices: list[Matrix], count: int) -> list[slice]:
-    """Return the parts of a bucket of `count` numbers that lie in no matrix."""
+    """Return the parts of a bucket of `count` elements that belong to no matrix."""
     starts, ends = [each.start for each in matrices], [each.end for each in matrices]
     bounds = zip([0, *ends], [*starts, count], strict=True)
     return [slice(low, high) for low, high in bounds if low < high]
@@ -280,7 +280,7 @@ def _joined(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces]).to(dtype)
 
 
-def _parted(message: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return what `_joined` made one message of, in the shapes and the dtype of the pieces in `like`."""
+def _split(message: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Split a `message` of `_joined` into tensors with the shapes and the dtype of those in `like`."""
     pieces = message.to(like[0].dtype, copy=True).split([piece.numel() for piece in like])
     return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Send gradients in 16 bits: half the bytes of fp32, for a rounding that training rarely notices."""
+"""Send gradients as fp16 or bf16: half the bytes of fp32, with a rounding error that rarely matters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from attrs import define
 
 from stratagem.api import GRADIENT_BUCKETS, SIXTEEN_BIT_GRADIENTS, Capabilities, hookimpl
-from stratagem_comm_hooks.lossy import Lossy
-from stratagem_comm_hooks.owed import as_real
+from stratagem_comm_hooks.error_feedback import as_real
+from stratagem_comm_hooks.lossy import LossyHook
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @define(eq=False, kw_only=True)
-class _Compress(Lossy):
-    """Cast, average, cast back."""
+class _Compress(LossyHook):
+    """Cast to `dtype`, average, cast back."""
 
     dtype: ClassVar[torch.dtype]
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
@@ -30,21 +30,21 @@ class _Compress(Lossy):
         if average.dtype.itemsize <= self.dtype.itemsize:
             average = yield average  # nothing to gain
         else:
-            numbers = as_real(average)
-            numbers.copy_((yield numbers.to(self.dtype)))
-        self.see(average, run)
+            values = as_real(average)
+            values.copy_((yield values.to(self.dtype)))
+        self.check(average, run)
         return average
 
 
 @define(eq=False, kw_only=True)
 class FP16Compress(_Compress):
-    """Gradients travel as fp16: ten bits of mantissa, and an overflow to inf above 65504."""
+    """Send gradients as fp16: ten bits of mantissa; values above 65504 become inf."""
 
     dtype = torch.float16
 
 
 @define(eq=False, kw_only=True)
 class BF16Compress(_Compress):
-    """Gradients travel as bf16: the range of fp32, seven bits of mantissa."""
+    """Send gradients as bf16: the range of fp32, seven bits of mantissa."""
 
     dtype = torch.bfloat16
