@@ -130,7 +130,7 @@ def test_stochastic_weight_averaging_says_where_it_cannot():
         sg.Trainer(max_epochs=2, callbacks=StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=7), **QUIET).fit(
             Net(), BATCHES
         )
-    with pytest.raises(ConfigError, match="averages whole weights, and strategy 'fsdp' shards them"):
+    with pytest.raises(ConfigError, match="averages full parameters, and strategy 'fsdp' shards them"):
         sg.Trainer(
             max_epochs=2, strategy="fsdp", devices=1, callbacks=StochasticWeightAveraging(swa_lrs=0.1), **QUIET
         ).fit(Net(), BATCHES)

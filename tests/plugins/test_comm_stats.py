@@ -148,5 +148,5 @@ def test_they_are_drawn_in_the_report(tmp_path):
 def test_one_process_has_nothing_to_count():
     trainer = sg.Trainer(callbacks=["comm_stats"], devices=1, logger=False, **QUIET)
 
-    with pytest.raises(ConfigError, match="comm_stats is chosen and one process trains alone"):
+    with pytest.raises(ConfigError, match="comm_stats is chosen and the run has one process"):
         trainer.fit(Net(), joined_batches(1, 8))

@@ -612,7 +612,7 @@ def test_the_backbone_keeps_the_modes_that_the_user_set(tmp_path, train_bn):
 
 
 def test_finetuning_says_what_is_wrong(tmp_path):
-    with pytest.raises(ConfigError, match="attr_name is 'bakcbone'; expected a part of Pretrained.*'backbone'"):
+    with pytest.raises(ConfigError, match="attr_name is 'bakcbone'; expected a submodule of Pretrained.*'backbone'"):
         trainer(tmp_path, BackboneFinetuning(attr_name="bakcbone"), logger=False).fit(Pretrained(), BATCHES)
 
 

@@ -82,7 +82,7 @@ def test_the_suggested_rate_trains_small_problems(problem, seed):
 ], ids=["flat", "diverging", "noise"])  # fmt: skip
 def test_a_curve_without_a_usable_slope_keeps_the_rate(problem, seed, options, data):
     finder = LearningRateFinder(**options)
-    with pytest.warns(UserWarning, match="found no rate from .* training begins with lr=0.123"):
+    with pytest.warns(UserWarning, match="found no rate from .* training starts with lr=0.123"):
         module, _ = fit(problem, seed, finder, **data)
 
     assert finder.suggestion is None

@@ -208,7 +208,7 @@ def test_a_second_run_in_the_folder_is_told_before_it_trains(tmp_path):
     first.start()
     assert begun.wait(60)
     with pytest.raises(
-        ConfigError, match=rf"is in use by another run \(process {first.pid} on .*\); expected a folder"
+        ConfigError, match=rf"is in use by another run \(process {first.pid} on .*\); expected a separate"
     ):
         _quiet_fit(tmp_path)
     _quiet_fit(tmp_path, enable_checkpointing=False)  # reads and writes nothing there
@@ -427,9 +427,9 @@ WAITING = """
 @pytest.mark.parametrize(
     ("devices", "words", "said"),
     [
-        (1, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); go on with fit\(ckpt_path="last"\)'),
-        (2, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); go on with fit\(ckpt_path="last"\)'),
-        (1, ["9"], "nothing was saved; the next fit begins at step 0"),
+        (1, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); resume with fit\(ckpt_path="last"\)'),
+        (2, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); resume with fit\(ckpt_path="last"\)'),
+        (1, ["9"], "nothing was saved; the next fit starts at step 0"),
         (1, ["2", "on_exception_checkpoint"], None),
     ],
     ids=["one", "two ranks", "nothing", "saved then"],
@@ -456,7 +456,7 @@ def test_ctrl_c_tells_what_is_saved(tmp_path, devices, words, said):
     if said is None:
         assert told == []
         assert out.count("saved ") == 1
-        assert out.strip().endswith('on_exception.ckpt after step 3; go on with fit(ckpt_path="last")')
+        assert out.strip().endswith('on_exception.ckpt after step 3; resume with fit(ckpt_path="last")')
         return
     [line] = told
     assert re.fullmatch(f"interrupted at step 3: {said}", line)
@@ -484,4 +484,4 @@ def test_ctrl_c_in_a_later_fit_tells_from_which_step_nothing_was_saved(tmp_path,
     checkpointing(tmp_path, 1).fit(Net(), joined_batches(2, 8))
     with pytest.raises(KeyboardInterrupt):
         checkpointing(tmp_path, 2).fit(Failing(), joined_batches(2, 8), ckpt_path="last")
-    assert "interrupted at step 3: nothing was saved since step 2, at which this fit began" in capsys.readouterr().out
+    assert "interrupted at step 3: nothing was saved since step 2, at which this fit started" in capsys.readouterr().out

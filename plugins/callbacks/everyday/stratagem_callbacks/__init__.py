@@ -1,3 +1,3 @@
-"""Callbacks for every day. Each lives in a module of its own, imported when it is chosen."""
+"""Callbacks for common needs. Each is in its own module, which is imported when the callback is chosen."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Change over how many batches gradients accumulate as training goes on."""
+"""Change the number of accumulated batches during training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class GradientAccumulationScheduler(Callback):
-    """As ``Trainer(accumulate_grad_batches={0: 8, 5: 4})``: eight batches a step from epoch 0, four from epoch 5."""
+    """Set ``accumulate_grad_batches`` by epoch: ``{0: 8, 5: 4}`` is 8 batches per step from epoch 0, 4 from epoch 5."""
 
-    #: How many batches make a step, by the epoch (from 0) from which it holds; before the first one it is 1.
+    #: Batches per step, by the first epoch (from 0) that uses the number; 1 before the first entry.
     scheduling: dict[int, int]
 
     def __attrs_post_init__(self) -> None:

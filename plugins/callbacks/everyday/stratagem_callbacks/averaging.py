@@ -1,4 +1,4 @@
-"""Averages of the weights: exponential ones to evaluate with, and stochastic weight averaging."""
+"""Average the weights: exponential moving average (EMA), and stochastic weight averaging (SWA)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor that may be sharded. Collective if it is."""
+    """Return the full tensor of one that may be sharded. Collective if it is."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
 
 
 def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `whole` on the device of `parameter`, sharded as it is."""
+    """Return `whole` on the device of `parameter`, sharded in the same way."""
     whole = whole.to(parameter.device)
     if not hasattr(parameter, "full_tensor"):
         return whole
@@ -40,21 +40,20 @@ def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @define(eq=False, kw_only=True)
 class EMA(Callback):
-    """Keeps an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
+    """Keep an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
 
-    Validation during training uses the average; training goes on with the weights, and ends with the average in their
-    place.
-    Costs one more copy of the parameters (of each rank's shards under a sharded strategy).
+    Validation during training uses the average; training continues with the weights. At the end the model has the
+    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
     """
 
-    # Of models that differ from rank to rank each would keep an average of its own.
+    # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
-    #: Share of the old average that is kept at each update: nearer to 1 is smoother and slower.
+    #: Weight of the old average at each update: closer to 1 is smoother and slower.
     decay: float = field(default=0.999, validator=between(0, 1))
-    #: Update after every so many optimizer steps.
+    #: Update the average every n optimizer steps.
     every_n_steps: int = field(default=1, validator=at_least(1))
-    #: Optimizer steps before the average begins.
+    #: First optimizer step to average.
     start_step: int = field(default=0, validator=at_least(0))
     #: Validate with the average while training.
     evaluate: bool = True
@@ -88,7 +87,7 @@ class EMA(Callback):
         if not self.average:
             self.average = {name: parameter.clone() for name, parameter in trained.items()}
             return
-        groups: dict[Any, tuple[list[Any], list[Any]]] = {}  # shards of one mesh, or whole tensors, in one call each
+        groups: dict[Any, tuple[list[Any], list[Any]]] = {}  # one call for each mesh, and one for plain tensors
         for name, parameter in trained.items():
             averages, weights = groups.setdefault(getattr(parameter, "device_mesh", None), ([], []))
             averages.append(self.average[name])
@@ -102,7 +101,7 @@ class EMA(Callback):
         if trainer.fitting:
             self._swap_in(trainer)
 
-    @hookimpl(tryfirst=True)  # what is saved after validation is what training goes on with
+    @hookimpl(tryfirst=True)  # checkpoints after validation have the weights, not the average
     def on_validation_end(self, trainer: TrainerView) -> None:
         self._swap_out(trainer)
 
@@ -114,7 +113,7 @@ class EMA(Callback):
     @hookimpl(tryfirst=True)
     def on_exception(self, trainer: TrainerView) -> None:
         if trainer.run.shards_parameters:
-            self._saved = {}  # putting them back would ask the other ranks
+            self._saved = {}  # restoring them is collective
         self._swap_out(trainer)
 
     def _swap_in(self, trainer: TrainerView) -> None:
@@ -128,7 +127,7 @@ class EMA(Callback):
             self._saved = {}
 
     def _put(self, trainer: TrainerView, values: dict[str, Any]) -> None:
-        if trainer.run.shards_parameters:  # the strategy knows what else holds a copy of them
+        if trainer.run.shards_parameters:  # the strategy may keep other copies of them
             state = {name: _whole(value).cpu() for name, value in values.items()}
             trainer.run.ask("load_model_state", state=state, module=trainer.module, strict=False)
             return
@@ -137,35 +136,35 @@ class EMA(Callback):
                 parameter.copy_(values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, whole. Collective under a sharded strategy."""
+        """Return the averages as full tensors. Collective with a sharded strategy."""
         return {name: _whole(value).cpu() for name, value in self.average.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over averages; they are placed when training begins."""
+        """Restore the averages; they are moved to the device when training begins."""
         self._pending = dict(state)
 
 
 @define(eq=False, kw_only=True)
 class StochasticWeightAveraging(Callback):
-    """From some epoch on trains with a constant high rate and averages the weights of each epoch's end.
+    """From `swa_epoch_start` on, train with a constant learning rate and average the weights at the end of each epoch.
 
-    Izmailov et al., 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". Training ends with the
-    average in the model, and running statistics computed again for it.
+    Izmailov et al., 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". At the end the model has
+    the average, with its BatchNorm statistics recomputed.
     """
 
-    # Of models that differ from rank to rank each would keep an average of its own.
+    # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
-    #: Learning rate to train with while averaging.
+    #: Learning rate during averaging.
     swa_lrs: float = field(validator=more_than(0))
-    #: First epoch to average: its number from 0, or a share of ``max_epochs``.
+    #: First epoch to average: its number from 0, or a fraction of ``max_epochs``.
     swa_epoch_start: int | float = field(default=0.8, validator=batch_limit)
-    #: Epochs to go from the schedule's rate to `swa_lrs`.
+    #: Epochs to anneal from the current learning rate to `swa_lrs`.
     annealing_epochs: int = field(default=10, validator=at_least(0))
-    #: Shape of that way.
+    #: Shape of the annealing.
     annealing_strategy: Literal["cos", "linear"] = "cos"
 
-    #: Epochs in the average.
+    #: Number of epochs in the average.
     count: int = field(init=False, default=0)
     average: dict[str, Any] = field(init=False, factory=dict)
     _started: bool = field(init=False, default=False)
@@ -174,35 +173,35 @@ class StochasticWeightAveraging(Callback):
     def on_fit_start(self, trainer: TrainerView) -> None:
         if trainer.run.shards_parameters:
             raise ConfigError(
-                "stochastic_weight_averaging averages whole weights, and "
+                "stochastic_weight_averaging averages full parameters, and "
                 f"{trainer.run.title_of(trainer.run.strategy)} shards them",
                 do="use the callback 'ema', which averages shards",
             )
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"stochastic_weight_averaging found {len(trainer.optimizers)} optimizers", expected="one",
-                do="average the weights in your own loop of optimizers",
+                do="average the weights in your own training loop",
             )  # fmt: skip
         module = trainer.module
         normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
         if normalizes and type(module).forward is nn.Module.forward:
             raise ConfigError(
-                "stochastic_weight_averaging computes running statistics again, and "
+                "stochastic_weight_averaging recomputes BatchNorm statistics, and "
                 f"{type(module).__name__} has no forward",
-                expected="one that takes the first element of a batch",
+                expected="a forward that takes the first element of a batch",
             )
         if trainer.fast_dev_run:
             return
         start = self._first_epoch(trainer)
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs < 0:
             raise ConfigError(
-                f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}, a share of max_epochs=-1",
+                f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}, a fraction of max_epochs=-1",
                 expected="the number of an epoch", do="set max_epochs, or swa_epoch_start to an epoch",
             )  # fmt: skip
         if not 0 <= start < (trainer.max_epochs if trainer.max_epochs > 0 else start + 1):
             raise ConfigError(
                 f"stochastic_weight_averaging.swa_epoch_start is {self.swa_epoch_start}",
-                expected=f"an epoch below max_epochs={trainer.max_epochs}, or a share of it from 0.0 to 1.0",
+                expected=f"an epoch below max_epochs={trainer.max_epochs}, or a fraction of it from 0.0 to 1.0",
             )
         self.average = {name: value.to(trainer.run.device) for name, value in self.average.items()}
 
@@ -215,9 +214,9 @@ class StochasticWeightAveraging(Callback):
         if self._started or trainer.fast_dev_run or trainer.current_epoch < self._first_epoch(trainer):
             return
         self._started = True
-        self._take_over(trainer, trainer.optimizers)
+        self._use_swa_scheduler(trainer, trainer.optimizers)
 
-    def _take_over(self, run: RunContext | TrainerView, optimizers: Any) -> None:
+    def _use_swa_scheduler(self, run: RunContext | TrainerView, optimizers: Any) -> None:
         (optimizer,) = optimizers
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -229,8 +228,8 @@ class StochasticWeightAveraging(Callback):
         self, run: RunContext
     ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
         optimizers = yield
-        if self._started:  # a resumed run: the schedule that the checkpoint knows
-            self._take_over(run, optimizers)
+        if self._started:  # a resumed run: the scheduler of the checkpoint
+            self._use_swa_scheduler(run, optimizers)
         return optimizers
 
     @hookimpl
@@ -260,19 +259,19 @@ class StochasticWeightAveraging(Callback):
         if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
             limit = trainer.num_training_batches
             batches = (b for number, b in enumerate(trainer.train_dataloader) if math.isinf(limit) or number < limit)
-            _compute_statistics_again(module, map(trainer.run.transfer, batches))
+            _recompute_statistics(module, map(trainer.run.transfer, batches))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average so far."""
+        """Return the average."""
         return {"count": self.count, "average": dict(self.average), "swa_started": self._started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over an average."""
+        """Restore the average."""
         self.count, self.average, self._started = state["count"], dict(state["average"]), state["swa_started"]
 
 
-def _compute_statistics_again(module: nn.Module, batches: Iterable[Any]) -> None:
-    """Compute the running statistics of the batch normalizations in train mode as means over `batches`."""
+def _recompute_statistics(module: nn.Module, batches: Iterable[Any]) -> None:
+    """Set the running statistics of BatchNorm modules in train mode to their means over `batches`."""
     norms = [part for part in module.modules() if part.training and isinstance(part, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Train the head first, the pretrained backbone later."""
+"""Train the head first, and the pretrained backbone later."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class BackboneFinetuning(Callback):
-    """Freezes ``module.backbone``; from an epoch on trains it too, with a rate that approaches that of the rest.
+    """Freeze ``module.backbone``; from an epoch on train it too, with a learning rate that grows to that of the head.
 
-    `configure_optimizers` should leave out what is frozen: ``filter(lambda p: p.requires_grad, self.parameters())``.
-    In one process: where processes share the work they are set up for the parameters that learn at the beginning.
+    `configure_optimizers` must leave out frozen parameters: ``filter(lambda p: p.requires_grad, self.parameters())``.
+    Only for one process: distributed strategies need the trainable parameters to stay the same.
     """
 
     #: First epoch that trains the backbone, from 0.
     unfreeze_backbone_at_epoch: int = field(default=10, validator=at_least(1))
-    #: Attribute of the module that holds it.
+    #: Attribute of the module with the backbone.
     attr_name: str = field(default="backbone", validator=not_empty)
-    #: Its first rate as a share of the others'.
+    #: Its first learning rate, as a fraction of the others'.
     backbone_initial_ratio_lr: float = field(default=0.1, validator=more_than(0))
-    #: Its rate grows by this factor each epoch, until it is the others'.
+    #: Factor for its learning rate in each epoch, up to the others'.
     multiplier: float = field(default=2.0, validator=at_least(1))
-    #: Let frozen batch normalizations go on learning their statistics.
+    #: Keep frozen BatchNorm modules in train mode, so that their statistics are updated.
     train_bn: bool = True
 
     _unfrozen: bool = field(init=False, default=False)
-    #: Each part of the backbone, and whether the user had it in training mode.
+    #: Each submodule of the backbone, and whether it was in train mode.
     _modes: list[tuple[nn.Module, bool]] = field(init=False, factory=list)
 
     @hookimpl
@@ -48,7 +48,7 @@ class BackboneFinetuning(Callback):
         if run.world_size > 1:
             raise ConfigError(
                 f"backbone_finetuning was chosen for {run.world_size} processes", expected="one",
-                do="give the backbone a group of parameters with a small learning rate instead",
+                do="use a parameter group with a small learning rate for the backbone instead",
             )  # fmt: skip
         backbone = self._backbone(module)
         if not self._modes or self._modes[0][0] is not backbone:
@@ -62,7 +62,7 @@ class BackboneFinetuning(Callback):
         if not isinstance(backbone, nn.Module):
             raise ConfigError(
                 f"backbone_finetuning.attr_name is {self.attr_name!r}",
-                expected=f"a part of {type(module).__name__}: {', '.join(children) or 'it has none'}",
+                expected=f"a submodule of {type(module).__name__}: {', '.join(children) or 'it has none'}",
                 do=nearest(self.attr_name, children),
             )
         return backbone
@@ -72,8 +72,8 @@ class BackboneFinetuning(Callback):
         self, run: RunContext
     ) -> Generator[None, list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
         optimizers = yield
-        assert run.module is not None, "the optimizers are of its parameters"
-        if self._unfrozen:  # a resumed run: the group that the checkpoint knows
+        assert run.module is not None, "set before optimizers are made"
+        if self._unfrozen:  # a resumed run: the parameter group of the checkpoint
             self._add_group(run, run.module, optimizers)
             for parameter in self._backbone(run.module).parameters():
                 parameter.requires_grad = True
@@ -87,7 +87,7 @@ class BackboneFinetuning(Callback):
     @hookimpl
     def on_train_start(self, module: nn.Module) -> None:
         if not self._unfrozen and not self.train_bn:
-            self._backbone(module).eval()  # an epoch that is resumed within does not start again
+            self._backbone(module).eval()  # on_train_epoch_start is not called when resuming within an epoch
 
     @hookimpl
     def on_train_epoch_start(self, trainer: TrainerView, module: nn.Module) -> None:
@@ -119,7 +119,7 @@ class BackboneFinetuning(Callback):
         if not new:
             raise ConfigError(
                 f"{type(module).__name__}.configure_optimizers gave the frozen backbone to the optimizer",
-                expected="the parameters that require gradients alone",
+                expected="only parameters that require gradients",
                 do="filter them: `filter(lambda p: p.requires_grad, self.parameters())`",
             )
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
@@ -128,7 +128,7 @@ class BackboneFinetuning(Callback):
             scheduler = config.scheduler
             if hasattr(scheduler, "max_lrs") or "max_lr" in optimizer.param_groups[0]:
                 raise ConfigError(
-                    f"backbone_finetuning adds a group of parameters, which {type(scheduler).__name__} cannot take",
+                    f"backbone_finetuning adds a parameter group, which {type(scheduler).__name__} does not support",
                     expected="another scheduler",
                 )
             for name in ("base_lrs", "lr_lambdas"):
@@ -136,9 +136,9 @@ class BackboneFinetuning(Callback):
                     getattr(scheduler, name).append(rate if name == "base_lrs" else scheduler.lr_lambdas[-1])
 
     def state_dict(self) -> dict[str, bool]:
-        """Return whether the backbone learns already."""
+        """Return whether the backbone is unfrozen."""
         return {"backbone_unfrozen": self._unfrozen}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Take over what an earlier run did."""
+        """Restore whether the backbone is unfrozen."""
         self._unfrozen = state["backbone_unfrozen"]

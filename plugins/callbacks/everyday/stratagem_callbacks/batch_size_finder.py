@@ -1,4 +1,4 @@
-"""Find the largest batch that fits."""
+"""Find the largest batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class BatchSizeFinder(Callback):
-    """Before training, tries larger and larger batches until memory runs out, and trains with the last that fitted.
+    """Before training, try larger and larger batches until memory runs out; train with the largest that fitted.
 
-    In one process: where several share the work, one that runs out of memory leaves the others waiting. The trial steps
-    leave no trace. A resumed run goes on with the size that was found.
+    Only for one process: with several, a rank that runs out of memory leaves the others waiting. The trial steps have
+    no effect on training. A resumed run uses the size that was found.
     """
 
-    #: Double until it fails, or then search between the last two.
+    #: "power" doubles the size until it fails; "binsearch" then searches between the last two.
     mode: Literal["power", "binsearch"] = "power"
     #: Optimizer steps on each size.
     steps_per_trial: int = field(default=3, validator=at_least(1))
     #: First size to try.
     init_val: int = field(default=2, validator=at_least(1))
-    #: Sizes to try at most.
+    #: Maximum number of sizes to try.
     max_trials: int = field(default=25, validator=at_least(1))
-    #: Largest size to try; the whole data set if not given.
+    #: Largest size to try; the size of the dataset if not given.
     max_val: int | None = field(default=None, validator=at_least(1))
-    #: Attribute (or hyper-parameter) of the module that gets the size too, if it has it.
+    #: Attribute (or hyper-parameter) of the module to set to the size, if the module has it.
     attr_name: str = field(default="batch_size", validator=not_empty)
 
-    #: What was found.
+    #: The size that was found.
     optimal_batch_size: int | None = field(init=False, default=None)
 
     @hookimpl
@@ -57,7 +57,7 @@ class BatchSizeFinder(Callback):
             )  # fmt: skip
         loader = trainer.train_dataloader
         with trainer.trial_steps("batch_size_finder") as step:
-            with_batch_size(loader, self.init_val)  # says early if it cannot
+            with_batch_size(loader, self.init_val)  # raises early if it cannot
             size = self.optimal_batch_size = self._search(trainer, loader, step)
         trainer.print(f"batch_size_finder: {size}")
         trainer.replace_train_loader(with_batch_size(loader, size))
@@ -68,11 +68,11 @@ class BatchSizeFinder(Callback):
             hparams[self.attr_name] = size
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return what was found."""
+        """Return the size that was found."""
         return {"optimal_batch_size": self.optimal_batch_size}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on with what was found."""
+        """Restore the size that was found."""
         self.optimal_batch_size = state["optimal_batch_size"]
 
     def _search(self, trainer: TrainerView, loader: Any, step: Any) -> int:
@@ -92,9 +92,7 @@ class BatchSizeFinder(Callback):
             else:
                 size = (good + bad) // 2
         if good == 0:
-            raise ConfigError(
-                f"batch_size_finder ran out of memory with {bad} samples", do="begin with a smaller init_val"
-            )
+            raise ConfigError(f"batch_size_finder ran out of memory with {bad} samples", do="set a smaller init_val")
         return good
 
     def _fits(self, trainer: TrainerView, loader: Any, step: Any) -> bool:
@@ -114,5 +112,5 @@ class BatchSizeFinder(Callback):
 
 def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
-    said = any(words in text for words in ("out of memory", "not enough memory", "cannot allocate memory"))
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or said
+    matches = any(words in text for words in ("out of memory", "not enough memory", "cannot allocate memory"))
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or matches

@@ -1,4 +1,4 @@
-"""Log how many bytes training puts on the wire, and what comm hooks save of them."""
+"""Log how many bytes training communicates, and how many comm hooks save."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class CommStats(Callback):
-    """Logs the bytes that this rank gives to collectives, and those a wire has to carry, for each optimizer step.
+    """Log the bytes that this rank passes to collectives, and the bytes that they send, for each optimizer step.
 
-    ``comm/bytes_per_step`` is what the collectives were given, ``comm/wire_bytes_per_step`` what the best algorithm
-    sends of it; ``comm/<collective>/<sender>`` is the first one by who sent it: a comm hook, the strategy's
-    ``gradients`` or ``parameters``, or ``other``. With comm hooks ``comm/compression_ratio`` is what an all-reduce of
-    the same gradients would have sent, over what was sent in their place, and ``comm/<hook>/<number>`` what a hook
-    tells, such as the ``error_norm`` of what error feedback still owes. Averages over the steps since the last time; of
-    rank 0.
+    ``comm/bytes_per_step`` is the size of the input of collectives, ``comm/wire_bytes_per_step`` what an optimal
+    algorithm sends for it. ``comm/<collective>/<sender>`` is the first number by sender: a comm hook, the strategy's
+    ``gradients`` or ``parameters``, or ``other``. With comm hooks, ``comm/compression_ratio`` is the bytes of an
+    all-reduce of the same gradients, divided by the bytes that were sent, and ``comm/<hook>/<number>`` a statistic of
+    the hook, such as ``error_norm``, the norm of the residuals of error feedback. The numbers are those of rank 0,
+    averaged over the steps since they were last logged.
     """
 
-    #: Also the bytes of a step, in megabytes, and the compression ratio in the progress bar.
+    #: Show the megabytes per step and the compression ratio in the progress bar, too.
     show_in_progress_bar: bool = True
 
-    #: All since training began, by collective and sender; read it when training is done.
+    #: Counts since training began, by collective and sender; complete when training has ended.
     totals: dict[tuple[str, str], Count] = field(init=False, factory=dict)
     _start: dict[tuple[str, str], Count] = field(init=False, factory=dict)
     _before: dict[tuple[str, str], Count] = field(init=False, factory=dict)
@@ -40,17 +40,17 @@ class CommStats(Callback):
     def on_train_start(self, trainer: TrainerView, run: RunContext) -> None:
         if run.world_size == 1:
             raise ConfigError(
-                "comm_stats is chosen and one process trains alone", expected="several processes", do="drop it"
+                "comm_stats is chosen and the run has one process", expected="several processes", do="drop it"
             )
-        self._start = self._before = _copied(run.collectives.traffic.counts)
-        self._buckets_before, self._step_before = _copied(run.collectives.traffic.buckets), trainer.global_step
+        self._start = self._before = _copy(run.collectives.traffic.counts)
+        self._buckets_before, self._step_before = _copy(run.collectives.traffic.buckets), trainer.global_step
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, run: RunContext) -> None:
         step = trainer.global_step
         if step == self._step_before or step % trainer.settings.log_every_n_steps:
             return
-        metrics = self._measured(run, step - self._step_before)
+        metrics = self._metrics(run, step - self._step_before)
         trainer.callback_metrics.update(metrics)
         if self.show_in_progress_bar:
             shown = {"comm_mb": metrics["comm/bytes_per_step"] / 1e6}
@@ -59,49 +59,49 @@ class CommStats(Callback):
             trainer.bar_metrics.update(shown)
         if trainer.is_global_zero:
             run.log_metrics(metrics, step)
-        self._before, self._step_before = _copied(run.collectives.traffic.counts), step
-        self._buckets_before = _copied(run.collectives.traffic.buckets)
+        self._before, self._step_before = _copy(run.collectives.traffic.counts), step
+        self._buckets_before = _copy(run.collectives.traffic.buckets)
 
     @hookimpl
     def on_train_end(self, run: RunContext) -> None:
         self.totals = _since(run.collectives.traffic.counts, self._start)
 
-    def _measured(self, run: RunContext, num_steps: int) -> dict[str, float]:
+    def _metrics(self, run: RunContext, num_steps: int) -> dict[str, float]:
         """Return the averages of the last `num_steps` steps."""
         counts = _since(run.collectives.traffic.counts, self._before)
-        begun = _since(run.collectives.traffic.counts, self._start)
+        total = _since(run.collectives.traffic.counts, self._start)
         metrics = {
             "comm/bytes_per_step": sum(count.payload for count in counts.values()) / num_steps,
             "comm/wire_bytes_per_step": sum(count.wire for count in counts.values()) / num_steps,
         }
         for (collective, sender), count in counts.items():
-            if begun[collective, sender].calls:
+            if total[collective, sender].calls:
                 metrics[f"comm/{collective}/{sender or 'other'}"] = count.payload / num_steps
         hooks = [run.name_of(plugin) for plugin in run.comm_hooks]
         if hooks:
-            came = _since(run.collectives.traffic.buckets, self._buckets_before)
+            buckets = _since(run.collectives.traffic.buckets, self._buckets_before)
             sent = sum(count.wire for (_, sender), count in counts.items() if sender in hooks)
-            whole = came[hooks[0]].wire if hooks[0] in came else 0.0
+            uncompressed = buckets[hooks[0]].wire if hooks[0] in buckets else 0.0
             if sent:
-                metrics["comm/compression_ratio"] = whole / sent
+                metrics["comm/compression_ratio"] = uncompressed / sent
         for hook, plugin in zip(hooks, run.comm_hooks, strict=True):
             statistics = plugin.statistics(run) if hasattr(plugin, "statistics") else {}
             metrics |= {f"comm/{hook}/{name}": value for name, value in statistics.items()}
         return metrics
 
 
-def _copied(counts: dict[Any, Count]) -> dict[Any, Count]:
+def _copy(counts: dict[Any, Count]) -> dict[Any, Count]:
     return {key: evolve(count) for key, count in counts.items()}
 
 
 def _since(now: dict[Any, Count], before: dict[Any, Count]) -> dict[Any, Count]:
-    """Return what was counted between two moments."""
-    nothing = Count()
+    """Return the difference of two counts."""
+    zero = Count()
     return {
         key: Count(
-            count.calls - before.get(key, nothing).calls,
-            count.payload - before.get(key, nothing).payload,
-            count.wire - before.get(key, nothing).wire,
+            count.calls - before.get(key, zero).calls,
+            count.payload - before.get(key, zero).payload,
+            count.wire - before.get(key, zero).wire,
         )
         for key, count in list(now.items())
     }

@@ -1,4 +1,4 @@
-"""Log how the machine is doing."""
+"""Log memory and load of device and host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class DeviceStats(Callback):
-    """Logs, as often as step metrics, memory and load of this process (rank 0's) under ``device/...``."""
+    """Log memory and load of rank 0 as ``device/...``, as often as step metrics."""
 
-    #: Log the process's CPU load and memory too where there is an accelerator; on a CPU they are all there is.
+    #: With an accelerator, log CPU load and memory of the process, too; on the CPU they are always logged.
     cpu_stats: bool = True
 
     _process: Any = field(init=False, default=None)
@@ -27,7 +27,7 @@ class DeviceStats(Callback):
     def setup(self, trainer: TrainerView, stage: str) -> None:
         if stage == "fit" and not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
-                "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or it"
+                "device_stats has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
             )
 
     @hookimpl
@@ -36,7 +36,7 @@ class DeviceStats(Callback):
             import psutil
 
             self._process = psutil.Process()
-            self._process.cpu_percent()  # the first answer means nothing
+            self._process.cpu_percent()  # the first value is meaningless
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView) -> None:
@@ -47,7 +47,7 @@ class DeviceStats(Callback):
         trainer.run.log_metrics(self.read(trainer.run.device), step)
 
     def read(self, device: Any) -> dict[str, float]:
-        """Return the numbers, in bytes and percent."""
+        """Return the statistics, in bytes and percent."""
         import torch
 
         stats: dict[str, float] = {}

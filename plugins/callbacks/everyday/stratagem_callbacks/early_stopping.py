@@ -1,4 +1,4 @@
-"""Stop training when a metric no longer gets better."""
+"""Stop training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class EarlyStopping(Callback):
-    """Ends training, on all ranks after the same step, when `monitor` has not improved for `patience` checks.
+    """End training when `monitor` has not improved for `patience` checks; on all ranks after the same step.
 
-    The metric must be the same on all ranks: log it with ``sync_dist=True``.
+    The metric must be equal on all ranks: log it with ``sync_dist=True``.
     """
 
-    #: Metric to watch.
+    #: Name of the metric.
     monitor: str = field(validator=not_empty)
-    #: What counts as an improvement at all, in units of the metric.
+    #: Minimum change that counts as an improvement, in units of the metric.
     min_delta: float = field(default=0.0, converter=abs)
     #: Checks without improvement before training ends.
     patience: int = field(default=3, validator=at_least(0))
-    #: Whether small or large values of `monitor` are good.
+    #: "min" if smaller values are better, "max" if larger ones are.
     mode: Literal["min", "max"] = "min"
-    #: Whether a metric that nobody logged is an error; otherwise nothing is checked.
+    #: Raise an error if the metric was not logged; otherwise skip the check.
     strict: bool = True
     #: End training when the metric is NaN or infinite.
     check_finite: bool = True
@@ -40,7 +40,7 @@ class EarlyStopping(Callback):
     divergence_threshold: float | None = None
     #: Check at the end of the training epoch rather than after validation; by default after validation if there is any.
     check_on_train_epoch_end: bool | None = None
-    #: Say why training ends, on rank 0.
+    #: Print why training ends, on rank 0.
     verbose: bool = False
 
     #: Checks since the last improvement.
@@ -60,7 +60,7 @@ class EarlyStopping(Callback):
     @hookimpl
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
         if self._after_training(trainer) and trainer.position.epoch_ended:
-            self._check(trainer)  # an epoch that was cut short is judged once it is whole
+            self._check(trainer)  # an epoch that was cut short is checked when it is complete
 
     def _after_training(self, trainer: TrainerView) -> bool:
         if self.check_on_train_epoch_end is None:
@@ -81,7 +81,7 @@ class EarlyStopping(Callback):
                 trainer.print(f"early stopping: {reason}")
 
     def _reason(self, value: float) -> str:
-        """Take note of `value`; return why to stop, or an empty string."""
+        """Record `value`; return why to stop, or an empty string."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return f"{name} is {value}"
@@ -102,12 +102,12 @@ class EarlyStopping(Callback):
         return value > other if self.mode == "max" else value < other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how long ago it was."""
+        """Return the best value, and the number of checks since."""
         return {name: getattr(self, name) for name in ("wait_count", "stopped_epoch", "best_score", "stopping_reason")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting where an earlier run did."""
+        """Restore the best value, and the number of checks since."""
         if not isinstance(state.get("best_score"), int | float | None):
-            raise TypeError(f"best_score is a {type(state['best_score']).__name__}, and no number")
+            raise TypeError(f"best_score is a {type(state['best_score']).__name__}, not a number")
         for name in self.state_dict():
             setattr(self, name, state[name])

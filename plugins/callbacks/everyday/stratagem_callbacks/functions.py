@@ -1,4 +1,4 @@
-"""Functions of your own on the events of a run, without writing a class."""
+"""Call functions on the events of a run, without writing a class."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _EVENTS = tuple(name for name in vars(hooks) if name.startswith("on_"))
 
 
 def _event(name: str) -> Any:
-    """Make the hook implementation that passes event `name` on to the function given for it, if there is one."""
+    """Return a hook implementation that calls the user's function for event `name`, if there is one."""
     arguments = [argument for argument in inspect.signature(getattr(hooks, name)).parameters if argument != "run"]
     names = ", ".join(arguments)
-    space: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     source = f"def {name}(self, {names}):\n    if {name!r} in self.on: self.on[{name!r}]({names})\n"
-    exec(source, space)  # noqa: S102 - pluggy reads the names of arguments from the signature
-    return hookimpl(space[name])
+    exec(source, namespace)  # noqa: S102 - pluggy reads the names of arguments from the signature
+    return hookimpl(namespace[name])
 
 
 @define(eq=False, kw_only=True)
 class LambdaCallback(Callback):
-    """``{"name": "lambda", "on": {"on_train_epoch_end": lambda trainer, module: ...}}``
+    """Call functions on events: ``{"name": "lambda", "on": {"on_train_epoch_end": lambda trainer, module: ...}}``.
 
     Each function gets the arguments of its hook, in the order of docs/hooks.md, without `run`.
     """
 
-    #: Function by event: handy for a line or two; a class of your own reads better beyond that.
+    #: Functions by event. For more than a few lines, write a class instead.
     on: dict[str, Callable[..., Any]] = field()
 
     @on.validator

@@ -1,4 +1,4 @@
-"""Log how large gradients are."""
+"""Log gradient norms."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class GradientNorms(Callback):
-    """Logs the norm of all gradients before clipping, over all ranks, as ``grad_norm`` (``grad_norm/0`` of several).
+    """Log the norm of all gradients before clipping, over all ranks, as ``grad_norm``.
 
-    Computed on the steps that are logged.
+    With several optimizers the names are ``grad_norm/0``, ``grad_norm/1``, ... Computed only on steps that are logged.
     """
 
-    #: Also the norm of each parameter's gradient, as ``grad_norm/<name>``; where parameters are whole.
+    #: Log the norm of each parameter's gradient, too, as ``grad_norm/<name>``; not with sharded parameters.
     per_parameter: bool = False
 
     _last_step: int = field(init=False, default=-1)
@@ -31,25 +31,26 @@ class GradientNorms(Callback):
     def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
-                "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or it"
+                "gradient_norms has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
             )
         if self.per_parameter and trainer.run.shards_parameters:
             raise ConfigError(
                 f"gradient_norms.per_parameter is True and {trainer.run.title_of(trainer.run.strategy)} shards "
                 "parameters",
-                expected="False there",
+                expected="False",
             )
 
     @hookimpl
     def on_before_optimizer_step(
         self, trainer: TrainerView, module: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunContext
     ) -> None:
-        step = trainer.global_step + 1  # the step that is about to be made
+        step = trainer.global_step + 1  # the number of this step
         if step % trainer.settings.log_every_n_steps:
             return
         several = len(run.optimizers) > 1
         name = f"grad_norm/{run.optimizers.index(optimizer)}" if several else "grad_norm"
-        # Without a limit clipping only measures: unscaled, and over all ranks, as the strategy and the precision know.
+        # Clipping with an infinite limit only computes the norm: unscaled, over all ranks, for any strategy and
+        # precision.
         metrics: dict[str, Any] = {name: float(run.clip_gradients(optimizer, max_norm=math.inf))}
         if self.per_parameter:
             metrics |= _norms({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
@@ -59,7 +60,7 @@ class GradientNorms(Callback):
 
 
 def _norms(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the norm of each of `gradients`, waiting for the device once."""
+    """Return the norm of each of `gradients`, with one device synchronization."""
     if not gradients:
         return {}
     norms = torch._foreach_norm(list(gradients.values()))

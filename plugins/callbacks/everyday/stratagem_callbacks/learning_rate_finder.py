@@ -1,4 +1,4 @@
-"""Find a learning rate by trying many."""
+"""Find a learning rate by a range test."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
 
-#: Weight of the past in the average that ends the trial early.
+#: Weight of earlier losses in the running average that ends the test early.
 _SMOOTHING = 0.95
-#: The first steps tell more of their batches than of their rates.
+#: First steps to ignore: their losses depend more on the batches than on the rates.
 _SKIPPED = 5
-#: The loss must fall by so many standard deviations of the smoothed curve: noise alone falls by two or three.
+#: The loss must fall by this many standard deviations of the smoothed curve: noise alone falls by two or three.
 _DEVIATIONS = 8.0
-#: And this share of its fall must lie behind the rate that is chosen, where the curve has left its flat beginning.
-_BEGUN = 0.1
+#: The chosen rate must come after this fraction of the fall, where the curve has left its flat start.
+_MIN_FALL = 0.1
 
 
 @define(eq=False, kw_only=True)
 class LearningRateFinder(Callback):
-    """Before training, raises the rate from `min_lr` to `max_lr` over some steps, and takes the one where the loss fell
-    fastest (Smith, 2015, "Cyclical Learning Rates for Training Neural Networks"). The steps leave no trace.
+    """Before training, increase the learning rate from `min_lr` to `max_lr`; train with the one where the loss fell
+    fastest.
 
-    Where the loss falls no more than its noise, the rate stays as it is, with a warning.
-
-    Groups of an optimizer keep their ratios. On a resumed run nothing happens.
+    Smith, 2015, "Cyclical Learning Rates for Training Neural Networks". The trial steps have no effect on training. If
+    the loss falls no more than its noise, the learning rate is not changed, and a warning is raised. Parameter groups
+    keep the ratios of their rates. A resumed run does not search again.
     """
 
-    #: Rate of the first step.
+    #: Learning rate of the first step.
     min_lr: float = field(default=1e-8, validator=more_than(0))
-    #: Rate of the last step.
+    #: Learning rate of the last step.
     max_lr: float = field(default=1.0, validator=more_than(0))
-    #: Steps to try: more are smoother and take longer.
+    #: Number of steps: more are smoother and take longer.
     num_training_steps: int = field(default=100, validator=at_least(10))
-    #: End early once the smoothed loss is so many times the best; None tries all.
+    #: End early when the smoothed loss is this many times the best; None runs all steps.
     early_stop_threshold: float | None = field(default=4.0, validator=more_than(1))
-    #: Train with the suggestion; otherwise only tell it.
+    #: Train with the suggestion; otherwise only print it.
     update: bool = True
-    #: Attribute (or hyper-parameter) of the module that gets the suggestion too, if it has it.
+    #: Attribute (or hyper-parameter) of the module to set to the suggestion, if the module has it.
     attr_name: str = field(default="lr", validator=not_empty)
-    #: Write a picture of the losses there (PNG; needs matplotlib).
+    #: File for a plot of the losses (PNG; needs matplotlib).
     plot: Path | None = field(default=None, converter=optional(Path))
 
     #: Rates tried and smoothed losses.
     results: dict[str, list[float]] = field(init=False, factory=dict)
-    #: What was found; None before, or if the loss fell no more than its noise.
+    #: The rate that was found; None before, or if the loss fell no more than its noise.
     suggestion: float | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -70,7 +70,7 @@ class LearningRateFinder(Callback):
         if trainer.global_step or trainer.fast_dev_run:
             return
         with trainer.trial_steps("learning_rate_finder") as step:
-            rates, losses = self._try(trainer, step)
+            rates, losses = self._range_test(trainer, step)
         self.results = {"lr": rates, "loss": smooth(losses).tolist()}
         self.suggestion = steepest(rates, losses)
         if self.plot is not None and trainer.is_global_zero:
@@ -80,7 +80,7 @@ class LearningRateFinder(Callback):
                 kept = trainer.optimizers[0].param_groups[0]["lr"]
                 warnings.warn(
                     f"learning_rate_finder found no rate from {self.min_lr:g} to {self.max_lr:g} at which the loss "
-                    f"falls more than its noise: training begins with lr={float(kept):g}. "
+                    f"falls more than its noise: training starts with lr={float(kept):g}. "
                     "Raise max_lr or num_training_steps, lower min_lr, or use larger batches",
                     stacklevel=2,
                 )
@@ -89,7 +89,7 @@ class LearningRateFinder(Callback):
         if self.update:
             self._apply(trainer, module, self.suggestion)
 
-    def _try(self, trainer: TrainerView, step: Any) -> tuple[list[float], list[float]]:
+    def _range_test(self, trainer: TrainerView, step: Any) -> tuple[list[float], list[float]]:
         (optimizer,) = trainer.optimizers
         ratios = _ratios(optimizer)
         rates: list[float] = []
@@ -133,25 +133,25 @@ def _ratios(optimizer: Any) -> list[float]:
 
 
 def steepest(lr: list[float], loss: list[float]) -> float | None:
-    """Return the rate where `loss` falls fastest over the steps; None if it falls no more than its noise does."""
+    """Return the rate where `loss` falls fastest; None if it falls no more than its noise."""
     losses = torch.tensor(loss, dtype=torch.float64)
     if len(losses) < 2 * _SKIPPED:
         return None
     smoothed = smooth(loss)
-    lowest = int(smoothed[_SKIPPED:-1].argmin()) + _SKIPPED  # behind it the loss rises: that rate is too high
+    lowest = int(smoothed[_SKIPPED:-1].argmin()) + _SKIPPED  # later rates are too high: the loss rises
     start, end = float(losses[: max(_SKIPPED, len(losses) // 10)].mean()), float(smoothed[lowest])
     deviation = float((losses - smoothed)[: lowest + 1].std()) / math.sqrt(2 * math.sqrt(math.pi) * _width(len(losses)))
     fall = start - end
     if fall <= max(_DEVIATIONS * deviation, 1e-3 * abs(start)) or end >= loss[0]:
         return None
     slopes = torch.gradient(smoothed)[0]
-    begun = [i for i in range(_SKIPPED, lowest + 1) if smoothed[i] <= start - _BEGUN * fall]
-    steep = min(begun, key=lambda i: float(slopes[i]))
+    candidates = [i for i in range(_SKIPPED, lowest + 1) if smoothed[i] <= start - _MIN_FALL * fall]
+    steep = min(candidates, key=lambda i: float(slopes[i]))
     return lr[steep] if slopes[steep] < 0 else None
 
 
 def smooth(loss: list[float]) -> torch.Tensor:
-    """Return the mean of `loss` around each step, under a Gaussian: unlike an average of the past it is not late."""
+    """Return `loss` smoothed with a Gaussian around each step: unlike a running average it has no lag."""
     steps = torch.arange(len(loss), dtype=torch.float64)
     weights = torch.exp(-0.5 * ((steps[:, None] - steps) / _width(len(loss))) ** 2)
     return (weights / weights.sum(1, keepdim=True)) @ torch.tensor(loss, dtype=torch.float64)
@@ -162,7 +162,7 @@ def _width(steps: int) -> float:
 
 
 def draw(results: dict[str, list[float]], suggestion: float | None, path: Path) -> None:
-    """Write a picture of `results` to `path`.
+    """Write a plot of `results` to `path`.
 
     Raises:
         ConfigError: matplotlib is missing.

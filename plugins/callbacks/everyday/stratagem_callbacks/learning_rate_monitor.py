@@ -1,4 +1,4 @@
-"""Log the learning rates."""
+"""Log learning rates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second).
+    """Log the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second).
 
     A scheduler's own ``name`` replaces ``lr-<optimizer>``.
     """
 
-    #: After every step or every epoch; by default as often as the scheduler steps.
+    #: Log after each step or each epoch; by default as often as the scheduler steps.
     logging_interval: Literal["step", "epoch"] | None = None
     #: Log momentum (or the first beta) too, under ``<name>-momentum``.
     log_momentum: bool = False
@@ -35,7 +35,9 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
             raise ConfigError(
-                "learning_rate_monitor has no logger to log to", expected="a logger", do="drop logger=False, or it"
+                "learning_rate_monitor has no logger to log to",
+                expected="a logger",
+                do="drop logger=False, or the callback",
             )
 
     @hookimpl

@@ -28,36 +28,35 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ModelCheckpoint(Callback):
-    """Saves after validation (or each epoch, or every n steps) and keeps the `save_top_k` best by `monitor`.
+    """Save after validation (or each epoch, or every n steps), and keep the `save_top_k` best by `monitor`.
 
-    The monitored metric must be the same on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest
-    checkpoint is kept. Deletes and overwrites only what this run wrote, and what the run that it resumes wrote into the
-    same folder.
+    The metric must be equal on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest checkpoint is
+    kept. Only files of this run, and files of the run that it resumes in the same folder, are deleted or overwritten.
     """
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
-    #: Name with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
+    #: File name, with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
     filename: str = field(default="{epoch}-{step}", validator=not_empty)
     #: Metric to compare by.
     monitor: str | None = field(default=None, validator=not_empty)
-    #: Whether small or large values of `monitor` are good.
+    #: "min" if smaller values of `monitor` are better, "max" if larger ones are.
     mode: Literal["min", "max"] = "min"
-    #: How many to keep: -1 all, 0 none; without `monitor` 1 keeps the newest.
+    #: Number of checkpoints to keep: -1 all, 0 none; without `monitor`, 1 keeps the newest.
     save_top_k: int = field(default=1, validator=at_least_or_unlimited(0))
-    #: Also keep a copy of the newest as ``last``: something to resume from when the best is old.
+    #: Also save the newest as ``last``, to resume from when the best is old.
     save_last: bool = False
-    #: Save every so many epochs.
+    #: Save every n epochs.
     every_n_epochs: int | None = field(default=None, validator=at_least(1))
-    #: Save every so many optimizer steps instead of epochs.
+    #: Save every n optimizer steps instead of epochs.
     every_n_train_steps: int | None = field(default=None, validator=at_least(1))
-    #: Leave out optimizers and everything else that only resuming needs.
+    #: Leave out optimizers and all other state that only resuming needs.
     save_weights_only: bool = False
     #: Save at the end of the training epoch rather than after validation; by default after validation if there is any.
     save_on_train_epoch_end: bool | None = None
     #: Write ``val_loss=0.31`` rather than ``0.31`` into names.
     auto_insert_metric_name: bool = True
-    #: Add ``-v1``, ``-v2`` to a name that is taken rather than overwrite the file.
+    #: Add ``-v1``, ``-v2`` to the name of an existing file rather than overwrite it.
     enable_version_counter: bool = True
 
     #: Path of the best checkpoint so far; the newest without a monitor.
@@ -66,18 +65,18 @@ class ModelCheckpoint(Callback):
     best_model_score: float | None = field(init=False, default=None)
     #: Path of the ``last`` checkpoint.
     last_model_path: str = field(init=False, default="")
-    #: Value by path, of those kept.
+    #: Value of `monitor` by path, of the kept checkpoints.
     best_k_models: dict[str, float] = field(init=False, factory=dict)
     _last_step: int = field(init=False, default=-1)
-    #: The folder of the checkpoints that it knows of; "" before the first fit.
+    #: The folder of `best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
     _training: bool = field(init=False, default=False)
-    #: The step at which this fit began.
+    #: The step at which this fit started.
     _first_step: int = field(init=False, default=0)
-    #: Path and step of the newest checkpoint that is being written, and of the newest that is on the disk; on rank 0.
-    _asked_for: tuple[str, int] | None = field(init=False, default=None)
-    _on_disk: tuple[str, int] | None = field(init=False, default=None)
+    #: Path and step of the newest checkpoint that was requested, and of the newest that is written; on rank 0.
+    _requested: tuple[str, int] | None = field(init=False, default=None)
+    _written: tuple[str, int] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if self.every_n_epochs is not None and self.every_n_train_steps is not None:
@@ -89,7 +88,7 @@ class ModelCheckpoint(Callback):
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
                 f"model_checkpoint.save_top_k is {self.save_top_k} without a monitor",
-                expected="-1, 0 or 1, or the name of a metric to compare by",
+                expected="-1, 0 or 1, or a monitor",
                 do='add monitor="val_loss"',
             )
 
@@ -99,7 +98,7 @@ class ModelCheckpoint(Callback):
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._leave_to_others(self.folder(trainer))
+        self._forget_other_folder(self.folder(trainer))
         if trainer.fast_dev_run or (self.save_top_k == 0 and not self.save_last):
             return
         error = None
@@ -111,13 +110,13 @@ class ModelCheckpoint(Callback):
                 error = caught
         trainer.run.collectives.fail_together(error)
 
-    def _leave_to_others(self, folder: Path) -> None:
-        """Forget the checkpoints of a run in another folder: they are not this run's to delete, or to compare with."""
+    def _forget_other_folder(self, folder: Path) -> None:
+        """Forget checkpoints in another folder: this run must not delete them, nor compare with them."""
         here = str(folder) if is_remote(folder) else os.path.realpath(folder)
         if self._folder != here:
             self.best_k_models, self.last_model_path = {}, ""
         else:
-            # The same file under the name that this run uses for the folder.
+            # Paths relative to the folder as this run names it.
             kept = {_within(folder, path): score for path, score in self.best_k_models.items()}
             self.best_k_models = {path: score for path, score in kept.items() if path}
             self.last_model_path = _within(folder, self.last_model_path)
@@ -138,25 +137,25 @@ class ModelCheckpoint(Callback):
         interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_launcher()
         if not (was_training and interrupted and trainer.is_global_zero) or trainer.fast_dev_run:
             return
-        told = any(getattr(each, "saved_on_exception", False) for each in trainer.callbacks)
-        if trainer.checkpoint_callback is self and not told:
-            trainer.print(f"interrupted at step {trainer.global_step}: {self._how_to_go_on(trainer)}", flush=True)
+        saved = any(getattr(each, "saved_on_exception", False) for each in trainer.callbacks)
+        if trainer.checkpoint_callback is self and not saved:
+            trainer.print(f"interrupted at step {trainer.global_step}: {self._how_to_resume(trainer)}", flush=True)
 
-    def _how_to_go_on(self, trainer: TrainerView) -> str:
-        """Return what an interrupted fit has saved, and how to go on from there."""
-        if trainer.run.is_saving and self._asked_for is not None:
-            path, step = self._asked_for
-            state = f"{path} (step {step}) is being written and is the newest checkpoint when the program has ended"
-        elif self._on_disk is not None:
-            path, step = self._on_disk
+    def _how_to_resume(self, trainer: TrainerView) -> str:
+        """Return what an interrupted fit has saved, and how to resume from it."""
+        if trainer.run.is_saving and self._requested is not None:
+            path, step = self._requested
+            state = f"{path} (step {step}) is being written; it is the newest checkpoint once the program has ended"
+        elif self._written is not None:
+            path, step = self._written
             state = f"the newest checkpoint is {path} (step {step})"
         elif self._first_step:
-            return f"nothing was saved since step {self._first_step}, at which this fit began"
+            return f"nothing was saved since step {self._first_step}, at which this fit started"
         else:
-            return "nothing was saved; the next fit begins at step 0"
+            return "nothing was saved; the next fit starts at step 0"
         if self.save_weights_only:
-            return f"{state}, which holds weights only: a fit with it begins at step 0"
-        return f'{state}; go on with fit(ckpt_path="last")'
+            return f"{state}, with weights only: a fit from it starts at step 0"
+        return f'{state}; resume with fit(ckpt_path="last")'
 
     def _vacate(self) -> None:
         if self._occupied is not None:
@@ -180,13 +179,13 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
-        cut_short = not trainer.position.epoch_ended  # `monitor` may be logged only by what was left out
+        cut_short = not trainer.position.epoch_ended  # `monitor` may be logged later in the epoch
         if self._after_training(trainer) and not (cut_short and self.monitor not in (None, *trainer.callback_metrics)):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Where training ends within an epoch there is nothing newer to keep than what it ended with."""
+        """Save the final state if training ended within an epoch."""
         newest = self.monitor is None and self.every_n_train_steps is None and (self.save_top_k != 0 or self.save_last)
         within = trainer.position.batches_done and not trainer.position.epoch_ended
         if within and trainer.global_step != self._last_step:
@@ -218,78 +217,78 @@ class ModelCheckpoint(Callback):
         plan = trainer.run.collectives.broadcast_object(self._plan(trainer, score) if trainer.is_global_zero else None)
         if isinstance(plan, ConfigError):
             raise plan
-        path, score, doomed, last = plan
+        path, score, obsolete, last = plan
         if path:
-            self._remember(path, score, doomed)
+            self._record(path, score, obsolete)
             trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if last:
             self.last_model_path = last
             trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
         if trainer.is_global_zero:
             if path or last:
-                self._asked_for = (last or path, trainer.global_step)
-                trainer.run.after_save(functools.partial(setattr, self, "_on_disk", self._asked_for))
-            for old in doomed:  # not before there is something better on the disk
+                self._requested = (last or path, trainer.global_step)
+                trainer.run.after_save(functools.partial(setattr, self, "_written", self._requested))
+            for old in obsolete:  # deleted only after the new one is written
                 trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
 
     def _plan(
         self, trainer: TrainerView, score: float | None
     ) -> tuple[str, float | None, list[str], str] | ConfigError:
-        """Decide on rank 0: where to save (nowhere: ""), the score, what to delete afterwards, where ``last`` goes."""
+        """Return path, score, paths to delete afterwards and path of ``last``, on rank 0; a path of "" is not saved."""
         last = self._path_of_last(trainer) if self.save_last else ""
-        if self.save_top_k == 0 or not self._is_wanted(score):
+        if self.save_top_k == 0 or not self._is_better(score):
             return "", score, [], last
-        doomed = []
+        obsolete = []
         if self.monitor is None:
-            doomed = list(self.best_k_models) if self.save_top_k == 1 else []
+            obsolete = list(self.best_k_models) if self.save_top_k == 1 else []
         elif 0 < self.save_top_k <= len(self.best_k_models):
-            doomed = [self._worst()]
+            obsolete = [self._worst()]
         try:
-            path = self._path(trainer, doomed)
+            path = self._path(trainer, obsolete)
         except ConfigError as error:
             return error
-        return path, score, [old for old in doomed if old != path], last
+        return path, score, [old for old in obsolete if old != path], last
 
-    def _is_wanted(self, score: float | None) -> bool:
+    def _is_better(self, score: float | None) -> bool:
         if self.monitor is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
             return True
-        return self._badness(score) < self._badness(self.best_k_models[self._worst()])
+        return self._sort_key(score) < self._sort_key(self.best_k_models[self._worst()])
 
-    def _remember(self, path: str, score: float | None, doomed: list[str]) -> None:
-        for old in doomed:
+    def _record(self, path: str, score: float | None, obsolete: list[str]) -> None:
+        for old in obsolete:
             self.best_k_models.pop(old, None)
         self.best_k_models[path] = math.nan if score is None else score
         if self.monitor is None:
             self.best_model_path = path
         else:
-            self.best_model_path = min(self.best_k_models, key=lambda kept: self._badness(self.best_k_models[kept]))
+            self.best_model_path = min(self.best_k_models, key=lambda kept: self._sort_key(self.best_k_models[kept]))
             self.best_model_score = self.best_k_models[self.best_model_path]
 
     def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
+        return max(self.best_k_models, key=lambda path: self._sort_key(self.best_k_models[path]))
 
-    def _badness(self, score: float | None) -> float:
+    def _sort_key(self, score: float | None) -> float:
         if score is None or math.isnan(score):
             return math.inf
         return score if self.mode == "min" else -score
 
     # --- Names ---------------------------------------------------------------------------------------------------
 
-    def _path(self, trainer: TrainerView, doomed: list[str]) -> str:
-        """Return where to save: not where something is that is to be kept."""
+    def _path(self, trainer: TrainerView, obsolete: list[str]) -> str:
+        """Return a path to save to that overwrites no checkpoint that is kept."""
         values = as_numbers(trainer.callback_metrics)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
         folder, suffix = self.folder(trainer), trainer.run.checkpoint_format.suffix
         path, version = folder / f"{name}{suffix}", 0
-        mine = doomed if self.monitor is not None else list(self.best_k_models)
+        mine = obsolete if self.monitor is not None else list(self.best_k_models)
         while self.enable_version_counter and path.exists() and str(path) not in mine:
             version += 1
             path = folder / f"{name}-v{version}{suffix}"
         return str(path)
 
     def _path_of_last(self, trainer: TrainerView) -> str:
-        """Return where ``last`` is: the one of this run, or a name that is free."""
+        """Return the path of ``last``: that of this run, or a free one."""
         folder, form = self.folder(trainer), trainer.run.checkpoint_format
         path, version = folder / f"last{form.suffix}", 0
         mine = as_path(self.last_model_path) if self.last_model_path else None
@@ -305,7 +304,7 @@ class ModelCheckpoint(Callback):
             name, form = match[1], match[2] or ""
             if name not in values:
                 warnings.warn(
-                    f"model_checkpoint.filename names {name!r}, which nobody logged: 0 stands in", stacklevel=2
+                    f"model_checkpoint.filename names {name!r}, which was not logged: 0 is used", stacklevel=2
                 )
             try:
                 text = format(values.get(name, 0), form)
@@ -323,14 +322,14 @@ class ModelCheckpoint(Callback):
     # --- State ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, and what was best."""
+        """Return the kept checkpoints, and the best one."""
         names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "_last_step", "_folder")
         rule = {"monitor": self.monitor, "mode": self.mode, "save_top_k": self.save_top_k}
         kept = {"best_k_models": dict(self.best_k_models)}
         return {name.lstrip("_"): getattr(self, name) for name in names} | kept | rule
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what an earlier run kept, as far as it is still there and this run would have kept it."""
+        """Restore the kept checkpoints that still exist, if this run has the same rules for keeping them."""
         same = (state["monitor"], state["mode"]) == (self.monitor, self.mode)
         keeps_fewer = self.save_top_k != -1 and not 0 <= state["save_top_k"] <= self.save_top_k
         kept = {} if keeps_fewer or not same else state["best_k_models"]
@@ -341,7 +340,7 @@ class ModelCheckpoint(Callback):
 
 
 def _within(folder: Path, path: str) -> str:
-    """Return `path` spelled as a path under `folder`; "" if it lies elsewhere."""
+    """Return `path` as a path under `folder`; "" if it is not below it."""
     if not path or is_remote(folder):
         return path if path.startswith(f"{folder}/") else ""
     below = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))

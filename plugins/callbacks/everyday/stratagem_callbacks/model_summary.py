@@ -1,4 +1,4 @@
-"""Print what a model is made of."""
+"""Print a summary of the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ModelSummary(Callback):
-    """A table of layers, parameters (whole ones, also where they are sharded) and whether they learn, on rank 0."""
+    """Print a table of modules on rank 0: class, full number of parameters (also if sharded), trainable or frozen."""
 
-    #: Levels of submodules to show; -1 all.
+    #: Levels of submodules to show; -1 shows all.
     max_depth: int = field(default=1, validator=at_least_or_unlimited(0))
 
     @hookimpl
@@ -28,21 +28,21 @@ class ModelSummary(Callback):
 
 
 def layers(module: nn.Module, max_depth: int) -> list[tuple[str, str, int, str]]:
-    """Return the name, the class, the number of parameters and ``train``, ``frozen`` or ``partly`` of each layer."""
+    """Return name, class, number of parameters and ``train``, ``frozen`` or ``partly`` of each submodule."""
     rows = []
     for name, part in module.named_modules():
         depth = name.count(".") + 1 if name else 0
         if not name or (max_depth >= 0 and depth > max_depth):
             continue
         parameters = list(part.parameters())
-        learning = [parameter.requires_grad for parameter in parameters]
-        mode = "" if not learning else "train" if all(learning) else "partly" if any(learning) else "frozen"
+        trainable = [parameter.requires_grad for parameter in parameters]
+        mode = "" if not trainable else "train" if all(trainable) else "partly" if any(trainable) else "frozen"
         rows.append((name, type(part).__name__, sum(map(_size, parameters)), mode))
     return rows
 
 
 def totals(module: nn.Module) -> dict[str, float]:
-    """Return the numbers of parameters, those that learn, and megabytes."""
+    """Return the number of parameters, of trainable ones, and their megabytes."""
     parameters = list(module.parameters())
     return {
         "parameters": sum(map(_size, parameters)),
@@ -52,7 +52,7 @@ def totals(module: nn.Module) -> dict[str, float]:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Return the number of elements of the whole parameter: ZeRO's stage 3 leaves an empty tensor in the module."""
+    """Return the number of elements of the full parameter: with ZeRO stage 3 the module has an empty tensor."""
     size: int = getattr(parameter, "ds_numel", parameter.numel())
     return size
 

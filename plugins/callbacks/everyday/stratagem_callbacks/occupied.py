@@ -1,4 +1,4 @@
-"""One run for each folder of checkpoints: two would delete and overwrite each other's."""
+"""Lock checkpoint folders: two runs in one folder would delete and overwrite each other's files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stratagem.api.paths import Claim, claim, is_remote
 from stratagem.errors import ConfigError
 
 _FILE = ".in_use"
-#: How often a run makes the file again that another one removes as it ends.
+#: Attempts to create the lock file, which another run may remove as it ends.
 _ATTEMPTS = 100
 _NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-#: Folders that this process keeps checkpoints in, with how many callbacks do.
+#: Folders that this process has locked, and how many callbacks use each.
 _mine: dict[Path, tuple[Claim, int]] = {}
 
 
 def occupy(folder: Path) -> None:
-    """Keep other processes from occupying `folder` until `vacate`, or until this one ends.
+    """Lock `folder` for this process until `vacate`, or until the process ends.
 
     Raises:
-        ConfigError: another run has it.
+        ConfigError: another run has locked it.
     """
     if is_remote(folder):
         return  # object stores have no locks
@@ -34,14 +34,14 @@ def occupy(folder: Path) -> None:
     if key in _mine:
         _mine[key] = (_mine[key][0], _mine[key][1] + 1)
         return
-    with contextlib.suppress(OSError):  # a folder that cannot be written is told of by the first save
+    with contextlib.suppress(OSError):  # if it cannot be written, the first save reports it
         folder.mkdir(parents=True, exist_ok=True)
         claimed = _claim_new(file)
         if claimed is None:
             raise ConfigError(
-                f"{folder} is in use by another run ({_said_by(folder)})",
-                expected="a folder of checkpoints for each run",
-                do="give this one its own default_root_dir, or ModelCheckpoint(dirpath=...)",
+                f"{folder} is in use by another run ({_owner(folder)})",
+                expected="a separate checkpoint folder for each run",
+                do="set another default_root_dir, or ModelCheckpoint(dirpath=...)",
             )
         _mine[key] = (claimed, 1)
         with open(os.open(file, os.O_WRONLY | os.O_TRUNC | _NOT_THROUGH_LINKS), "w") as written:
@@ -49,7 +49,7 @@ def occupy(folder: Path) -> None:
 
 
 def vacate(folder: Path) -> None:
-    """Let others have `folder`; for a folder that this process does not occupy, nothing."""
+    """Unlock `folder`; do nothing if this process has not locked it."""
     key = None if is_remote(folder) else Path(os.path.abspath(folder))
     if key is None or key not in _mine:
         return
@@ -63,17 +63,17 @@ def vacate(folder: Path) -> None:
 
 
 def _claim_new(file: Path) -> Claim | None:
-    """Claim `file`, made if it is not there; None if another process has it."""
+    """Create `file` if needed and lock it; return None if another process has locked it."""
     for _ in range(_ATTEMPTS):
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | _NOT_THROUGH_LINKS, 0o666))
-        with contextlib.suppress(FileNotFoundError):  # a run that ended removed it in between
+        with contextlib.suppress(FileNotFoundError):  # another run removed it in between
             return claim(file, follow=False)
     return None
 
 
-def _said_by(folder: Path) -> str:
+def _owner(folder: Path) -> str:
     try:
         content = json.loads((folder / _FILE).read_text())
         return f"process {content['pid']} on {content['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "which has only just begun"
+        return "which has just started"

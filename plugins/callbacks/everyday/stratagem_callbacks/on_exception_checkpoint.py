@@ -1,4 +1,4 @@
-"""Save what there is when training fails."""
+"""Save a checkpoint when training fails."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class OnExceptionCheckpoint(OwnCheckpoint):
-    """Saves to ``<dirpath>/<filename>`` when an exception (Ctrl-C, too) ends training.
+    """Save to ``<dirpath>/<filename>`` when an exception, or Ctrl-C, ends training.
 
-    With several ranks this needs all of them to fail at the same step, as they do with Ctrl-C or an error in all of
-    them: a rank whose peers are gone, or still working, says that it could not save. A file of that name that neither
-    this run nor the run that it resumes wrote is kept: the name gets ``-v1``.
+    With several ranks, all must fail at the same step, as they do with Ctrl-C or an error on all of them. If other
+    ranks have died, or still train, a warning says that nothing was saved. An existing file that neither this run nor
+    the run that it resumes wrote is kept: the name gets ``-v1``.
     """
 
-    #: Folder; ``<default_root_dir>/checkpoints`` if not given.
+    #: Folder to save in; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
-    #: Name; without an ending, the checkpoint format's own.
+    #: File name; without a suffix, the checkpoint format's is added.
     filename: str = field(default="on_exception", validator=not_empty)
-    #: Seconds to wait for the other ranks; they wait as long to learn of an error.
+    #: Seconds to wait for the other ranks; they need as long to notice an error of this rank.
     patience_s: float = field(default=3.0, validator=more_than(0))
 
-    #: The exception that ended the last fit was followed by a save.
+    #: Whether the last fit ended with an exception and was saved.
     saved_on_exception: bool = field(init=False, default=False)
     _training: bool = field(init=False, default=False)
 
     def folder(self, trainer: TrainerView) -> Path:
-        """Return where it saves."""
+        """Return the folder to save in."""
         return as_path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
@@ -52,20 +52,20 @@ class OnExceptionCheckpoint(OwnCheckpoint):
 
     @hookimpl
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
-        in_order = isinstance(exception, SystemExit) and exception.code in (None, 0)
+        normal_exit = isinstance(exception, SystemExit) and exception.code in (None, 0)
         was_training, self._training = self._training, False
-        # An error of the connection tells that a peer is gone: nobody will come.
-        if not was_training or in_order or is_echo(exception):
+        # After a connection error a peer is gone, so the barrier would time out.
+        if not was_training or normal_exit or is_echo(exception):
             return
         try:
             trainer.run.collectives.barrier_with_timeout("on_exception_checkpoint", self.patience_s)
             path = self.save(trainer, self.filename)
-        except Exception as error:  # noqa: BLE001 - what ended training is what the user must see
+        except Exception as error:  # noqa: BLE001 - the user must see the exception that ended training
             wanted = self.folder(trainer) / self.filename
             warnings.warn(f"on_exception_checkpoint could not save {wanted} ({error})", stacklevel=2)
         else:
             self.saved_on_exception = True
             trainer.print(
                 f"on_exception_checkpoint: saved {path} after step {trainer.global_step}; "
-                'go on with fit(ckpt_path="last")'
+                'resume with fit(ckpt_path="last")'
             )

@@ -1,4 +1,4 @@
-"""A callback that saves to one path: it overwrites its own checkpoint, and never that of another run."""
+"""Base class of callbacks that save to one path; only their own checkpoints are overwritten, never another run's."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from stratagem.errors import CheckpointError
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
 
-#: Where a checkpoint holds what the run wrote.
+#: The key of the paths that the run wrote, in checkpoints.
 _ENTRY = "own_files"
 
 
 @define(eq=False, kw_only=True)
 class OwnCheckpoint(Callback):
-    """Base class: saves to ``<folder>/<filename>``.
+    """Save to ``<folder>/<filename>``.
 
-    If that name is taken by what neither this run nor the run that it resumes wrote, ``-v1``, ``-v2`` ... is added.
+    If a file of that name exists that neither this run nor the run that it resumes wrote, ``-v1``, ``-v2`` ... is
+    added.
     """
 
-    #: What this run wrote, and what the run that it resumes did; every checkpoint tells it.
+    #: Paths that this run, and the run that it resumes, wrote; saved in each checkpoint.
     _written: list[str] = field(init=False, factory=list)
     _resumes: bool = field(init=False, default=False)
 
@@ -35,10 +36,10 @@ class OwnCheckpoint(Callback):
         raise NotImplementedError
 
     def save(self, trainer: TrainerView, filename: str) -> Path:
-        """Save to a path that this run may write to, and wait for it; return the path. Collective.
+        """Save to a path that this run may overwrite, and wait until it is written; return the path. Collective.
 
         Raises:
-            CheckpointError: the folder, the disk or the store refuses; on all ranks.
+            CheckpointError: the path cannot be written; on all ranks.
         """
         path, error = None, None
         if trainer.is_global_zero:
@@ -49,7 +50,7 @@ class OwnCheckpoint(Callback):
         trainer.run.collectives.fail_together(error)
         path = trainer.run.collectives.broadcast_object(path)
         before = list(self._written)
-        # The checkpoint itself has to tell: a run that resumes it may overwrite it.
+        # The checkpoint lists its own path: a run that resumes it may overwrite it.
         self._written = [*(each for each in before if each != _key(path)), _key(path)]
         try:
             trainer.save_checkpoint(path)
@@ -72,7 +73,7 @@ class OwnCheckpoint(Callback):
                 path = first.with_name(f"{first.stem}-v{version}{first.suffix}")
         return path
 
-    # Not as a plugin's state: a run that resumes without the callback loses nothing, and is not to be warned.
+    # Not in state_dict(): resuming without the callback loses nothing, and must not warn.
 
     @hookimpl
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ class OwnCheckpoint(Callback):
 
     @hookimpl
     def setup(self, stage: str) -> None:
-        self._resumes = stage == "fit"  # an evaluation with another run's checkpoint does not resume that run
+        self._resumes = stage == "fit"  # evaluating a checkpoint does not resume its run
 
     @hookimpl
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -94,5 +95,5 @@ def _is_taken(path: Path) -> bool:
 
 
 def _key(path: Path) -> str:
-    """Return the same text for every spelling of `path`."""
+    """Return `path` in a canonical form."""
     return str(path) if is_remote(path) else os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""Write predictions to disk as they are made."""
+"""Write predictions to disk."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class PredictionWriter(Callback):
-    """Writes what `predict_step` returns with ``torch.save``, on the CPU; each rank its own share.
+    """Write the outputs of `predict_step` with ``torch.save``, as CPU tensors; each rank writes its own.
 
-    ``rank{r}_loader{l}_batch{b}.pt`` for each batch, or ``rank{r}.pt`` at the end: for each loader a list of batches.
+    Files: ``rank{r}_loader{l}_batch{b}.pt`` for each batch, or ``rank{r}.pt`` at the end, with a list of batches for
+    each loader.
     """
 
     #: Folder to write into.
     dirpath: Path = field(converter=Path)
-    #: A file for each batch, which keeps memory small, or one at the end.
+    #: Write a file for each batch, which needs less memory, or one at the end.
     write_interval: Literal["batch", "epoch"] = "batch"
 
-    _kept: dict[int, list[Any]] = field(init=False, factory=dict)
+    _outputs: dict[int, list[Any]] = field(init=False, factory=dict)
 
     @hookimpl
     def on_predict_start(self) -> None:
-        self._kept = {}
+        self._outputs = {}
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -48,20 +49,21 @@ class PredictionWriter(Callback):
 
         from stratagem.api.batches import move_batch
 
-        outputs = move_batch(outputs, torch.device("cpu"))  # a file with CUDA tensors needs a GPU to be read
+        outputs = move_batch(outputs, torch.device("cpu"))  # loading CUDA tensors needs a GPU
         if self.write_interval == "batch":
             name = f"rank{trainer.global_rank}_loader{dataloader_idx}_batch{batch_idx}.pt"
             _write(self.dirpath / name, outputs)
         else:
-            self._kept.setdefault(dataloader_idx, []).append(outputs)
+            self._outputs.setdefault(dataloader_idx, []).append(outputs)
 
     @hookimpl
     def on_predict_end(self, trainer: TrainerView) -> None:
         if self.write_interval == "epoch":
             _write(
-                self.dirpath / f"rank{trainer.global_rank}.pt", [self._kept[loader] for loader in sorted(self._kept)]
+                self.dirpath / f"rank{trainer.global_rank}.pt",
+                [self._outputs[loader] for loader in sorted(self._outputs)],
             )
-        self._kept = {}
+        self._outputs = {}
 
 
 def _write(path: Path, value: Any) -> None:

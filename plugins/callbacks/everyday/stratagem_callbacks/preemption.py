@@ -1,11 +1,11 @@
-"""Save and leave when the machine is about to be taken away.
+"""Save a checkpoint and exit when a scheduler is about to stop the job.
 
 [Note: agreeing on a step]
-A signal reaches ranks at different times, or one of them alone. Asking the others after each step would cost each step
-a round trip, so nobody asks: a thread looks at a board now and then, and only when a request hangs there do the ranks
-agree. Each thread then posts the number of the last batch that its rank has begun, and from that moment the rank's main
-thread begins no other without having read all posts. The highest number posted is the last batch for all: who has begun
-it needs the others to finish it.
+A signal reaches ranks at different times, or only one of them. A collective after each step would be too expensive, so
+a thread on each rank polls a key in the key-value store. A rank with a signal sets the key. Each thread that reads it
+posts the number of the last batch that its rank has started; from then on the main thread of the rank starts no other
+batch before it has read the posts of all ranks. The highest number is the last batch for all: a rank that has started
+it needs the other ranks to finish it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from stratagem_callbacks.own_checkpoint import OwnCheckpoint
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
 
-#: Seconds that a loader's worker lives on after a SIGTERM: enough for a batch or two.
-_LINGER_S = 5.0
-#: More batches than anybody has.
+#: Seconds that a DataLoader worker continues after SIGTERM: enough for a batch or two.
+_WORKER_GRACE_S = 5.0
+#: More batches than any run has.
 _NO_LIMIT = 10**18
-#: Seconds that the end of a fit waits for the thread that looks at the board.
+#: Seconds that the end of a fit waits for the polling thread.
 _STOP_S = 2.0
-#: Seconds after which a rank that does not answer is taken for dead.
-_PATIENCE_S = 300.0
+#: Seconds to wait for the posts of all ranks.
+_POST_TIMEOUT_S = 300.0
 
 
 @define(eq=False, kw_only=True)
 class Preemption(OwnCheckpoint):
-    """On a signal to any rank: finishes the step, saves on all ranks in agreement, and ends with `exit_code`.
+    """On a signal to any rank: finish the step, save on all ranks after the same step, and exit with `exit_code`.
 
-    ``fit(ckpt_path="last")`` goes on from there, bit for bit. A file of that name that neither this run nor the run
-    that it resumes wrote is kept: the name gets ``-v1``.
+    ``fit(ckpt_path="last")`` resumes from there, bit for bit. An existing file that neither this run nor the run that
+    it resumes wrote is kept: the name gets ``-v1``.
     """
 
-    #: Names of the signals to obey. Schedulers send SIGTERM before they kill, and SIGUSR1 or SIGUSR2 earlier if asked.
+    #: Names of the signals to handle. Schedulers send SIGTERM before SIGKILL; SIGUSR1 or SIGUSR2 can be requested
+    #: earlier.
     signals: list[str] = field(factory=lambda: ["SIGTERM", "SIGUSR1"])
-    #: What the program ends with: 75 is the system's word for "try again later".
+    #: Exit code of the program: 75 is EX_TEMPFAIL, "try again later".
     exit_code: int = 75
-    #: Where to save; the folder of the first callback that keeps checkpoints, or ``<default_root_dir>/checkpoints``.
+    #: Folder to save in; that of the first callback with checkpoints, or ``<default_root_dir>/checkpoints``.
     dirpath: Path | None = None
-    #: Name of the checkpoint; without an ending, the format's own.
+    #: File name; without a suffix, the checkpoint format's is added.
     filename: str = field(default="preempted", validator=not_empty)
-    #: Seconds between two looks at the board; a rank notices a signal to another one after at most so long.
+    #: Seconds between two polls: the maximum delay until a rank notices a signal to another one.
     look_every_s: float = field(default=0.25, validator=more_than(0))
 
-    _watch: Any = field(init=False, default=None)
+    _watcher: Any = field(init=False, default=None)
     _earlier: dict[int, Any] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -76,7 +77,7 @@ class Preemption(OwnCheckpoint):
             raise ConfigError(f"preemption.exit_code is {self.exit_code}", expected="a number from 1 to 255")
 
     def folder(self, trainer: TrainerView) -> Path:
-        """Return where it saves."""
+        """Return the folder to save in."""
         if self.dirpath is not None:
             return as_path(self.dirpath)
         others = [c for c in trainer.callbacks if c is not self and hasattr(c, "folder")]
@@ -86,37 +87,37 @@ class Preemption(OwnCheckpoint):
     def on_fit_start(self, trainer: TrainerView) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "preemption obeys signals, and fit was called outside the main thread", expected="the main thread"
+                "preemption handles signals, and fit was called outside the main thread", expected="the main thread"
             )
         self._stop_watching()
-        self._watch = _Watch(
+        self._watcher = _SignalWatcher(
             trainer.run.collectives.board(), trainer.global_rank, trainer.world_size, self.look_every_s
         )
         if not self.signals:
             raise ConfigError("preemption.signals is empty", expected="names of signals, such as ['SIGTERM']")
         for name in self.signals:
             number = getattr(signal, name)
-            self._earlier[number] = signal.signal(number, self._watch.signalled)
-        _let_workers_go_on(trainer.train_dataloader, [getattr(signal, name) for name in self.signals])
+            self._earlier[number] = signal.signal(number, self._watcher.signalled)
+        _let_workers_continue(trainer.train_dataloader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer: TrainerView) -> None:
-        watch = self._watch
-        watch.begun += 1  # the next batch, unless what follows forbids it
-        if watch.requested and watch.last_batch() < watch.begun and trainer.at_step_boundary:
+        watcher = self._watcher
+        watcher.begun += 1  # counts the next batch, unless training stops below
+        if watcher.requested and watcher.last_batch() < watcher.begun and trainer.at_step_boundary:
             trainer.leave_after_batch(functools.partial(self._leave, trainer))
 
     @hookimpl
     def on_fit_end(self) -> None:
-        number = 0 if self._watch is None else self._watch.end()
+        number = 0 if self._watcher is None else self._watcher.end()
         self._stop_watching()
-        if number:  # it came when training had ended: it does what it did before
+        if number:  # it came after training: use the original handler
             signal.raise_signal(number)
 
     @hookimpl
     def on_train_end(self) -> None:
-        if self._watch is not None:
-            self._watch.post_no_limit()
+        if self._watcher is not None:
+            self._watcher.post_no_limit()
 
     @hookimpl
     def on_exception(self) -> None:
@@ -128,45 +129,45 @@ class Preemption(OwnCheckpoint):
 
     def _leave(self, trainer: TrainerView) -> None:
         path = self.save(trainer, self.filename)
-        trainer.print(f"{self._watch.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
+        trainer.print(f"{self._watcher.reason()}: saved {path} after step {trainer.global_step}; leaving with code "
                       f"{self.exit_code}", flush=True)  # fmt: skip
         raise SystemExit(self.exit_code)
 
     def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
         for number, handler in self._earlier.items():
             with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that was not Python's
                 signal.signal(number, handler)
         self._earlier.clear()
 
 
-def _let_workers_go_on(loader: Any, numbers: list[int]) -> None:
-    """A signal to the whole group of processes must not take away the workers that the last batches come from."""
+def _let_workers_continue(loader: Any, numbers: list[int]) -> None:
+    """Keep DataLoader workers alive for the last batches if the whole process group gets the signal."""
     if getattr(loader, "num_workers", 0):
         loader.worker_init_fn = functools.partial(_ignoring, numbers, loader.worker_init_fn)
 
 
 def _ignoring(numbers: list[int], then: Any, worker_id: int) -> None:
     for number in numbers:
-        # The interpreter ends its workers by SIGTERM, too: they linger, rather than stay.
-        signal.signal(number, _linger if number == signal.SIGTERM else signal.SIG_IGN)
+        # DataLoader also stops its workers with SIGTERM: they exit after a grace period, rather than ignore it.
+        signal.signal(number, _exit_later if number == signal.SIGTERM else signal.SIG_IGN)
     if then is not None:
         then(worker_id)
 
 
-def _linger(*_: Any) -> None:
+def _exit_later(*_: Any) -> None:
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
-        signal.setitimer(signal.ITIMER_REAL, _LINGER_S)
+        signal.setitimer(signal.ITIMER_REAL, _WORKER_GRACE_S)
 
 
-class _Watch:
-    """One rank's eyes on the board; see [Note: agreeing on a step]."""
+class _SignalWatcher:
+    """Handle signals and poll the key-value store on one rank; see [Note: agreeing on a step]."""
 
     def __init__(self, board: Any, rank: int, world_size: int, look_every_s: float) -> None:
         self.board, self.rank, self.world_size, self.look_every_s = board, rank, world_size, look_every_s
-        #: Number of the last batch that this rank began, or is about to.
+        #: Number of the last batch that this rank has started, or is about to.
         self.begun = 1
         self.requested = False
         self._signal = ""
@@ -185,24 +186,24 @@ class _Watch:
     def _look(self) -> None:
         while not self._over:
             self._wake.wait(self.look_every_s)
-            with contextlib.suppress(Exception):  # the store goes when training ends elsewhere
+            with contextlib.suppress(Exception):  # the store is gone when training has ended elsewhere
                 if self._signal and self.board.get("stop") is None:
                     self.board.put("stop", f"{self._signal} to rank {self.rank}")
                 if self.board.get("stop") is not None:
-                    self.requested = True  # first this, then the number: see the note
+                    self.requested = True  # before the number is posted: see the note
                     self.board.put(f"begun/{self.rank}", str(self.begun))
                     return
 
     def last_batch(self) -> int:
-        """Return the number of the last batch for all; waits for every rank's post."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Return the number of the last batch for all ranks; wait for the posts of all."""
+        deadline = time.monotonic() + _POST_TIMEOUT_S
         while self._last is None:
             posts = [self.board.get(f"begun/{rank}") for rank in range(self.world_size)]
             if None not in posts:
                 self._last = max(int(post) for post in posts if post is not None)
             elif time.monotonic() > deadline:
                 raise PeerError(
-                    f"rank {posts.index(None)} did not answer within {_PATIENCE_S:.0f} s of {self.reason()}",
+                    f"rank {posts.index(None)} did not answer within {_POST_TIMEOUT_S:.0f} s of {self.reason()}",
                     do="this rank stops without saving",
                 )
             else:
@@ -210,19 +211,19 @@ class _Watch:
         return self._last
 
     def post_no_limit(self) -> None:
-        """Tell the others that this rank has trained all there is: nobody is to stop before that."""
+        """Post that this rank has trained all batches, so that no rank stops before that."""
         with contextlib.suppress(Exception):
             self.board.put(f"begun/{self.rank}", str(_NO_LIMIT))
 
     def end(self) -> int:
-        """Return the number of the signal that came to this rank and was not obeyed; 0 if there is none."""
+        """Return the signal that this rank received and did not handle; 0 if there is none."""
         return self._number
 
     def reason(self) -> str:
-        """Return who was told to stop, and how."""
+        """Return which signal came to which rank."""
         return str(self.board.get("stop"))
 
     def stop(self) -> None:
         self._over = True
         self._wake.set()
-        self._thread.join(_STOP_S)  # it may be asking a store that is gone
+        self._thread.join(_STOP_S)  # it may be blocked in a request to a store that is gone

@@ -1,4 +1,4 @@
-"""Where time goes: by action, by function, or by operation."""
+"""Profile a run by action, by Python function, or by operation."""
 
 from __future__ import annotations
 
@@ -40,23 +40,22 @@ def _folder(trainer: TrainerView, dirpath: Path | None) -> Path:
 
 @define(eq=False, kw_only=True)
 class SimpleProfiler(Callback):
-    """Adds up the time of each action of the loop on each rank; prints rank 0's and writes every rank's at the end.
+    """Sum the time of each action of the loop on each rank; print rank 0's and write those of all ranks at the end.
 
-    A test or a prediction is written to ``profile-simple-test-rank<r>.txt`` or ``-predict-``.
-
-    On a GPU an action's time is that of starting its work, not of the work: use ``profiler="pytorch"`` there.
+    Results of test and predict are written to ``profile-simple-test-rank<r>.txt`` and ``-predict-``. On a GPU the time
+    of an action is that of launching its kernels, not of running them: use ``profiler="pytorch"`` there.
     """
 
     #: Folder of ``profile-simple-rank<r>.txt``; ``default_root_dir`` if not given.
     dirpath: Path | None = None
-    #: Write the file; without, rank 0 prints and that is all.
+    #: Write the files; otherwise rank 0 only prints.
     write: bool = True
 
     #: Seconds and calls by action.
     seconds: dict[str, float] = field(init=False, factory=lambda: defaultdict(float))
     calls: dict[str, int] = field(init=False, factory=lambda: defaultdict(int))
     _open: dict[str, float] = field(init=False, factory=dict)
-    #: Seconds and calls before the test or prediction that is under way.
+    #: Seconds and calls before the current test or predict.
     _before: dict[str, tuple[float, int]] = field(init=False, factory=dict)
 
     def _begin(self, action: str) -> None:
@@ -208,7 +207,7 @@ class SimpleProfiler(Callback):
 
     @hookimpl(tryfirst=True)
     def on_predict_epoch_end(self) -> None:
-        self._open.pop("next predict batch", None)  # what follows is no reading
+        self._open.pop("next predict batch", None)  # what follows does not load a batch
 
     @hookimpl(trylast=True)
     def on_predict_end(self, trainer: TrainerView) -> None:
@@ -235,16 +234,16 @@ class SimpleProfiler(Callback):
             path.write_text(text + "\n", encoding="utf-8")
 
     def summary(self, stage: str = "training") -> str:
-        """Return a table of the actions, the longest first, as shares of `stage`; some contain others."""
-        spent = {}
+        """Return a table of the actions, longest first, as fractions of `stage`; some actions include others."""
+        totals = {}
         for action, seconds in self.seconds.items():
             before = self._before.get(action, (0.0, 0))
             if self.calls[action] > before[1]:
-                spent[action] = seconds - before[0], self.calls[action] - before[1]
-        total = spent.get(stage, (1.0, 0))[0]
-        width = max(map(len, spent), default=6)
+                totals[action] = seconds - before[0], self.calls[action] - before[1]
+        total = totals.get(stage, (1.0, 0))[0]
+        width = max(map(len, totals), default=6)
         lines = [f"{'action':<{width}}  {'total s':>10}  {'share':>6}  {'calls':>8}  {'mean ms':>9}"]
-        for action, (seconds, calls) in sorted(spent.items(), key=lambda item: -item[1][0]):
+        for action, (seconds, calls) in sorted(totals.items(), key=lambda item: -item[1][0]):
             numbers = f"{seconds:>10.3f}  {seconds / total:>6.1%}  {calls:>8}  {1e3 * seconds / calls:>9.3f}"
             lines.append(f"{action:<{width}}  {numbers}")
         return "\n".join(lines)
@@ -252,13 +251,13 @@ class SimpleProfiler(Callback):
 
 @define(eq=False, kw_only=True)
 class AdvancedProfiler(Callback):
-    """Python's own profiler over the whole of training, on each rank: every function, how often, how long."""
+    """Run cProfile during training on each rank: calls and time of each Python function."""
 
     #: Folder of ``profile-advanced-rank<r>.prof`` and ``.txt``; ``default_root_dir`` if not given.
     dirpath: Path | None = None
     #: Functions to print on rank 0.
     top: int = field(default=20, validator=at_least(1))
-    #: What to sort them by.
+    #: Sort order of the table.
     sort_by: Literal["cumulative", "tottime", "ncalls"] = "cumulative"
 
     _profile: Any = field(init=False, default=None)
@@ -293,33 +292,33 @@ class AdvancedProfiler(Callback):
 
 @define(eq=False, kw_only=True)
 class PyTorchProfiler(Callback):
-    """torch's profiler on each rank: a trace of every operation and kernel, to be opened in Perfetto (ui.perfetto.dev).
+    """Run torch.profiler on each rank: a trace of all operations and kernels, for Perfetto (ui.perfetto.dev).
 
-    Records `active` batches after `wait` and `warmup` ones, once. The phases of a step (forward, backward, optimizer
-    step, zeroing gradients) are regions of the trace.
+    Records `active` batches once, after `wait` and `warmup` ones. The phases of a step (forward, backward, optimizer
+    step, zero gradients) are regions of the trace.
     """
 
     #: Folder of ``trace-rank<r>.json``; ``default_root_dir`` if not given.
     dirpath: Path | None = None
-    #: Batches to let pass.
+    #: Batches to skip first.
     wait: int = field(default=1, validator=at_least(0))
-    #: Batches to record and throw away: the first ones are slower.
+    #: Batches to record and discard, as the first ones are slower.
     warmup: int = field(default=1, validator=at_least(0))
-    #: Batches in the trace.
+    #: Batches to record.
     active: int = field(default=3, validator=at_least(1))
-    #: Shapes of inputs: more to read, and slower.
+    #: Record input shapes: slower.
     record_shapes: bool = False
-    #: Memory taken and given back by each operation.
+    #: Record memory allocated and freed by each operation.
     profile_memory: bool = False
-    #: Lines of source: much slower.
+    #: Record source lines: much slower.
     with_stack: bool = False
     #: Operations to print on rank 0.
     top: int = field(default=10, validator=at_least(1))
 
-    #: Where the trace of this rank is.
+    #: Path of the trace of this rank.
     trace: Path | None = field(init=False, default=None)
     _profile: Any = field(init=False, default=None)
-    #: The region of the trace that is open.
+    #: The current region of the trace.
     _region: Any = field(init=False, default=None)
 
     @hookimpl(tryfirst=True)
@@ -332,7 +331,7 @@ class PyTorchProfiler(Callback):
             return
         if trainer.num_training_batches * max(trainer.max_epochs, 1) < wanted and trainer.max_epochs > 0:
             raise ConfigError(
-                f"the pytorch profiler waits for {wanted} batches, and training has "
+                f"the pytorch profiler needs {wanted} batches, and training has "
                 f"{int(trainer.num_training_batches * trainer.max_epochs)}",
                 do="lower its wait, warmup or active",
             )
@@ -349,8 +348,8 @@ class PyTorchProfiler(Callback):
         )  # fmt: skip
         self._profile.start()
 
-    def _enter(self, phase: str | None) -> None:
-        """Begin the next region of the trace, if anything is recorded."""
+    def _begin_region(self, phase: str | None) -> None:
+        """End the current region of the trace, and begin `phase` if the profiler runs."""
         region, self._region = self._region, None
         if region is not None:
             region.__exit__(None, None, None)
@@ -362,27 +361,27 @@ class PyTorchProfiler(Callback):
 
     @hookimpl(trylast=True)
     def on_train_batch_start(self) -> None:
-        self._enter("forward")
+        self._begin_region("forward")
 
     @hookimpl
     def on_before_backward(self) -> None:
-        self._enter("backward")
+        self._begin_region("backward")
 
     @hookimpl
     def on_after_backward(self) -> None:
-        self._enter(None)
+        self._begin_region(None)
 
     @hookimpl(trylast=True)
     def on_before_optimizer_step(self) -> None:
-        self._enter("optimizer step")
+        self._begin_region("optimizer step")
 
     @hookimpl
     def on_before_zero_grad(self) -> None:
-        self._enter("zero gradients")
+        self._begin_region("zero gradients")
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self) -> None:
-        self._enter(None)
+        self._begin_region(None)
         if self._profile is not None:
             self._profile.step()
 
@@ -395,7 +394,7 @@ class PyTorchProfiler(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        self._enter(None)
+        self._begin_region(None)
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

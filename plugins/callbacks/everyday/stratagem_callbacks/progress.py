@@ -1,4 +1,4 @@
-"""Show where a run is: a rich bar in a terminal, plain lines elsewhere; on rank 0 alone."""
+"""Show progress on rank 0: a rich bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ProgressBar(Callback):
-    """Epoch, batches, steps per second, time left, the loss and what was logged with ``prog_bar=True``."""
+    """Show epoch, batches, rate, remaining time, the loss and metrics logged with ``prog_bar=True``."""
 
-    #: Seconds between two updates of the bar: fewer look smoother and cost a little each.
+    #: Seconds between two updates of the bar: each update takes some time.
     refresh_every_s: float = field(default=0.25, validator=more_than(0))
-    #: Seconds between two lines where the output is no terminal.
+    #: Seconds between two lines if the output is not a terminal.
     line_every_s: float = field(default=10.0, validator=more_than(0))
 
     _view: Any = field(init=False, default=None)
     _due: float = field(init=False, default=math.inf)
     _began: float = field(init=False, default=0.0)
     _first_batch: int = field(init=False, default=0)
-    _alone: bool = field(init=False, default=False)
-    #: What the next update shows, on its way from the device.
-    _coming: Readback | None = field(init=False, default=None)
+    _standalone: bool = field(init=False, default=False)
+    #: Metrics of the next update, being copied from the device.
+    _pending: Readback | None = field(init=False, default=None)
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         if trainer.is_global_zero:
             self._open(trainer)
-            self._start_epoch(trainer)  # one that is resumed within does not start again
+            self._start_epoch(trainer)  # on_train_epoch_start is not called when resuming within an epoch
             world, size = trainer.world_size, trainer.effective_batch_size
             text = f"{world} process{'es' if world > 1 else ''} on {trainer.run.device.type}"
-            self._view.say(text + (f", effective batch size {size}" if size else ""))
+            self._view.print_line(text + (f", effective batch size {size}" if size else ""))
 
     @hookimpl
     def on_train_epoch_start(self, trainer: TrainerView) -> None:
@@ -52,10 +52,10 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, batch_idx: int) -> None:
-        # On a GPU the numbers of a batch are there some batches later; to read them now would wait for all of it.
-        if self._coming is None and time.perf_counter() >= self._due:
-            self._coming = Readback(trainer.progress_bar_metrics)
-        if self._coming is not None and self._coming.ready:
+        # On a GPU the metrics of a batch are ready some batches later; reading them now would synchronize.
+        if self._pending is None and time.perf_counter() >= self._due:
+            self._pending = Readback(trainer.progress_bar_metrics)
+        if self._pending is not None and self._pending.ready:
             self._show(trainer, batch_idx + 1)
 
     @hookimpl
@@ -116,11 +116,11 @@ class ProgressBar(Callback):
         self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
 
     def _start_pass(self, trainer: TrainerView, title: str, sizes: list[float]) -> None:
-        """Show a pass over evaluation loaders, within training or on its own."""
+        """Show an evaluation, within training or alone."""
         if not trainer.is_global_zero:
             return
-        self._alone = self._view is None
-        if self._alone:
+        self._standalone = self._view is None
+        if self._standalone:
             self._open(trainer, training=False)
         self._view.start_pass(title, sum(sizes))
 
@@ -131,8 +131,8 @@ class ProgressBar(Callback):
     def _end_pass(self) -> None:
         if self._view is not None:
             self._view.end_pass()
-        if self._alone:
-            self._alone = False
+        if self._standalone:
+            self._standalone = False
             self._close()
 
     def _open(self, trainer: TrainerView, training: bool = True) -> None:
@@ -142,15 +142,15 @@ class ProgressBar(Callback):
         self._due = 0.0
 
     def _bar(self, training: bool) -> Any:
-        """Return what draws where something can be drawn."""
+        """Return the view for terminals."""
         return _Bar(training)
 
     def _notebook_bar(self, training: bool) -> Any:
-        """Return what draws in a notebook."""
-        return _Rewritten()
+        """Return the view for notebooks."""
+        return _NotebookLine()
 
     def _close(self) -> None:
-        view, self._view, self._due, self._coming = self._view, None, math.inf, None
+        view, self._view, self._due, self._pending = self._view, None, math.inf, None
         if view is not None:
             view.close()
 
@@ -163,15 +163,15 @@ class ProgressBar(Callback):
         rate = (done - self._first_batch) / seconds if seconds > 0 else 0.0
         epochs, total = trainer.max_epochs, trainer.num_training_batches
         title = f"epoch {trainer.current_epoch + 1}" + (f"/{epochs}" if epochs > 0 else "")
-        coming, self._coming = self._coming, None
-        if coming is None or final:
-            coming = Readback(trainer.progress_bar_metrics)
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in coming.numbers().items())
+        pending, self._pending = self._pending, None
+        if pending is None or final:
+            pending = Readback(trainer.progress_bar_metrics)
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in pending.numbers().items())
         self._view.show(title, done, _end_of(trainer, done, total), rate, numbers, final)
 
 
 def _end_of(trainer: TrainerView, done: int, total: float) -> float:
-    """Return the batch at which this epoch will end: earlier than its size if the steps run out before."""
+    """Return the last batch of this epoch: before its end if `max_steps` is reached first."""
     if trainer.max_steps < 0:
         return total
     left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -179,18 +179,18 @@ def _end_of(trainer: TrainerView, done: int, total: float) -> float:
 
 
 class _Lines:
-    """A line now and then, for files and pipes."""
+    """Print lines, for files and pipes."""
 
     evaluating = False
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
         if not done:
             return
         of = "" if math.isinf(total) else f"/{int(total)}"
-        self.say(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
+        self.print_line(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
 
     def start_pass(self, title: str, total: float) -> None:
         pass
@@ -205,8 +205,8 @@ class _Lines:
         pass
 
 
-class _Rewritten(_Lines):
-    """One line that is written again and again: every notebook shows that, also from a copy of its process."""
+class _NotebookLine(_Lines):
+    """Rewrite one line: all notebooks can show that, also from a forked process."""
 
     def __init__(self) -> None:
         self.width = 0
@@ -246,7 +246,7 @@ class _Rewritten(_Lines):
 
 
 class _Bar:
-    """A bar that redraws in place; a second one while evaluating."""
+    """Draw a rich progress bar, and a second one during evaluation."""
 
     evaluating = False
 
@@ -264,21 +264,21 @@ class _Bar:
         self.done = 0
         self.progress.start()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.progress.console.print(text)
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
         if done < self.done:
-            self.progress.reset(self.training)  # another epoch: rich would call the task finished for good
+            self.progress.reset(self.training)  # a new epoch: otherwise rich keeps the task finished
         self.done = done
         self.progress.update(
-            self.training, description=title, completed=done, total=_known(total), rate=f"{rate:.1f} it/s",
+            self.training, description=title, completed=done, total=_as_count(total), rate=f"{rate:.1f} it/s",
             numbers=numbers, refresh=True,
         )  # fmt: skip
 
     def start_pass(self, title: str, total: float) -> None:
         self.evaluating = True
-        self.evaluation = self.progress.add_task(title, total=_known(total), rate="", numbers="")
+        self.evaluation = self.progress.add_task(title, total=_as_count(total), rate="", numbers="")
         self.progress.refresh()
 
     def advance(self) -> None:
@@ -299,5 +299,5 @@ class _Bar:
         self.progress.stop()
 
 
-def _known(total: float) -> int | None:
+def _as_count(total: float) -> int | None:
     return None if math.isinf(total) else int(total)

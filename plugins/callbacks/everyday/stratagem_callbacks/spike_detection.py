@@ -1,4 +1,4 @@
-"""Notice when the loss jumps, or is no number."""
+"""Detect losses that jump, or that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class TrainingSpike(StratagemError):
-    """The loss jumped."""
+    """Raised when the loss jumps, or is not finite."""
 
 
 @define(eq=False, kw_only=True)
 class SpikeDetection(Callback):
-    """Compares each batch's loss, averaged over ranks, with its running mean. Reads the loss on every step."""
+    """Compare the loss of each batch, averaged over ranks, with its running mean; reads the loss in each step."""
 
     #: A loss this many times the running mean (or that mean plus `atol`, whichever is more) is a spike.
     rtol: float = field(default=5.0, validator=more_than(1))
-    #: At least so far above the running mean, in units of the loss.
+    #: Minimum distance of a spike from the running mean, in units of the loss.
     atol: float = field(default=0.0, validator=at_least(0))
-    #: Batches before anything but a loss that is no finite number is a spike.
+    #: Number of first batches in which only a loss that is not finite is a spike.
     warmup: int = field(default=100, validator=at_least(1))
-    #: Weight of the past in the running mean.
+    #: Weight of earlier losses in the running mean.
     momentum: float = field(default=0.95, validator=more_than(0))
-    #: End with an error, end training in order, or only warn.
+    #: Raise an error, stop training normally, or only warn.
     on_spike: Literal["error", "stop", "warn"] = "error"
 
     #: ``(epoch, batch, loss)`` of each spike.
@@ -48,7 +48,7 @@ class SpikeDetection(Callback):
         value = float(trainer.run.collectives.all_reduce(loss.detach().float().clone(), "mean"))
         if self._is_spike(value):
             self.spikes.append((trainer.current_epoch, batch_idx, value))
-            self._tell(trainer, batch_idx, value)
+            self._report(trainer, batch_idx, value)
             return
         self._seen += 1
         self._mean = value if self._mean is None else self.momentum * self._mean + (1 - self.momentum) * value
@@ -60,14 +60,14 @@ class SpikeDetection(Callback):
             return False
         return value > max(self._mean * self.rtol if self._mean > 0 else self._mean, self._mean + self.atol)
 
-    def _tell(self, trainer: TrainerView, batch_idx: int, value: float) -> None:
-        mean = "no earlier one" if self._mean is None else f"a running mean of {self._mean:.6g}"
+    def _report(self, trainer: TrainerView, batch_idx: int, value: float) -> None:
+        mean = "no earlier loss" if self._mean is None else f"a running mean of {self._mean:.6g}"
         found = f"the loss is {value:.6g} in batch {batch_idx} of epoch {trainer.current_epoch}, after {mean}"
         if self.on_spike == "error":
             raise TrainingSpike(
                 found,
-                expected="a loss that goes down",
-                do="look at that batch, lower the learning rate, or clip gradients",
+                expected="a decreasing loss",
+                do="check that batch, lower the learning rate, or clip gradients",
             )
         if trainer.is_global_zero:
             warnings.warn(found, stacklevel=2)
@@ -75,9 +75,9 @@ class SpikeDetection(Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running mean, and the spikes so far."""
+        """Return the running mean, and the spikes."""
         return {"mean": self._mean, "seen": self._seen, "spikes": list(self.spikes)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an earlier run's."""
+        """Restore the running mean, and the spikes."""
         self._mean, self._seen, self.spikes = state["mean"], state["seen"], [tuple(s) for s in state["spikes"]]

@@ -1,4 +1,4 @@
-"""Log how fast training goes."""
+"""Log training throughput."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from stratagem.api import TrainerView
 
-#: Dense 16-bit matrix products a second, from the makers' data sheets, by what a device's whole name is after the
-#: makers' words: "L4" is not an "L40", and a slice of a GPU ("A100-SXM4-40GB MIG 1g.5gb") is not a GPU.
+#: Dense 16-bit matrix FLOPs per second from the vendors' data sheets, by the full device name without vendor and
+#: memory: "L4" must not match "L40", nor a GPU its MIG slices ("A100-SXM4-40GB MIG 1g.5gb").
 _PEAK_FLOPS = {
     r"GB200": 2500e12, r"B200": 2250e12, r"(GH200|H200)": 989e12, r"H200 NVL": 835e12,
     r"H100([- ]SXM5)?": 989e12, r"H100[- ]PCIe": 756e12, r"H100 NVL": 835e12,
@@ -31,30 +31,30 @@ _PEAK_FLOPS = {
     r"RTX 6000 Ada Generation": 364e12, r"RTX A6000": 155e12, r"RTX 4090": 165e12, r"RTX 3090": 71e12,
     r"Instinct MI300X": 1307e12,
 }  # fmt: skip
-_MAKERS = re.compile(r"(NVIDIA|AMD|Tesla|GeForce)\s+")
-#: Sizes and kinds of memory, which say nothing of the processor.
+_VENDORS = re.compile(r"(NVIDIA|AMD|Tesla|GeForce)\s+")
+#: Sizes and types of memory in device names.
 _MEMORY = re.compile(r"[- ](\d+\s?GB|HBM3e?)\b", re.IGNORECASE)
 
 
 @define(eq=False, kw_only=True)
 class Throughput(Callback):
-    """Logs batches, samples and (if told how many) tokens a second over the last `window` batches, over all ranks.
+    """Log batches, samples and (with `length_fn`) tokens per second over the last `window` batches, for all ranks.
 
-    With `flops_per_batch`, or `measure_flops`, also the FLOPs a second of a device, and their share of the most that it
-    can do (MFU).
+    With `flops_per_batch` or `measure_flops`, log the FLOPs per second of a device, too, and their fraction of the peak
+    (MFU).
     """
 
     #: Batches to average over: more are steadier, fewer follow changes.
     window: int = field(default=100, validator=at_least(2))
-    #: Return the number of samples in a batch; found from its first tensor otherwise.
+    #: Returns the number of samples in a batch; by default the size of its first tensor.
     batch_size_fn: Callable[[Any], int] | None = None
-    #: Return the number of tokens in a batch.
+    #: Returns the number of tokens in a batch.
     length_fn: Callable[[Any], int] | None = None
     #: FLOPs of forward and backward of one batch on one device.
     flops_per_batch: float | None = field(default=None, validator=more_than(0))
-    #: Count the FLOPs of the first batch with torch's counter; costs that batch some time.
+    #: Count the FLOPs of the first batch with torch's FlopCounterMode, which slows that batch down.
     measure_flops: bool = False
-    #: FLOPs a second that the device can do at best; known for common GPUs in 16 bits.
+    #: Peak FLOPs per second of the device; known for common GPUs in 16 bits.
     available_flops: float | None = field(default=None, validator=more_than(0))
 
     _times: Any = field(init=False, default=None)
@@ -75,13 +75,15 @@ class Throughput(Callback):
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         if not (trainer.loggers or trainer.fast_dev_run):
-            raise ConfigError("throughput has no logger to log to", expected="a logger", do="drop logger=False, or it")
+            raise ConfigError(
+                "throughput has no logger to log to", expected="a logger", do="drop logger=False, or the callback"
+            )
         self._times = deque(maxlen=self.window)
         self._totals = [0, 0, 0]
         self._peak = self.available_flops or _peak_of(trainer.run.device)
-        self._mark()
+        self._record()
 
-    def _mark(self) -> None:
+    def _record(self) -> None:
         self._times.append((time.perf_counter(), *self._totals))
 
     @hookimpl
@@ -96,12 +98,12 @@ class Throughput(Callback):
     @hookimpl
     def on_validation_start(self) -> None:
         if self._times is not None:
-            self._times.clear()  # its time is not training's, nor that of saving after it
+            self._times.clear()  # do not count the time of validation, and of saving after it
 
     @hookimpl
     def on_train_batch_start(self) -> None:
         if not self._times:
-            self._mark()
+            self._record()
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, batch: Any) -> None:
@@ -110,7 +112,7 @@ class Throughput(Callback):
         self._totals[0] += 1
         self._totals[1] += self.batch_size_fn(batch) if self.batch_size_fn is not None else infer_batch_size(batch)
         self._totals[2] += self.length_fn(batch) if self.length_fn is not None else 0
-        self._mark()
+        self._record()
         step = trainer.global_step
         if step == self._last_step or step % trainer.settings.log_every_n_steps or not step:
             return
@@ -121,7 +123,7 @@ class Throughput(Callback):
             trainer.run.log_metrics(rates, step)
 
     def rates(self, num_shards: int) -> dict[str, float]:
-        """Return what is logged: of all ranks together, but FLOPs of one device."""
+        """Return the metrics: totals of all ranks, but FLOPs of one device."""
         (first, *before), (last, *after) = self._times[0], self._times[-1]
         if last <= first:
             return {}
@@ -145,6 +147,6 @@ def _peak_of(device: Any) -> float | None:
 
 
 def _peak_flops(name: str) -> float | None:
-    """Return what a device called `name` can do at best; None if that is not known."""
-    model = _MEMORY.sub("", _MAKERS.sub("", name)).strip()
+    """Return the peak FLOPs per second of the device `name`; None if unknown."""
+    model = _MEMORY.sub("", _VENDORS.sub("", name)).strip()
     return next((flops for known, flops in _PEAK_FLOPS.items() if re.fullmatch(known, model, re.IGNORECASE)), None)

@@ -1,4 +1,4 @@
-"""Stop training after a time, and tell how long it took."""
+"""Stop training after a given time, and measure the time of each stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class Timer(Callback):
-    """Ends training on all ranks once one of them has trained for `duration`; time before a resume counts."""
+    """End training on all ranks when one has trained for `duration`; the time before a resume counts, too."""
 
-    #: Seconds, a timedelta, or "DD:HH:MM:SS"; without it time is only measured.
+    #: Seconds, a timedelta, or "DD:HH:MM:SS"; None only measures.
     duration: timedelta | str | float | None = None
-    #: Look at the clock after every step or every epoch; ranks ask each other each time.
+    #: Check the time after each step or each epoch; each check is a collective.
     interval: Literal["step", "epoch"] = "step"
-    #: Say so when the time is up, on rank 0.
+    #: Print when the time is over, on rank 0.
     verbose: bool = True
 
     _limit: float | None = field(init=False, default=None)
@@ -35,7 +35,7 @@ class Timer(Callback):
         self._limit = None if limit is None else limit.total_seconds()
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in "train", "validate" or "test" so far."""
+        """Return the seconds spent in the stage "train", "validate" or "test"."""
         now = time.monotonic()
         return self._earlier.get(stage, 0.0) + (now - self._began[stage] if stage in self._began else 0.0)
 
@@ -90,7 +90,7 @@ class Timer(Callback):
         if self._limit is None or not trainer.run.collectives.any(self.time_elapsed() >= self._limit):
             return
         if self.verbose and not trainer.should_stop:
-            trainer.print(f"timer: {self.time_elapsed():.0f} s of training are over, as timer.duration says")
+            trainer.print(f"timer: training stops after {self.time_elapsed():.0f} s, as timer.duration says")
         trainer.should_stop = True
 
     def state_dict(self) -> dict[str, float]:
@@ -98,5 +98,5 @@ class Timer(Callback):
         return {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Count what an earlier run spent."""
+        """Restore the seconds of an earlier run."""
         self._earlier = dict(state)

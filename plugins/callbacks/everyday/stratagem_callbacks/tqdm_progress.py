@@ -1,4 +1,4 @@
-"""The progress bar, drawn by tqdm."""
+"""Show progress with tqdm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem_callbacks.progress import ProgressBar
 
 @define(eq=False, kw_only=True)
 class TQDMProgressBar(ProgressBar):
-    """As the default progress bar, drawn by tqdm: plainer, and at home in every notebook and terminal."""
+    """Show the default progress information with tqdm, which works in all notebooks and terminals."""
 
     def _bar(self, training: bool) -> Any:
         try:
@@ -36,7 +36,7 @@ class _TQDM:
         if training:
             self.training = tqdm(total=0, leave=True, dynamic_ncols=True, unit="it")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.tqdm.write(text)
 
     def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
@@ -44,13 +44,13 @@ class _TQDM:
         if bar is None:
             return
         if done < bar.n:
-            bar.reset()  # another epoch: its rate and its remaining time are its own
+            bar.reset()  # a new epoch: restart rate and remaining time
         bar.total, bar.n = None if math.isinf(total) else int(total), done
         bar.set_description(title, refresh=False)
         bar.set_postfix_str(numbers, refresh=False)
         bar.refresh()
         if final:
-            self.say(f"{title}  {numbers}".rstrip())
+            self.print_line(f"{title}  {numbers}".rstrip())
 
     def start_pass(self, title: str, total: float) -> None:
         self.evaluating = True

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: what it was, how it went, how it ended."""
+"""Write one self-contained HTML page about a run: configuration, curves and outcome."""
 
 from stratagem_report.callback import Report
 

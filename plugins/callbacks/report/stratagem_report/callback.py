@@ -1,4 +1,4 @@
-"""Watch a run at little cost, and write the page about it when it ends."""
+"""Record a run with little overhead, and write the page when it ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import as_path, is_remote, replace_text
 from stratagem.api.validators import more_than
 from stratagem.errors import ConfigError
-from stratagem_report.facts import ending, failure, gather, learning_rates, memory_held
+from stratagem_report.facts import ending, failure, gather, learning_rates, memory_used
 from stratagem_report.history import History
 from stratagem_report.page import render
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext, TrainerView
 
-#: A run is sampled at most so often in its whole life so far: a long one ever more rarely.
+#: Maximum number of samples of a run: the longer it runs, the longer the time between two samples.
 _SAMPLES = 500
 
 
 @frozen
-class _Mark:
-    """Where the last sample was taken: seconds of training, steps and batches of this fit."""
+class _Sample:
+    """When the last sample was taken: seconds of training, steps and batches of this fit."""
 
     seconds: float
     step: int
@@ -42,40 +42,40 @@ def _local(_: Any, __: Any, value: Any) -> None:
 
 @define(eq=False, kw_only=True)
 class Report(Callback):
-    """Leaves one self-contained HTML page about the run: outcome, curves, configuration, plugins, hyper-parameters."""
+    """Write one self-contained HTML page about the run: outcome, curves, configuration, plugins, hyper-parameters."""
 
-    #: The file; ``report.html`` in ``default_root_dir`` if not given. An earlier one is replaced.
+    #: The file; ``report.html`` in ``default_root_dir`` if not given. An existing file is replaced.
     path: Path | None = field(default=None, converter=optional(as_path), validator=_local)
-    #: Seconds between two readings of learning rate, throughput and memory while a run is young: fewer show more detail
-    #: and cost a little each.
+    #: Seconds between two samples of learning rate, throughput and memory at the start of a run: fewer show more
+    #: detail, but each sample takes some time.
     sample_every_s: float = field(default=0.2, validator=more_than(0))
 
     _history: History = field(init=False, factory=History)
-    #: This process keeps the record of a fit that is under way.
+    #: Whether a fit runs that this process records.
     _recording: bool = field(init=False, default=False)
     _batches: int = field(init=False, default=0)
-    #: When to look again; never, on other ranks.
+    #: Time of the next sample; infinite on other ranks.
     _due: float = field(init=False, default=math.inf)
     _began: float = field(init=False, default=0.0)
     _paused_at: float | None = field(init=False, default=None)
-    #: Seconds of this fit that went into validation.
+    #: Seconds of this fit spent in validation.
     _paused: float = field(init=False, default=0.0)
-    _mark: _Mark | None = field(init=False, default=None)
+    _last_sample: _Sample | None = field(init=False, default=None)
     #: Totals of the fits before this one.
     _earlier: tuple[float, float, int, int] = field(init=False, default=(0.0, 0.0, 0, 0))
     _started_at_step: int = field(init=False, default=0)
     _position: Any = field(init=False, default=None)
 
-    # --- What it watches -----------------------------------------------------------------------------------------
+    # --- Recording -----------------------------------------------------------------------------------------------
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._due, self._mark, self._batches = math.inf, None, 0
+        self._due, self._last_sample, self._batches = math.inf, None, 0
         self._recording = trainer.is_global_zero and trainer.settings.writes_files
         if not self._recording:
             return
         step = trainer.global_step
-        if step == 0 or self._history.last_step > step:  # another model, or another run's record
+        if step == 0 or self._history.last_step > step:  # another model, or the history of another run
             self._history = History(first_step=step)
         elif self._history.is_empty:
             self._history.first_step = step
@@ -89,8 +89,8 @@ class Report(Callback):
     def on_train_start(self, trainer: TrainerView) -> None:
         if not self._recording:
             return
-        self._paused = perf_counter() - self._began  # the sanity check, and what else came before the first batch
-        self._mark = _Mark(0.0, trainer.global_step, 0)
+        self._paused = perf_counter() - self._began  # the sanity check, and other time before the first batch
+        self._last_sample = _Sample(0.0, trainer.global_step, 0)
         self._due = perf_counter() + self.sample_every_s
         self._sample_state(trainer.run, trainer.global_step)
 
@@ -128,35 +128,35 @@ class Report(Callback):
             self._sample_rates(run, step)
 
     def _sample(self, trainer: TrainerView) -> None:
-        """Read everything that is no metric, once a step is done since the last time."""
-        mark, step = self._mark, trainer.global_step
-        if mark is None or step <= mark.step:
+        """Sample throughput, learning rates and memory, unless no step was made since the last sample."""
+        last, step = self._last_sample, trainer.global_step
+        if last is None or step <= last.step:
             return
-        self._mark = now = _Mark(self._trained_for(), step, self._batches)
-        seconds = now.seconds - mark.seconds
+        self._last_sample = now = _Sample(self._trained_for(), step, self._batches)
+        seconds = now.seconds - last.seconds
         if seconds > 0:
-            self._history.put("speed", "steps/s", step, (step - mark.step) / seconds)
+            self._history.put("speed", "steps/s", step, (step - last.step) / seconds)
             if trainer.batch_size:
-                samples = (now.batches - mark.batches) * trainer.batch_size * trainer.run.mesh.num_data_shards
+                samples = (now.batches - last.batches) * trainer.batch_size * trainer.run.mesh.num_data_shards
                 self._history.put("speed", "samples/s", step, samples / seconds)
         self._sample_state(trainer.run, step)
         self._due = perf_counter() + max(self.sample_every_s, (self._earlier[0] + now.seconds) / _SAMPLES)
 
     def _sample_state(self, run: RunContext, step: int) -> None:
         self._sample_rates(run, step)
-        for name, held in memory_held(run.device).items():
-            self._history.put("memory", name, step, held)
+        for name, used in memory_used(run.device).items():
+            self._history.put("memory", name, step, used)
 
     def _sample_rates(self, run: RunContext, step: int) -> None:
         for name, rate in learning_rates(run.optimizers):
             self._history.put("rates", name, step, rate)
 
     def _trained_for(self) -> float:
-        """Return the seconds of this fit in which it trained, and did not validate."""
+        """Return the seconds of this fit spent in training, without validation."""
         now = perf_counter() if self._paused_at is None else self._paused_at
         return now - self._began - self._paused
 
-    # --- How it ends ---------------------------------------------------------------------------------------------
+    # --- The end of a run ----------------------------------------------------------------------------------------
 
     @hookimpl
     def on_train_end(self, trainer: TrainerView) -> None:
@@ -176,12 +176,12 @@ class Report(Callback):
     def _finish(self, trainer: TrainerView, outcome: dict[str, Any]) -> None:
         self._count(trainer.global_step)
         self._recording, self._due = False, math.inf
-        if self._batches or not self._history.outcome:  # a fit that had nothing to do changes nothing
+        if self._batches or not self._history.outcome:  # a fit without batches changes nothing
             self._history.outcome = outcome
         self._write(trainer)
 
     def _count(self, step: int) -> None:
-        """Bring the totals of the history up to now."""
+        """Update the totals of the history."""
         if not self._batches:
             return
         history, began_at = self._history, self._started_at_step
@@ -193,7 +193,7 @@ class Report(Callback):
         history.steps, history.batches = steps + step - began_at, batches + self._batches
 
     def _write_again(self, trainer: TrainerView) -> None:
-        """Add what was measured after training to the page about it."""
+        """Write the page again, with results of validation or test after training."""
         if trainer.is_global_zero and trainer.settings.writes_files and self._history.outcome:
             self._write(trainer)
 
@@ -203,22 +203,22 @@ class Report(Callback):
             text = render(gather(trainer, self._history))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run itself went as it went
+        except Exception as error:  # noqa: BLE001 - must not change the outcome of the run
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"the report {path} could not be written ({reason}); the run itself is not affected, "
-                "give Report(path=...) another place next time",
+                f"the report {path} could not be written ({reason}); the run itself is not affected; "
+                "set Report(path=...) to another path next time",
                 stacklevel=2,
             )
 
-    # --- What survives a restart ---------------------------------------------------------------------------------
+    # --- State ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history so far."""
+        """Return the history."""
         if self._recording:
             self._count(self._position.global_step)
         return self._history.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the history of an earlier run."""
+        """Restore the history of an earlier run."""
         self._history = History.from_state(state)

@@ -1,4 +1,4 @@
-"""Curves for inline SVG that stretches with the page, its labels as text that does not; see templates/chart.html."""
+"""Charts as inline SVG that scales with the page, with labels as HTML text that does not; see templates/chart.html."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from attrs import field, frozen
 from stratagem_report.figures import labels, log_labels, log_ticks, step_ticks, ticks
 from stratagem_report.history import Series
 
-#: Buckets drawn for each curve: about one for every two pixels of a chart.
+#: Points drawn for each curve: about one for two pixels of a chart.
 DRAWN = 320
-#: A curve of so few points shows each as a dot.
+#: Curves with up to this many points show them as dots.
 _DOTTED = 40
-#: Curves of one chart, and as many colours.
+#: Maximum number of curves in one chart, each with its colour.
 COLOURS = 8
 _SIDE = 1000.0
 
@@ -27,14 +27,14 @@ _CADENCE = re.compile(r"(?<=.)_(?:step|epoch)$")
 
 
 def quantity(name: str) -> str:
-    """Return what metric `name` measures, whichever stage logged it: "loss" for "train_loss_epoch" and "val/loss"."""
+    """Return the metric without its stage: "loss" for "train_loss_epoch" and "val/loss"."""
     bare = _CADENCE.sub("", _LOADER.sub("", name))
     return _STAGE_LAST.sub("", _STAGE_FIRST.sub("", bare))
 
 
 @frozen
 class Scale:
-    """Where values lie on the vertical axis, from 0 at the bottom to 1."""
+    """Map values to positions on the vertical axis, from 0 at the bottom to 1."""
 
     low: float
     high: float
@@ -49,8 +49,8 @@ class Scale:
             return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
         return (value - self.low) / (self.high - self.low)
 
-    def marks(self) -> list[tuple[float, str]]:
-        """Return ticks: their places and labels."""
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return the ticks: position and label."""
         if self.logarithmic:
             values = log_ticks(self.low, self.high)
             return [(self.at(value), label) for value, label in zip(values, log_labels(values), strict=True)]
@@ -59,8 +59,8 @@ class Scale:
 
 
 @frozen
-class Across:
-    """Where steps lie on the horizontal axis, from 0 at the left to 1."""
+class StepAxis:
+    """Map steps to positions on the horizontal axis, from 0 at the left to 1."""
 
     first: float
     last: float
@@ -68,29 +68,30 @@ class Across:
     def at(self, step: float) -> float:
         return (step - self.first) / (self.last - self.first)
 
-    def marks(self) -> list[tuple[float, str]]:
+    def ticks(self) -> list[tuple[float, str]]:
         values = step_ticks(self.first, self.last)
         return [(self.at(value), label) for value, label in zip(values, labels(values), strict=True)]
 
 
 @frozen(kw_only=True)
 class Chart:
-    """What a chart shows: `curves`, each with its name, over the steps of `across`."""
+    """The content of a chart: `curves` with their names, over the steps of `axis`."""
 
     title: str
     unit: str
-    #: Those that are drawn, with at most `DRAWN` points: longer ones are their means, in a band from minima to maxima.
+    #: The drawn curves, with at most `DRAWN` points: means, with a band from minimum to maximum where points are
+    #: merged.
     curves: list[tuple[str, Series]]
-    #: How many more there are.
+    #: Number of curves that are not drawn.
     left_out: int
-    across: Across
+    axis: StepAxis
     scales: list[Scale]
-    #: Lines at the steps where the run was resumed, as paths of SVG.
+    #: Lines at the steps where the run was resumed, as SVG paths.
     resumed: list[str] = field(factory=list)
 
     @property
     def span(self) -> list[float]:
-        return [self.across.first, self.across.last]
+        return [self.axis.first, self.axis.last]
 
     @property
     def limits(self) -> list[list[float]]:
@@ -101,18 +102,18 @@ class Chart:
         return [_points(name, series) for name, series in self.curves]
 
     @property
-    def in_words(self) -> str:
-        return _in_words(self.title, self.curves)
+    def description(self) -> str:
+        return _description(self.title, self.curves)
 
     def paths(self, scale: Scale) -> Iterator[tuple[str, str]]:
-        """Yield what is drawn on `scale`, as paths of SVG with their classes: what comes first lies below."""
-        for place, _ in scale.marks():
-            yield f"M0 {_down(place)}H1000", "rule"
+        """Yield the SVG paths for `scale` with their CSS classes, from back to front."""
+        for position, _ in scale.ticks():
+            yield f"M0 {_y(position)}H1000", "rule"
         for colour, (_, series) in enumerate(self.curves, 1):
             if any(count != 1 for count in series.counts):
-                yield _band(series, scale, self.across), f"band c{colour}"
+                yield _band(series, scale, self.axis), f"band c{colour}"
         for colour, (_, series) in enumerate(self.curves, 1):
-            yield from _line(series, scale, self.across, colour)
+            yield from _line(series, scale, self.axis, colour)
 
 
 def chart(
@@ -123,18 +124,18 @@ def chart(
     resumed: Iterable[int] = (),
     from_zero: bool = False,
 ) -> Chart:
-    """Return a chart with the first `COLOURS` of `curves`, each with its name, over the steps of `span`."""
+    """Return a chart of the first `COLOURS` of `curves`, over the steps of `span`."""
     drawn = [(name, series.thinned(DRAWN)) for name, series in curves[:COLOURS]]
-    across = Across(*span)
+    axis = StepAxis(*span)
     return Chart(
-        title=title, unit=unit, curves=drawn, left_out=len(curves) - len(drawn), across=across,
+        title=title, unit=unit, curves=drawn, left_out=len(curves) - len(drawn), axis=axis,
         scales=_scales([series for _, series in drawn], from_zero),
-        resumed=[f"M{_right(across.at(step))} 0V1000" for step in resumed],
+        resumed=[f"M{_x(axis.at(step))} 0V1000" for step in resumed],
     )  # fmt: skip
 
 
 def not_finite(series: Series) -> str:
-    """Return how often `series` had no finite value, and where first."""
+    """Return how many values of `series` are not finite, and the step of the first."""
     times = "once" if series.not_finite == 1 else f"{series.not_finite:,} times"
     return f"NaN or infinite {times}, first at step {series.first_not_finite:,}"
 
@@ -143,7 +144,7 @@ def not_finite(series: Series) -> str:
 
 
 def _scales(curves: list[Series], from_zero: bool) -> list[Scale]:
-    """Return a linear scale for `curves`, and where all values are above 0 and differ, a logarithmic one."""
+    """Return a linear scale for `curves`, and a logarithmic one if all values are positive and differ enough."""
     lows = [low for series in curves for low in series.lows]
     low, high = min(lows, default=0.0), max((high for series in curves for high in series.highs), default=1.0)
     linear = _linear(0.0 if from_zero and low >= 0 else low, high)
@@ -155,48 +156,48 @@ def _scales(curves: list[Series], from_zero: bool) -> list[Scale]:
 
 def _linear(low: float, high: float) -> Scale:
     if high - low <= abs(high) * 1e-9:
-        room = abs(high) * 0.05 or 1.0
-        return Scale(0.0 if low == 0 else low - room, high + room)
-    room = (high - low) * 0.06
-    return Scale(low if low == 0 else low - room, high + room)
+        margin = abs(high) * 0.05 or 1.0
+        return Scale(0.0 if low == 0 else low - margin, high + margin)
+    margin = (high - low) * 0.06
+    return Scale(low if low == 0 else low - margin, high + margin)
 
 
 # --- Drawing -----------------------------------------------------------------------------------------------------
 
 
-def _line(series: Series, scale: Scale, across: Across, colour: int) -> Iterator[tuple[str, str]]:
-    places = _places(series.steps, series.means, scale, across)
-    if places:
-        yield "M" + "L".join(places), f"line c{colour}"
-    if 0 < len(places) <= _DOTTED:
-        yield "".join(f"M{place}h0" for place in places), f"dots c{colour}"
+def _line(series: Series, scale: Scale, axis: StepAxis, colour: int) -> Iterator[tuple[str, str]]:
+    points = _coordinates(series.steps, series.means, scale, axis)
+    if points:
+        yield "M" + "L".join(points), f"line c{colour}"
+    if 0 < len(points) <= _DOTTED:
+        yield "".join(f"M{point}h0" for point in points), f"dots c{colour}"
     if series.first_not_finite is not None:
-        yield f"M{_right(across.at(series.first_not_finite))} 1000v-40", "lost"
+        yield f"M{_x(axis.at(series.first_not_finite))} 1000v-40", "lost"
 
 
-def _band(series: Series, scale: Scale, across: Across) -> str:
-    above = _places(series.steps, series.highs, scale, across)
-    below = _places(series.steps, series.lows, scale, across)
+def _band(series: Series, scale: Scale, axis: StepAxis) -> str:
+    above = _coordinates(series.steps, series.highs, scale, axis)
+    below = _coordinates(series.steps, series.lows, scale, axis)
     return "M" + "L".join([*above, *reversed(below)]) + "Z"
 
 
-def _places(steps: Sequence[float], values: Sequence[float], scale: Scale, across: Across) -> list[str]:
-    return [f"{_right(across.at(x))} {_down(scale.at(y))}" for x, y in zip(steps, values, strict=True)]
+def _coordinates(steps: Sequence[float], values: Sequence[float], scale: Scale, axis: StepAxis) -> list[str]:
+    return [f"{_x(axis.at(x))} {_y(scale.at(y))}" for x, y in zip(steps, values, strict=True)]
 
 
-def _right(place: float) -> str:
-    return f"{place * _SIDE:.1f}"
+def _x(position: float) -> str:
+    return f"{position * _SIDE:.1f}"
 
 
-def _down(place: float) -> str:
-    return f"{(1 - place) * _SIDE:.1f}"
+def _y(position: float) -> str:
+    return f"{(1 - position) * _SIDE:.1f}"
 
 
-# --- Beside the drawing ------------------------------------------------------------------------------------------
+# --- Tooltips and descriptions -----------------------------------------------------------------------------------
 
 
 def _points(name: str, series: Series) -> dict[str, object]:
-    """Return what is shown under the pointer."""
+    """Return the data of the tooltip."""
     points: dict[str, object] = {"name": name, "x": _digits(series.steps, 9), "y": _digits(series.means)}
     if any(count > 1 for count in series.counts):
         points |= {"low": _digits(series.lows), "high": _digits(series.highs)}
@@ -208,7 +209,7 @@ def _digits(values: list[float], digits: int = 6) -> list[float | int]:
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 
 
-def _in_words(title: str, curves: list[tuple[str, Series]]) -> str:
+def _description(title: str, curves: list[tuple[str, Series]]) -> str:
     ends = [
         f"{name} from {series.means[0]:.4g} at step {series.steps[0]:,.0f} to {series.means[-1]:.4g} "
         f"at step {series.steps[-1]:,.0f}"

@@ -1,4 +1,4 @@
-"""Everything the page says about a run besides its curves, as plain data; secrets are gone from here on."""
+"""Collect the content of the page besides its curves, as plain data without secrets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from stratagem.api import TrainerView
     from stratagem_report.history import History
 
-_LONGEST = 400
+_MAX_LENGTH = 400
 
 
 @frozen(kw_only=True)
 class Facts:
-    """What is known of a run."""
+    """The facts about a run that the page shows."""
 
-    #: Class of the module that was trained.
+    #: Class name of the module.
     module: str
     history: History
     epochs: int
@@ -45,7 +45,7 @@ class Facts:
     batch_size: int | None
     written_at: str
     folder: str
-    #: (name, value, origin) of every argument but those that choose plugins.
+    #: (name, value, origin) of all arguments except those that choose plugins.
     arguments: list[tuple[str, str, str]]
     #: As `RunContext.describe` returns them.
     plugins: list[dict[str, Any]]
@@ -54,7 +54,7 @@ class Facts:
 
 
 def gather(trainer: TrainerView, history: History) -> Facts:
-    """Return the facts of the run that `trainer` drives."""
+    """Return the facts about the run of `trainer`."""
     run, settings, position = trainer.run, trainer.settings, trainer.position
     return Facts(
         module=type(trainer.module).__name__,
@@ -76,11 +76,11 @@ def gather(trainer: TrainerView, history: History) -> Facts:
     )
 
 
-# --- How it ended ------------------------------------------------------------------------------------------------
+# --- Outcome -----------------------------------------------------------------------------------------------------
 
 
 def ending(trainer: TrainerView) -> dict[str, Any]:
-    """Return the outcome of a fit that ended by itself."""
+    """Return the outcome of a fit that ended without an exception."""
     settings = trainer.settings
     if 0 <= settings.max_steps <= trainer.global_step:
         detail = f"max_steps={settings.max_steps} reached"
@@ -94,7 +94,7 @@ def ending(trainer: TrainerView) -> dict[str, Any]:
 
 
 def failure(exception: BaseException) -> dict[str, Any]:
-    """Return the outcome of a fit that `exception` ended: where it came from, without the source's own words."""
+    """Return the outcome of a fit that `exception` ended, with its traceback, but without source lines."""
     frames = traceback.extract_tb(exception.__traceback__)
     stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
     return {
@@ -105,11 +105,11 @@ def failure(exception: BaseException) -> dict[str, Any]:
     }
 
 
-# --- What it read while running ----------------------------------------------------------------------------------
+# --- Samples -----------------------------------------------------------------------------------------------------
 
 
 def learning_rates(optimizers: list[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the learning rate of each parameter group of `optimizers`, with a name that tells them apart."""
+    """Yield the learning rate of each parameter group of `optimizers`, with a unique name."""
     for number, optimizer in enumerate(optimizers, 1):
         name = type(optimizer).__name__ + (f" #{number}" if len(optimizers) > 1 else "")
         groups = optimizer.param_groups
@@ -117,15 +117,15 @@ def learning_rates(optimizers: list[Any]) -> Iterator[tuple[str, float]]:
             yield (f"{name}, group {index}" if len(groups) > 1 else name), float(group["lr"])
 
 
-def memory_held(device: torch.device) -> dict[str, int]:
-    """Return bytes held by this process: on the host and, if it has one, on its device."""
-    held = dict([_host_memory()])
+def memory_used(device: torch.device) -> dict[str, int]:
+    """Return the bytes that this process uses on the host and on its device, if it has one."""
+    used = dict([_host_memory()])
     if device.type != "cpu":
         backend = torch.get_device_module(device)
-        for name, question in _DEVICE_MEMORY.items():
-            if callable(answer := getattr(backend, question, None)):
-                held[name] = int(answer())
-    return held
+        for name, function_name in _DEVICE_MEMORY.items():
+            if callable(function := getattr(backend, function_name, None)):
+                used[name] = int(function())
+    return used
 
 
 _DEVICE_MEMORY = {
@@ -145,11 +145,11 @@ def _host_memory() -> tuple[str, int]:
         return "host, peak so far", peak if sys.platform == "darwin" else peak * 1024
 
 
-# --- What it was told --------------------------------------------------------------------------------------------
+# --- Arguments and hyper-parameters ------------------------------------------------------------------------------
 
 
 def _arguments(settings: Any) -> list[tuple[str, str, str]]:
-    """Return every argument: those that were set first."""
+    """Return all arguments; those that were set come first."""
     rows = [
         (name, shown(name, getattr(settings, option.name)), settings.origins.get(name, "default"))
         for name, option in options(type(settings)).items()
@@ -159,7 +159,7 @@ def _arguments(settings: Any) -> list[tuple[str, str, str]]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield `value` under `name`, or if it is a mapping what is in it under dotted names."""
+    """Yield (name, text) of `value`; items of a mapping get dotted names."""
     value = redact(name, _plain(value))
     if isinstance(value, dict) and value:
         for key, item in value.items():
@@ -173,13 +173,13 @@ def shown(name: str, value: Any) -> str:
     value = redact(name, _plain(value))
     try:
         text = value if isinstance(value, str) else repr(value)
-    except Exception as error:  # noqa: BLE001 - somebody else's __repr__
+    except Exception as error:  # noqa: BLE001 - user code
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
-    return _short(str(redact("value", text)), _LONGEST)
+    return _short(str(redact("value", text)), _MAX_LENGTH)
 
 
 def _plain(value: Any, depth: int = 8) -> Any:
-    """Return `value` with everything that has named parts as a dict, so that the names can be judged."""
+    """Return `value` with objects that have named fields as dicts, so that secrets can be found by name."""
     parts = _parts(value) if depth else None
     if parts is not None:
         return {key: _plain(item, depth - 1) for key, item in parts.items()}
@@ -206,11 +206,11 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-def _short(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[:longest]} … ({len(text):,} characters)"
+def _short(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[:max_length]} … ({len(text):,} characters)"
 
 
-# --- Where it ran ------------------------------------------------------------------------------------------------
+# --- Environment -------------------------------------------------------------------------------------------------
 
 
 def _device_name(device: torch.device) -> str:

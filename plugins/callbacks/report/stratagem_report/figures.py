@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the ticks of an axis."""
+"""Format numbers, and choose the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def number(value: float) -> str:
-    """Return `value` for a column of numbers: four decimals, or an exponent where those would hide it."""
+    """Return `value` with four decimals, or with an exponent if it is too small or too large for that."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -19,17 +19,17 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Return a whole number with its thousands apart."""
+    """Return an integer with thousands separators."""
     return f"{round(value):,}"
 
 
 def rate(value: float) -> str:
-    """Return a speed with three digits that mean something."""
+    """Return a rate with three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in its two or three largest units."""
+    """Return a duration in its two or three largest units."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_unit(most: float) -> tuple[int, str]:
-    """Return the unit in which `most` bytes are a small number, as its size and its name."""
+    """Return size and name of the unit for values up to `most` bytes."""
     return next(((size, name) for size, name in _BYTES if most >= size), (1, "B"))
 
 
@@ -60,7 +60,7 @@ def step_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten from `low` to `high`, or where these are few, rounder ones between them too."""
+    """Return powers of ten from `low` to `high`; if there are few, round numbers between them, too."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 6))
     for digits in ((1,), (1, 3), (1, 2, 5)):
@@ -71,7 +71,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def labels(values: list[float]) -> list[str]:
-    """Return tick labels that differ, all in one notation."""
+    """Return distinct tick labels in one notation."""
     if not values:
         return []
     largest = max(abs(value) for value in values)
@@ -85,7 +85,7 @@ def labels(values: list[float]) -> list[str]:
 
 
 def log_labels(values: list[float]) -> list[str]:
-    """Return labels for ticks that span orders of magnitude, each in its own notation."""
+    """Return tick labels for orders of magnitude, each in its own notation."""
     short = [f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") for value in values]
     return [f"{value:g}" if 1e-3 <= value < 1e5 else text for value, text in zip(values, short, strict=True)]
 
@@ -98,7 +98,7 @@ def _round_step(step: float) -> float:
 
 
 def _magnitude(gap: float) -> int:
-    """Return the power of ten of the last digit that tells numbers `gap` apart."""
+    """Return the power of ten of the last digit that is needed to distinguish numbers `gap` apart."""
     power = math.floor(math.log10(gap) + 1e-9)
     leading = gap / 10.0**power
     return power if abs(leading - round(leading)) < 1e-6 else power - 1

@@ -1,9 +1,9 @@
-"""What a run leaves behind, in bounded memory: curves that keep their minima and maxima, and a few totals.
+"""Record the curves and totals of a run in bounded memory.
 
 [Note: buckets]
-A curve holds at most `LIMIT` buckets. A bucket covers ``width`` steps and knows the lowest, mean and highest value seen
-in them; at first ``width`` is 1 and a bucket is a point. When there are too many, ``width`` doubles and neighbours are
-merged, so that every part of the run keeps the same resolution however long it gets.
+A curve has at most `LIMIT` buckets. A bucket covers ``width`` steps and has the minimum, mean and maximum of their
+values; at first ``width`` is 1. When there are too many buckets, ``width`` doubles and neighbours are merged, so that
+all parts of a run have the same resolution.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from attrs import define, field
 
-#: Buckets of one curve; more make checkpoints larger, and no screen is that wide.
+#: Maximum buckets of one curve: more make checkpoints larger, and screens have fewer pixels.
 LIMIT = 2000
-#: Beyond it a value is taken for infinite: differences of such values would overflow.
+#: Larger values count as infinite: their differences would overflow.
 _HUGE = 1e300
 
 
@@ -24,7 +24,7 @@ _HUGE = 1e300
 class Series:
     """One curve over optimizer steps; see [Note: buckets]."""
 
-    #: Which stage logged it: "train" or "validate".
+    #: The stage that logged it: "train" or "validate".
     stage: str = "train"
     width: int = 1
     #: Mean step of each bucket.
@@ -35,10 +35,10 @@ class Series:
     counts: list[int] = field(factory=list)
     #: The last value, which may be NaN; None before the first.
     last: float | None = None
-    #: The lowest and the highest value, each with its step.
+    #: Minimum and maximum, each with its step.
     least: tuple[float, int] | None = None
     most: tuple[float, int] | None = None
-    #: How many values were NaN or infinite, and the step of the first.
+    #: Number of values that were NaN or infinite, and the step of the first.
     not_finite: int = 0
     first_not_finite: int | None = None
 
@@ -50,7 +50,7 @@ class Series:
         return sum(self.counts) + self.not_finite
 
     def add(self, step: int, value: float) -> None:
-        """Put `value` at `step`, which is not before the last one."""
+        """Add `value` at `step`, which must not be before the last one."""
         self.last = value
         if not abs(value) < _HUGE:
             self.not_finite += 1
@@ -65,7 +65,7 @@ class Series:
             self._coarsen(LIMIT * 3 // 4)
 
     def thinned(self, limit: int, factor: float = 1.0) -> Series:
-        """Return a copy with at most `limit` buckets, its values multiplied by `factor`, which is positive."""
+        """Return a copy with at most `limit` buckets, and values multiplied by a positive `factor`."""
         copy = Series(
             self.stage, self.width, list(self.steps), [v * factor for v in self.lows], [v * factor for v in self.means],
             [v * factor for v in self.highs], list(self.counts), not_finite=self.not_finite,
@@ -99,7 +99,7 @@ class Series:
         return self.steps, self.lows, self.means, self.highs, self.counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values; the buckets as one tensor of five rows."""
+        """Return plain values, and the buckets as one tensor with five rows."""
         names = ("stage", "width", "last", "not_finite", "first_not_finite")
         with torch.inference_mode(False):
             buckets = torch.tensor(self._columns(), dtype=torch.float64, device="cpu")
@@ -108,7 +108,7 @@ class Series:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Series:
-        """Build the series that returned `state`."""
+        """Restore a series from its `state_dict`."""
         state = dict(state)
         steps, lows, means, highs, counts = state.pop("buckets").tolist()
         for name in ("least", "most"):
@@ -123,7 +123,7 @@ _TOTALS = ("seconds", "train_seconds", "steps", "batches", "first_step")
 
 @define(eq=False)
 class History:
-    """All curves of a run and its totals, over every fit that it was resumed in."""
+    """All curves and totals of a run, including the fits that it was resumed from."""
 
     #: Logged metrics by name.
     metrics: dict[str, Series] = field(factory=dict)
@@ -131,24 +131,24 @@ class History:
     rates: dict[str, Series] = field(factory=dict)
     #: "steps/s" and "samples/s".
     speed: dict[str, Series] = field(factory=dict)
-    #: Bytes, by what holds them.
+    #: Bytes, by kind of memory.
     memory: dict[str, Series] = field(factory=dict)
-    #: Results of validation and tests after training, by name.
+    #: Results of validation and test after training, by name.
     results: dict[str, float] = field(factory=dict)
-    #: Seconds from start to end, and those in which it trained rather than validated.
+    #: Seconds of all fits, and those spent in training.
     seconds: float = 0.0
     train_seconds: float = 0.0
     #: Optimizer steps and batches of those seconds.
     steps: int = 0
     batches: int = 0
-    #: Where the record begins, and where it was taken up again.
+    #: First step of the record, and steps at which the run was resumed.
     first_step: int = 0
     resumed: list[int] = field(factory=list)
     #: How the last fit ended: "status", "detail", and for an exception "error" and "frames".
     outcome: dict[str, Any] = field(factory=dict)
 
     def put(self, curves: str, name: str, step: int, value: float, stage: str = "train") -> None:
-        """Add a value to the curve `name`, new or not."""
+        """Add a value to the curve `name`; create the curve if needed."""
         known: dict[str, Series] = getattr(self, curves)
         if name not in known:
             known[name] = Series(stage)
@@ -175,7 +175,7 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
-        """Build the history that returned `state`."""
+        """Restore a history from its `state_dict`."""
         curves = {name: {key: Series.from_state(each) for key, each in state[name].items()} for name in _CURVES}
         rest = {name: dict(state[name]) for name in ("results", "outcome")}
         fields: dict[str, Any] = curves | {name: state[name] for name in _TOTALS} | rest

@@ -1,4 +1,4 @@
-"""The page: a header that says how it went, curves, and what was run; its HTML is in templates/."""
+"""Render the page: header with the outcome, curves, configuration. The HTML is in templates/."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from stratagem_report.history import History, Series
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-#: More charts than this make a page that nobody reads; the table has all metrics.
+#: Maximum number of charts of metrics; the table has all metrics.
 _CHARTS = 60
 
 
 def render(facts: Facts) -> str:
-    """Return the page about `facts`, complete in itself."""
+    """Return the self-contained page for `facts`."""
     from markupsafe import Markup
 
     history = facts.history
@@ -53,7 +53,7 @@ def render(facts: Facts) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    """Return what fills the templates: all that they are given is escaped, without the passwords of URLs."""
+    """Return the jinja2 environment: it escapes all values, and removes passwords from URLs."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -67,13 +67,13 @@ def _environment() -> Environment:
         count=count, number=number, not_finite=not_finite,
         shown=lambda value: shown("value", value),
         json=lambda value: json.dumps(value, separators=(",", ":")),
-        percent=lambda place: f"{place * 100:.2f}%",
+        percent=lambda position: f"{position * 100:.2f}%",
     )  # fmt: skip
     return environment
 
 
 def _template(name: str) -> str:
-    """Return a template without the indentation and the ends of its lines, which a browser would show as spaces."""
+    """Return a template without indentation and line breaks, which a browser would show as spaces."""
     return "".join(line.strip() for line in _read(f"templates/{name}").splitlines())
 
 
@@ -85,7 +85,7 @@ def _read(name: str) -> str:
 
 
 def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of each."""
+    """Return (name, value, note) of each tile."""
     history = facts.history
     epochs_of = f"of {count(facts.max_epochs)}" if facts.max_epochs is not None else ""
     steps_of = f"of {count(facts.max_steps)}" if facts.max_steps >= 0 else ""
@@ -133,7 +133,7 @@ def _machine(history: History, draw: Callable[..., Chart]) -> list[Chart]:
 
 
 def grouped(metrics: dict[str, Series]) -> dict[str, list[tuple[str, Series]]]:
-    """Return `metrics` by what they measure: training before validation, a lone one under its whole name."""
+    """Return `metrics` grouped without their stage, training first; a single metric keeps its full name."""
     groups: dict[str, list[tuple[str, Series]]] = {}
     for name, series in metrics.items():
         groups.setdefault(quantity(name), []).append((name, series))
@@ -144,13 +144,13 @@ def grouped(metrics: dict[str, Series]) -> dict[str, list[tuple[str, Series]]]:
 
 
 def _distinct(rates: dict[str, Series]) -> list[tuple[str, Series]]:
-    """Return the learning rates that differ, groups with the same one under one name."""
-    alike: dict[tuple[float, ...], list[str]] = {}
+    """Return the distinct learning rates; parameter groups with the same one are merged."""
+    same: dict[tuple[float, ...], list[str]] = {}
     for name, series in rates.items():
-        alike.setdefault((*series.steps, *series.means), []).append(name)
+        same.setdefault((*series.steps, *series.means), []).append(name)
     return [
         (names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more", rates[names[0]])
-        for names in alike.values()
+        for names in same.values()
     ]
 
 
