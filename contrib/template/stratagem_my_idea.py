@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class MyIdea(Strategy):
-    """A replica in every process; gradients are averaged when a micro-batch closes its accumulation window."""
+    """Keep a replica in every process; average gradients after the last micro-batch of each accumulation."""
 
-    #: Give every process rank 0's buffers (the statistics of batch norm) before validation: a message for each buffer.
-    #: Without it every process validates with its own.
+    #: Broadcast rank 0's buffers (BatchNorm statistics) before validation: one message for each buffer. If False, each
+    #: process validates with its own.
     broadcast_buffers: bool = True
 
-    # What a run may ask of this strategy. A run that asks for more is refused before any process starts, so claim only
-    # what is true: here no buckets for communication hooks, and no optimizers that call a closure.
+    # The features that this strategy supports. A run that needs others is refused before any process starts, so list
+    # only those that work: here neither buckets for communication hooks, nor optimizers with a closure.
     capabilities = Capabilities(
         provides={
-            CLIP_BY_NORM,  # every process holds all gradients, so the core's own clipping is right
+            CLIP_BY_NORM,  # every process has all gradients, so the core's clipping is correct
             CLIP_BY_VALUE,
-            FULL_STATE,  # and all parameters, so the core's own saving and loading is right
+            FULL_STATE,  # and all parameters, so the core's saving and loading is correct
             MANUAL_OPTIMIZATION,
             MULTI_PROCESS,
             MULTIPLE_OPTIMIZERS,
@@ -62,15 +62,15 @@ class MyIdea(Strategy):
     @hookimpl
     def on_validation_start(self, run: RunContext) -> None:
         if self.broadcast_buffers:
-            assert run.module is not None, "it is being validated"
+            assert run.module is not None, "set during validation"
             run.collectives.replicate(run.module.buffers())
 
 
 def _average(parameters: list[torch.nn.Parameter], run: RunContext) -> None:
-    """Replace every gradient by its mean over the processes; all messages are on their way before the first wait."""
+    """Replace each gradient by its mean over the processes; start all messages before waiting for the first."""
     gradients = []
     for parameter in parameters:
-        if parameter.grad is None:  # the loss of this process did not reach it; that of another may have
+        if parameter.grad is None:  # unused by this process's loss; another may use it
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
     for future in [run.collectives.average_async(gradient) for gradient in gradients]:

@@ -1,4 +1,4 @@
-"""my_idea keeps the promises of every strategy."""
+"""my_idea passes the checks for every strategy."""
 
 from stratagem_testing import StrategyConformance
 

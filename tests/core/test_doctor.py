@@ -87,7 +87,7 @@ def test_people_get_the_same_as_text(capsys, monkeypatch):
     assert "  NCCL_DEBUG=INFO" in text
     assert "  STRATAGEM_API_TOKEN=<redacted>" in text
     assert "s3cret" not in text
-    assert text.rstrip().endswith("all is well")
+    assert text.rstrip().endswith("no problems found")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_group_that_is_no_kind(install, capsys):
     code, report = examined(capsys)
 
     assert code == 1
-    assert "entry-point group stratagem.strategies, which is no kind" in row(report, "acme-typo")["reasons"][0]
+    assert "entry-point group stratagem.strategies, which is not a kind" in row(report, "acme-typo")["reasons"][0]
 
 
 @pytest.mark.usefixtures("no_smoke")
@@ -192,7 +192,7 @@ def test_processes_that_hang_are_ended(monkeypatch, capsys):
     code, report = examined(capsys)
 
     assert code == 1
-    assert "still at it" in report["smoke run"]["reason"]
+    assert "did not finish" in report["smoke run"]["reason"]
 
 
 def test_asking_for_it_by_name_leaves_other_commands_quick():

@@ -166,7 +166,7 @@ def test_the_command_says_where_and_what_next(tmp_path, capsys):
     [
         (["strategies", "my_idea"], "kind 'strategies' is unknown; expected strategy, .*did you mean 'strategy'"),
         (["command", "my_idea"], "kind 'command' is unknown; expected strategy"),
-        (["strategy", "My-Idea"], "name 'My-Idea' will not do .*; expected lower-case .*; write 'my_idea'"),
+        (["strategy", "My-Idea"], "name 'My-Idea' is not valid .*; expected lower-case .*; write 'my_idea'"),
         (["strategy", "MyIdea"], "write 'my_idea'"),
         (["strategy", "2nd_idea_"], "write 'nd_idea'"),
         (["strategy", "my__idea"], "write 'my_idea'"),
@@ -361,7 +361,7 @@ def test_comm_hook_rounds_what_it_sends(made):
     reference, _ = train_plainly(batches)
 
     rounded, same = run_in_processes(_fit_with_hook, 2, batches, {})
-    exact, _ = run_in_processes(_fit_with_hook, 2, batches, {"min_numbers": 10**6})
+    exact, _ = run_in_processes(_fit_with_hook, 2, batches, {"min_elements": 10**6})
 
     assert all(torch.equal(rounded[name], same[name]) for name in rounded)
     assert 1e-6 < relative_difference(rounded, reference) < 0.02

@@ -26,13 +26,13 @@ def test_the_demo_runs_and_resumes(tmp_path):
     first = demo(tmp_path)
     assert first.returncode == 0, first.stderr
     assert "2 processes on cpu, effective batch size 8" in first.stdout
-    assert "after 4 steps; it now writes" in first.stdout
+    assert "after 4 steps; generated text" in first.stdout
     assert "The Python language" in first.stdout
     assert "twice" not in first.stderr
 
     second = demo(tmp_path)
     assert second.returncode == 0, second.stderr
-    assert "going on from the checkpoints" in second.stdout
+    assert "continuing from the checkpoints" in second.stdout
     assert re.search(r"validation loss [\d.]+ nats per character after 8 steps", second.stdout)
 
 

@@ -96,8 +96,8 @@ def test_counterparts_can_be_imported():
     """A name in the table is one in stratagem."""
     for counterpart in names.NAMES.values():
         if counterpart.imported_from is not None:
-            room, name = counterpart.imported_from
-            assert getattr(importlib.import_module(room), name) is not None
+            module, name = counterpart.imported_from
+            assert getattr(importlib.import_module(module), name) is not None
 
 
 def test_what_is_recommended_exists():

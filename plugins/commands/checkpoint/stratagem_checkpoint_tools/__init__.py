@@ -1,4 +1,4 @@
-"""``stratagem checkpoint``: look into checkpoints, verify, compare and convert them; whatever format they are in."""
+"""``stratagem checkpoint``: inspect, verify, compare and convert checkpoints of any installed format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _ONE_FILE = "full"
 
 
 class Checkpoint(Command):
-    """Subcommands inspect, verify, diff, convert and consolidate."""
+    """The command ``stratagem checkpoint``, with subcommands inspect, verify, diff, convert and consolidate."""
 
-    help = "look into checkpoints, verify, compare and convert them"
+    help = "inspect, verify, compare and convert checkpoints"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        inspect = actions.add_parser("inspect", help="what is in it: tensors, optimizers, position, versions")
+        inspect = actions.add_parser("inspect", help="show tensors, optimizers, progress and versions")
         inspect.add_argument("path")
-        verify = actions.add_parser("verify", help="exit code 1 unless it is whole and what was written")
+        verify = actions.add_parser("verify", help="exit with code 1 if it is incomplete or damaged")
         verify.add_argument("paths", nargs="+", metavar="path")
-        diff = actions.add_parser("diff", help="exit code 1 if two differ: names, shapes, dtypes, values")
+        diff = actions.add_parser("diff", help="exit with code 1 if two differ in names, shapes, dtypes or values")
         diff.add_argument("path")
         diff.add_argument("other")
         diff.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as equal")
@@ -30,18 +30,20 @@ class Checkpoint(Command):
             action.add_argument("path")
             action.add_argument("to", metavar="target", help="where to write; must not exist")
             action.add_argument(
-                "--weights-only", action="store_true", help="the model alone, without what resuming needs"
+                "--weights-only", action="store_true", help="only the model, without the state for resuming"
             )
         convert.add_argument(
-            "--to", dest="format", help="name of a checkpoint format; by default target's ending tells"
+            "--to", dest="format", help="name of a checkpoint format; by default that of the suffix of target"
         )
         consolidate.set_defaults(format=_ONE_FILE)
         for action in (inspect, diff, convert, consolidate):
             action.add_argument(
-                "--trust", action="store_true", help="also execute what pickles in it say: for files of those you trust"
+                "--trust",
+                action="store_true",
+                help="also load pickles, which can execute code: for files you trust",
             )
         for action in (inspect, verify, diff):
-            action.add_argument("--json", action="store_true", help="for programs")
+            action.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_checkpoint_tools.actions import convert, diff, inspect, verify

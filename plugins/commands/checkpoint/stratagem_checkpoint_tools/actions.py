@@ -1,4 +1,4 @@
-"""What ``stratagem checkpoint inspect``, ``verify``, ``diff``, ``convert`` and ``consolidate`` do."""
+"""The actions of ``stratagem checkpoint``: inspect, verify, diff, convert and consolidate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _render(report: dict[str, Any]) -> str:
     made_by = report["format"].get("stratagem")
     lines = [
         f"{report['path']}: {report['bytes'] / 1e6:.1f} MB" + (f", by stratagem {made_by}" if made_by else ""),
-        f"model: {len(report['model'])} tensors, {report['parameters']:,} numbers",
+        f"model: {len(report['model'])} tensors, {report['parameters']:,} elements",
         *(f"  {t['name']}  {t['dtype']} {tuple(t['shape'])}" for t in report["model"]),
     ]
     if report["optimizers"]:
@@ -74,7 +74,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _problem(path: Path) -> str:
-    """Return what is wrong with the checkpoint at `path`, in a sentence; an empty string if nothing is."""
+    """Return the problem of the checkpoint at `path` as a sentence; an empty string if there is none."""
     if not path.exists():
         return str(CheckpointError(f"{path} does not exist"))
     formats = [make(entry, {}) for entry in registry.entries("checkpoint")]
@@ -104,7 +104,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def _differences(one: Any, other: Any, tolerance: float, place: str = "") -> Iterator[dict[str, str]]:
-    """Yield a row for each place in which two states differ."""
+    """Yield a row for each difference of two states."""
     import torch
 
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -143,7 +143,7 @@ def convert(arguments: argparse.Namespace) -> int:
     source, target = as_path(arguments.path), as_path(arguments.to)
     checkpoint_format = format_named(arguments.format or _format_for(target))
     if target.exists():
-        raise CheckpointError(f"{target} exists", expected="a path where nothing is", do="nothing was changed")
+        raise CheckpointError(f"{target} exists", expected="a new path", do="choose another path; nothing was changed")
     state = read_any(source, arguments.trust)
     if arguments.weights_only:
         state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
@@ -153,7 +153,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _format_for(target: Path) -> str:
-    """Return the name of the one format whose files end as `target` does."""
+    """Return the name of the only format with the suffix of `target`."""
     known = {entry.name: format_named(entry.qualified_name) for entry in registry.entries("checkpoint")}
     formats = {name: each for name, each in known.items() if not each.reads_pickles}
     fitting = [name for name, each in formats.items() if each.suffix == target.suffix]
@@ -165,7 +165,7 @@ def _format_for(target: Path) -> str:
     return fitting[0]
 
 
-# --- Small things ------------------------------------------------------------------------------------------------
+# --- Helpers -----------------------------------------------------------------------------------------------------
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

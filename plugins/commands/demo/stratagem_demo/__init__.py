@@ -1,4 +1,4 @@
-"""``stratagem demo``: train a small GPT on the Python manual; `gpt` is the example to read."""
+"""``stratagem demo``: train a small GPT on the Python manual; see the module `gpt` for the example."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import stratagem as sg
 
 
 class Demo(sg.Command):
-    """``stratagem demo``"""
+    """The command ``stratagem demo``."""
 
-    help = "train a small GPT on the Python manual and let it write; run again to go on"
+    help = "train a small GPT on the Python manual and generate text; run again to continue"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -1,6 +1,6 @@
-"""Train a small GPT on the Python manual, character by character, and let it write: an example to read and run.
+"""Train a small character-level GPT on the Python manual, and generate text: an example to read and run.
 
-What a user writes is the module, the data and three lines of Trainer.
+A user writes the module, the data and three lines for the Trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAVE_EVERY = 250  # steps
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each on top of what came in."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class Block(nn.Module):
 
 
 class CharGPT(sg.Module):
-    """Predicts the next character; GPT as in Radford et al. 2018, pre-norm."""
+    """Predict the next character; GPT as in Radford et al. 2018, with pre-norm."""
 
     def __init__(self, vocabulary: str, width: int = 128, depth: int = 4, num_heads: int = 4, steps: int = 500) -> None:
         super().__init__()
         self.save_hyperparameters("vocabulary", "width", "depth", "num_heads", "steps")
         self.vocabulary, self.steps = vocabulary, steps
-        self.tokens, self.places = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.positions = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(vocabulary), bias=False)
         self.head.weight = self.tokens.weight
@@ -63,9 +63,9 @@ class CharGPT(sg.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        scores: Tensor = self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
-        return scores
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
+        return logits
 
     def loss(self, batch: Batch) -> Tensor:
         text, following = batch
@@ -85,48 +85,48 @@ class CharGPT(sg.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        # Every run trains `steps` more, from wherever the checkpoint stands.
+        # Each run trains `steps` more, from the step of the checkpoint.
         self.trainer.max_steps = self.global_step + self.steps
 
     @torch.no_grad()
-    def write(self, prompt: str, length: int, temperature: float = 0.8) -> str:
+    def generate(self, prompt: str, length: int, temperature: float = 0.8) -> str:
         """Return `prompt` continued by `length` characters."""
-        numbers = [self.vocabulary.index(character) for character in prompt]
+        tokens = [self.vocabulary.index(character) for character in prompt]
         for _ in range(length):
-            window = torch.tensor([numbers[-CONTEXT:]], device=self.device)
-            chances = (self(window)[0, -1].float() / temperature).softmax(-1)
-            numbers.append(int(torch.multinomial(chances, 1)))
-        return "".join(self.vocabulary[number] for number in numbers)
+            window = torch.tensor([tokens[-CONTEXT:]], device=self.device)
+            probabilities = (self(window)[0, -1].float() / temperature).softmax(-1)
+            tokens.append(int(torch.multinomial(probabilities, 1)))
+        return "".join(self.vocabulary[token] for token in tokens)
 
 
 # --- The data ----------------------------------------------------------------------------------------------------
 
 
 def manual() -> str:
-    """Return the language reference that CPython carries for ``help()``: about 460 thousand characters of English."""
+    """Return the language reference that CPython includes for ``help()``: about 460,000 characters of English."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 class Windows(Dataset[Batch]):
-    """Pieces of text, each with the same piece one character later."""
+    """Windows of text, each with the window one character later as target."""
 
     def __init__(self, text: str, vocabulary: str, stride: int) -> None:
-        number = {character: index for index, character in enumerate(vocabulary)}
-        self.numbers = torch.tensor([number[character] for character in text])
+        token = {character: index for index, character in enumerate(vocabulary)}
+        self.tokens = torch.tensor([token[character] for character in text])
         self.stride = stride
 
     def __len__(self) -> int:
-        return (len(self.numbers) - CONTEXT - 1) // self.stride + 1
+        return (len(self.tokens) - CONTEXT - 1) // self.stride + 1
 
     def __getitem__(self, index: int) -> Batch:
         start = index * self.stride
-        return self.numbers[start : start + CONTEXT], self.numbers[start + 1 : start + CONTEXT + 1]
+        return self.tokens[start : start + CONTEXT], self.tokens[start + 1 : start + CONTEXT + 1]
 
 
 def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """Return loaders for the first nine tenths of `text`, and for 480 pieces of the rest."""
+    """Return a training loader for the first 90 % of `text`, and a validation loader for 480 windows of the rest."""
     cut = len(text) * 9 // 10
     train = Windows(text[:cut], vocabulary, CONTEXT // 4)
     held_out = Windows(text[cut : cut + 480 * CONTEXT + 1], vocabulary, CONTEXT)
@@ -157,13 +157,13 @@ def run(
         num_sanity_val_steps=0,
         callbacks=[
             {"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True},
-            "on_exception_checkpoint",  # Ctrl-C before the first save must not lose what was trained
+            "on_exception_checkpoint",  # save on Ctrl-C, too
         ],
         log_every_n_steps=10,
     )
     started = sorted(folder.glob("checkpoints/*.ckpt"))
     if started:
-        trainer.print(f"going on from the checkpoints in {folder}; delete that folder to start afresh")
+        trainer.print(f"continuing from the checkpoints in {folder}; delete that folder to start again")
     trainer.print(f"saving every {SAVE_EVERY} steps, at the end and on Ctrl-C in {folder / 'checkpoints'}")
     trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
     final = trainer.validate(model, held_out)[0]["val_loss"]
@@ -175,13 +175,13 @@ def run(
 def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:
     """Print the loss and a sample."""
     model.eval()
-    sample = model.write("The Python language", length=400)
-    print(f"\nvalidation loss {val_loss:.3f} nats per character after {trainer.global_step} steps; it now writes:\n")
+    sample = model.generate("The Python language", length=400)
+    print(f"\nvalidation loss {val_loss:.3f} nats per character after {trainer.global_step} steps; generated text:\n")
     print("    " + sample.replace("\n", "\n    "))
 
 
 def faster_precision(model: CharGPT) -> str:
-    """Return "bf16-mixed" if a step in it is faster here than in fp32, else "32-true"; every process agrees."""
+    """Return "bf16-mixed" if its steps are faster here than in fp32, else "32-true"; all processes get the same."""
     chosen = os.environ.get("STRATAGEM_DEMO_PRECISION")
     if chosen is None:
         chosen = "bf16-mixed" if _seconds(model, mixed=True) < _seconds(model, mixed=False) else "32-true"

@@ -1,1 +1,1 @@
-"""Commands that check an installation, and begin, check and combine plugins."""
+"""Commands that check an installation, and create, check and combine plugins."""

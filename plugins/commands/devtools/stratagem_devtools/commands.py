@@ -1,6 +1,6 @@
 """``stratagem doctor`` and ``stratagem plugins new``, ``check`` and ``matrix``: arguments and printing.
 
-The modules that do the work are imported in `run`: `stratagem --help` does not need them.
+The other modules are imported in `run`, because `stratagem --help` does not need them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stratagem.stack import registry
 
 
 class Doctor(Command):
-    """``stratagem doctor``"""
+    """The command ``stratagem doctor``."""
 
     help = "check the installation: versions, devices, plugins, and a two-process gloo run"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true", help="for programs")
+        parser.add_argument("--json", action="store_true", help="print JSON")
         parser.add_argument(
-            "--machine", action="store_true", help="add what torch.utils.collect_env finds (takes seconds)"
+            "--machine", action="store_true", help="add the output of torch.utils.collect_env (takes seconds)"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -37,14 +37,14 @@ class Doctor(Command):
 
 
 class New(Command):
-    """``stratagem plugins new``"""
+    """The command ``stratagem plugins new``."""
 
-    help = "write the package of a new plugin: complete, small, working, to be changed"
+    help = "write the package of a new plugin: a small working example to change"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-        parser.add_argument("name", metavar="NAME", help="what users will call it, such as my_idea")
-        parser.add_argument("--into", metavar="FOLDER", default=".", help="where to write it; here if not given")
+        parser.add_argument("name", metavar="NAME", help="name of the plugin, such as my_idea")
+        parser.add_argument("--into", metavar="FOLDER", default=".", help="where to write it (default: here)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_devtools.scaffold import write
@@ -55,19 +55,19 @@ class New(Command):
 
 
 class Check(Command):
-    """``stratagem plugins check``"""
+    """The command ``stratagem plugins check``."""
 
-    help = "load every plugin; or prove one correct with the conformance kit"
+    help = "load every plugin, or test one with the conformance kit"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "name", nargs="?", help="run the conformance kit on this one: the name, or distribution:name"
+            "name", nargs="?", help="plugin to test with the conformance kit: name, or distribution:name"
         )
-        parser.add_argument("--kind", help="where several kinds have a plugin of that name")
+        parser.add_argument("--kind", help="kind of the plugin, if several kinds have that name")
         parser.add_argument(
             "--world-sizes", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of processes"
         )
-        parser.add_argument("--json", action="store_true", help="for programs")
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem.stack.describe import check_entry
@@ -99,17 +99,17 @@ def _check_one(entry: registry.Entry, arguments: argparse.Namespace) -> int:
 
 
 class Matrix(Command):
-    """``stratagem plugins matrix``"""
+    """The command ``stratagem plugins matrix``."""
 
-    help = "which plugins go together, and why others do not"
+    help = "show which plugins can be combined, and why others cannot"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--html", metavar="FILE", help="write a page to FILE")
         parser.add_argument(
             "--presets", action="store_true", help="include presets (names for a strategy with preset options)"
         )
-        parser.add_argument("--accelerator", default="cpu", help="the device to resolve for (default cpu)")
-        parser.add_argument("--json", action="store_true", help="for programs")
+        parser.add_argument("--accelerator", default="cpu", help="accelerator to resolve for (default cpu)")
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         import attrs

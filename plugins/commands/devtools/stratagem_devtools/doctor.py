@@ -1,6 +1,6 @@
 """``stratagem doctor``: check the installation: versions, devices, plugins, and a two-process gloo run.
 
-Everything is examined in isolation: a package that cannot be imported is a finding, not the end of the examination.
+Each check is isolated: a package that cannot be imported is reported, and the other checks continue.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
 from stratagem_process_group.remarks import remarks
 
-#: Variables that change what a run does begin with one of these.
+#: Prefixes of the variables that affect a run.
 _PREFIXES = (
     "STRATAGEM_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMP_",
     "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "SLURM_", "OMPI_", "PMI_", "LSB_", "FI_", "UCX_",
 )  # fmt: skip
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc")
-#: How long the smoke run may take, torch's import included.
+#: Time limit of the two-process run, including the import of torch.
 _SMOKE_S = 60.0
 
-#: How long torch may ask the tools of the machine, such as nvidia-smi, one after the other.
+#: Time limit of torch.utils.collect_env, which runs tools such as nvidia-smi.
 _MACHINE_S = 120.0
 
 _MACHINE = """
@@ -51,16 +51,16 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=2)
 number = torch.tensor(float(rank + 1))
 dist.all_reduce(number)
-assert number.item() == 3.0, f"1 + 2 came out as {number.item()}"
+assert number.item() == 3.0, f"1 + 2 resulted in {number.item()}"
 dist.destroy_process_group()
 """
 
 
 def examine(machine: bool = False) -> dict[str, Any]:
-    """Return everything as plain data; ``problems`` lists what is wrong, in sentences.
+    """Return the report as plain data; ``problems`` lists each problem as a sentence.
 
     Args:
-        machine: also ask torch what it knows of drivers, GPUs, compilers and the CPU, which takes seconds.
+        machine: add torch's information about drivers, GPUs, compilers and the CPU, which takes seconds.
     """
     packages = _packages()
     smoke = _smoke_run()
@@ -68,7 +68,7 @@ def examine(machine: bool = False) -> dict[str, Any]:
     problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
     problems += [f"{name} is set and {remark.text}" for name, remark in found.items() if remark.is_mistake]
     if smoke["status"] != "ok":
-        problems.append(f"two gloo processes could not talk to each other: {smoke['reason']}")
+        problems.append(f"two gloo processes could not communicate: {smoke['reason']}")
     return {
         "stratagem": __version__,
         "python": {
@@ -87,7 +87,7 @@ def examine(machine: bool = False) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return `report` for people."""
+    """Return `report` as text."""
     python, torch, smoke = report["python"], report["torch"], report["smoke run"]
     lines = [
         f"stratagem {report['stratagem']}, Python {python['version']} ({python['executable']}) on {python['platform']}",
@@ -103,7 +103,7 @@ def render(report: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in package["plugins"].items())
         lines.append(f"  {package['distribution']} {package['version']}: {package['status']} ({counts})")
         lines += [f"    {reason}" for reason in [*package["reasons"], *package["notes"]]]
-    lines.append("variables in force:")
+    lines.append("environment variables:")
     for name, value in report["environment"].items():
         remark = report["remarks"].get(name)
         lines.append(f"  {name}={value}" + (f" ({remark})" if remark else ""))
@@ -115,7 +115,7 @@ def render(report: dict[str, Any]) -> str:
     if "machine" in report:
         lines += ["machine:", *(f"  {line}".rstrip() for line in _machine_lines(report["machine"]))]
     problems = [f"  {problem}" for problem in report["problems"]]
-    lines += ["", *(["problems:", *problems] if problems else ["all is well"])]
+    lines += ["", *(["problems:", *problems] if problems else ["no problems found"])]
     return "\n".join(lines)
 
 
@@ -125,47 +125,47 @@ def render(report: dict[str, Any]) -> str:
 def _torch() -> dict[str, Any]:
     try:
         import torch
-    except BaseException as error:  # noqa: BLE001 - whatever an import may raise
-        return {"version": None, "build": None, "reason": f"cannot be imported ({_say(error)})"}
+    except BaseException as error:  # noqa: BLE001 - an import may raise anything
+        return {"version": None, "build": None, "reason": f"cannot be imported ({_describe(error)})"}
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return {"version": torch.__version__, "build": build, "reason": ""}
 
 
 def _devices() -> dict[str, Any]:
-    """Return what each installed accelerator counts, presets left out."""
+    """Return the device count of each installed accelerator, without presets."""
     found: dict[str, Any] = {}
     for entry in registry.entries("accelerator"):
         try:
             target = entry.load()
             if isinstance(target, type):
                 found[entry.name] = target().count()
-        except BaseException as error:  # noqa: BLE001 - a plugin's own
-            found[entry.name] = f"cannot be counted ({_say(error)})"
+        except BaseException as error:  # noqa: BLE001 - plugin code
+            found[entry.name] = f"cannot be counted ({_describe(error)})"
     return found
 
 
 def _backends() -> dict[str, bool]:
     try:
         import torch.distributed as dist
-    except BaseException:  # noqa: BLE001 - said under "torch"
+    except BaseException:  # noqa: BLE001 - reported under "torch"
         return {}
     return {name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS}
 
 
 def _machine() -> dict[str, Any]:
-    """Return what `torch.utils.collect_env` finds, or under "reason" why it found nothing."""
+    """Return the output of `torch.utils.collect_env`, or under "reason" why there is none."""
     try:
         command = [sys.executable, "-c", _MACHINE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MACHINE_S, check=True)
         found: dict[str, Any] = redact("machine", json.loads(done.stdout))
         return found
     except subprocess.TimeoutExpired:
-        return {"reason": f"torch.utils.collect_env did not end within {_MACHINE_S:.0f} s"}
+        return {"reason": f"torch.utils.collect_env did not finish within {_MACHINE_S:.0f} s"}
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
         return {"reason": f"torch.utils.collect_env ended with {error.returncode}: {''.join(last) or 'no message'}"}
     except (OSError, ValueError) as error:
-        return {"reason": f"torch.utils.collect_env cannot be run ({_say(error)})"}
+        return {"reason": f"torch.utils.collect_env cannot be run ({_describe(error)})"}
 
 
 def _machine_lines(machine: dict[str, Any]) -> list[str]:
@@ -206,16 +206,16 @@ def _packages() -> list[dict[str, Any]]:
 
 
 def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[str, str]:
-    """Return the status of one plugin, and why; ("ok", "") if nothing is wrong."""
+    """Return status and reason for one plugin; ("ok", "") without problems."""
     if entry.kind not in (*KINDS, "command"):
-        return "broken", f"{entry.name!r} is in the entry-point group stratagem.{entry.kind}, which is no kind"
+        return "broken", f"{entry.name!r} is in the entry-point group stratagem.{entry.kind}, which is not a kind"
     group = entry.name.rpartition(".")[0] if entry.kind == "command" else ""
     if group and group not in GROUPS:
         return "broken", f"command {entry.name!r} is in the group {group!r}; the groups are {', '.join(GROUPS)}"
-    twins = [e for e in everything if (e.kind, e.name.lower()) == (entry.kind, entry.name.lower()) and e != entry]
-    if twins:
+    duplicates = [e for e in everything if (e.kind, e.name.lower()) == (entry.kind, entry.name.lower()) and e != entry]
+    if duplicates:
         return "duplicate", (
-            f"{entry.kind} {entry.name!r} is also in {twins[0].distribution}; write {entry.qualified_name!r}, or "
+            f"{entry.kind} {entry.name!r} is also in {duplicates[0].distribution}; use {entry.qualified_name!r}, or "
             f"uninstall one of them"
         )
     try:
@@ -224,8 +224,8 @@ def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[s
         return "for another version of the core", str(error)
     try:
         problem = check_entry(entry)
-    except BaseException as error:  # noqa: BLE001 - SystemExit at import, and worse
-        problem = f"it cannot be loaded ({_say(error)})"
+    except BaseException as error:  # noqa: BLE001 - plugin code, which may raise SystemExit, too
+        problem = f"it cannot be loaded ({_describe(error)})"
     return ("broken", f"{entry.kind} {entry.name!r}: {problem}") if problem else ("ok", "")
 
 
@@ -233,22 +233,22 @@ def _examine(entry: registry.Entry, everything: list[registry.Entry]) -> tuple[s
 
 
 def _smoke_run() -> dict[str, Any]:
-    """Let two fresh processes add 1 and 2 over gloo."""
+    """Start two processes that all-reduce 1 + 2 over gloo."""
     began = time.monotonic()
-    reason = _add_up()
+    reason = _run_two_processes()
     return {
         "status": "failed" if reason else "ok", "reason": reason, "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
-def _add_up() -> str:
-    """Return what went wrong, an empty string if nothing did."""
+def _run_two_processes() -> str:
+    """Return the problem; an empty string if there is none."""
     try:
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     except BaseException as error:  # noqa: BLE001 - no torch, no gloo, no loopback
-        return _say(error)
+        return _describe(error)
     environment = os.environ | {"STRATAGEM_DOCTOR_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="stratagem-doctor-") as folder:
         children = []
@@ -268,18 +268,18 @@ def _wait(children: list[tuple[int, subprocess.Popen[bytes], Path]]) -> str:
             codes = [child.poll() for _, child, _ in children]
             for (rank, _, log), code in zip(children, codes, strict=True):
                 if code:
-                    said = log.read_text().strip().splitlines()
-                    return f"rank {rank} ended with {code}: {said[-1] if said else 'it said nothing'}"
+                    output = log.read_text().strip().splitlines()
+                    return f"rank {rank} ended with {code}: {output[-1] if output else 'no output'}"
             if all(code == 0 for code in codes):
                 return ""
             time.sleep(0.05)
-        return f"they were still at it after {_SMOKE_S:.0f} s"
+        return f"they did not finish within {_SMOKE_S:.0f} s"
     finally:
         for _, child, _ in children:
             child.kill()
             child.wait()
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""Which plugins go together: every combination of strategy, precision, comm hook and checkpoint format, resolved.
+"""Compute which plugins can be combined: resolve all combinations of strategy, precision, comm hook and checkpoint.
 
-The answer of a cell is that of the resolver, which a run would get: there is no second source of truth.
+The result of a cell comes from the resolver of runs: there is no second source of truth.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from stratagem.stack import registry
 from stratagem.stack.construction import make
 from stratagem.stack.resolver import resolve
 
-#: The kinds that are crossed, in the order of a cell's names.
+#: The kinds that are combined, in the order of the fields of a cell.
 AXES = ("strategy", "precision", "comm_hook", "checkpoint")
 
 
 @frozen
 class Cell:
-    """One combination."""
+    """One combination of plugins."""
 
     strategy: str
     precision: str
     comm_hook: str | None
     checkpoint: str
-    #: Processes that it was resolved for: two where the strategy can have them on one machine.
+    #: Number of processes: two if the strategy supports several on one machine.
     world_size: int
-    #: Devices that they have: two where the strategy can have more than one.
+    #: Number of devices: two if the strategy supports more than one.
     devices: int
-    #: Why the resolver refuses; None if it does not.
+    #: Why the resolver refuses it; None if it does not.
     reason: str | None
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What a Run or Trainer takes for this combination."""
+        """The arguments of a Run or Trainer for this combination."""
         return {name: getattr(self, name) for name in AXES} | {"devices": self.devices}
 
 
 def cells(
     accelerator: str = "cpu", presets: bool = False, only: Callable[[registry.Entry], bool] = lambda _: True
 ) -> list[Cell]:
-    """Return every combination of the installed plugins, each with the resolver's answer. No process is started.
+    """Return all combinations of the installed plugins, each with the result of the resolver. No process is started.
 
     Args:
-        accelerator: the device that they are resolved for.
-        presets: also strategies that are another one with some options set, such as another way of starting processes.
-        only: leaves out plugins for which it is false.
+        accelerator: the accelerator to resolve for.
+        presets: include presets of strategies, such as those with another start method.
+        only: leaves out plugins for which it returns False.
     """
     strategies = names("strategy", presets, only)
     hooks: list[str | None] = [None, *names("comm_hook", True, only)]
@@ -68,7 +68,7 @@ def cells(
 
 
 def names(kind: str, presets: bool, only: Callable[[registry.Entry], bool]) -> list[str]:
-    """Return the installed names of `kind`, one for each plugin whatever its aliases (the longest)."""
+    """Return the installed names of `kind`; of a plugin with several names, the longest."""
     found: dict[str, str] = {}
     for entry in sorted(registry.entries(kind), key=lambda entry: (-len(entry.name), entry.name)):
         if only(entry) and (presets or _is_class(entry)):
@@ -80,7 +80,7 @@ def _is_class(entry: registry.Entry) -> bool:
     try:
         return isinstance(entry.load(), type)
     except StratagemError:
-        return True  # broken: its cells say so
+        return True  # broken: its cells have the reason
 
 
 def _sizes(strategy: str) -> tuple[int, int]:
@@ -102,52 +102,52 @@ def _refusal(arguments: dict[str, object]) -> str | None:
     return None
 
 
-# --- To look at --------------------------------------------------------------------------------------------------
+# --- Rendering ---------------------------------------------------------------------------------------------------
 
 
 def render_markdown(table: Sequence[Cell]) -> str:
-    """Return `table` as a Markdown table, precisions across, with the reasons under it.
+    """Return `table` as a Markdown table with a column for each precision, and the reasons below it.
 
-    Where all checkpoint formats have the same result there is one row for "any" of them, and where one of them has the
-    same result with all comm hooks, one for "any" of these.
+    If all checkpoint formats have the same result, there is one row for "any" of them; if one format has the same
+    result with all comm hooks, one row for "any" of these.
     """
     precisions, rows, reasons = _arrange(table)
     lines = [
         " | ".join(["| strategy", "comm hook", "checkpoint", *precisions]) + " |",
         "|---" * (3 + len(precisions)) + "|",
     ]
-    said: dict[str, dict[str | None, dict[str, str]]] = {}
+    results: dict[str, dict[str | None, dict[str, str]]] = {}
     for (strategy, hook, checkpoint), row in rows.items():
         words = " | ".join(_word(row[precision], reasons) for precision in precisions)
-        said.setdefault(strategy, {}).setdefault(hook, {})[checkpoint] = words
-    for strategy, by_hook in said.items():
+        results.setdefault(strategy, {}).setdefault(hook, {})[checkpoint] = words
+    for strategy, by_hook in results.items():
         lines += [f"| {strategy} | {' | '.join(cells)} |" for cells in _joined(by_hook)]
     return "\n".join([*lines, "", summary(table), "", *(f"{n}. {reason}" for reason, n in reasons.items())]).rstrip()
 
 
 def _joined(by_hook: dict[str | None, dict[str, str]]) -> list[tuple[str, str, str]]:
-    """Return (comm hook, checkpoint, words) of one strategy, in as few rows as say the same."""
+    """Return (comm hook, checkpoint, cells) of one strategy, with equal rows merged."""
     uniform = {hook: words for hook, each in by_hook.items() if len(words := set(each.values())) == 1}
     mixed = [each for hook, each in by_hook.items() if hook not in uniform]
-    apart = {
+    separate = {
         checkpoint: words
         for checkpoint, words in (mixed[0] if len(mixed) > 1 else {}).items()
         if all(each[checkpoint] == words and list(each.values()).count(words) == 1 for each in mixed)
     }
     found = []
     for hook, by_checkpoint in by_hook.items():
-        rest = {checkpoint: words for checkpoint, words in by_checkpoint.items() if checkpoint not in apart}
+        rest = {checkpoint: words for checkpoint, words in by_checkpoint.items() if checkpoint not in separate}
         if hook in uniform:
             rest = {"any": uniform[hook].pop()}
         elif len(set(rest.values())) == 1:
             rest = {"any other": next(iter(rest.values()))}
         found += [(hook or "-", checkpoint, words) for checkpoint, words in rest.items()]
     others = "any of the others" if uniform else "any"
-    return found + [(others, checkpoint, words) for checkpoint, words in apart.items()]
+    return found + [(others, checkpoint, words) for checkpoint, words in separate.items()]
 
 
 def render_html(table: Sequence[Cell]) -> str:
-    """Return `table` as a page of its own; the reason of each "no" shows when pointed at, and below."""
+    """Return `table` as an HTML page, with the reason of each "no" as a tooltip and in a list below."""
     precisions, rows, reasons = _arrange(table)
     head = "".join(f"<th>{html.escape(word)}</th>" for word in ("strategy", "comm hook", "checkpoint", *precisions))
     body = []
@@ -160,10 +160,10 @@ def render_html(table: Sequence[Cell]) -> str:
         body.append(f"<tr>{''.join(cells)}</tr>")
     notes = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>stratagem: what goes together</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>stratagem: combinations of plugins</title>'
         "<style>body{font-family:sans-serif}table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em}"
         ".yes{background:#dfd}.no{background:#fdd}</style>"
-        f"<h1>What goes together</h1><p>{html.escape(summary(table))}</p>"
+        f"<h1>Combinations of plugins</h1><p>{html.escape(summary(table))}</p>"
         f"<table><tr>{head}</tr>{''.join(body)}</table><ol>{notes}</ol></html>\n"
     )
 

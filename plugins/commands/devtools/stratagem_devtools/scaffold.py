@@ -1,4 +1,4 @@
-"""Begin a plugin: write the folder of a small package that works, for its author to change.
+"""Create a plugin: write a folder with a small working package, for its author to change.
 
 The files of `templates` are filled in with `string.Template`; `<kind>.py.txt` is the plugin itself.
 """
@@ -21,21 +21,21 @@ from stratagem.config.settings import CHOICES
 from stratagem.errors import ConfigError, nearest
 from stratagem.stack import registry
 
-#: An acceptable name of a plugin: also the end of a module's and, with hyphens, of a distribution's.
+#: Valid names of plugins; a name is also part of the module name and, with hyphens, of the distribution name.
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def write(kind: str, name: str, into: Path) -> Path:
-    """Write the package of a new plugin into a new folder below `into`, whole or not at all; return that folder.
+    """Write the package of a new plugin into a new folder below `into`, atomically; return that folder.
 
     Raises:
-        ConfigError: the kind or the name will not do, the name is taken, or the folder cannot be made.
+        ConfigError: the kind or the name is invalid, the name is taken, or the folder cannot be created.
     """
     content = render(kind, name)
     distribution = _distribution(name)
     _check_free(kind, name, distribution)
     folder = into / distribution
-    _check_place(into, folder)
+    _check_folder(into, folder)
     try:
         with _staged(folder) as staging:
             for path, text in content.items():
@@ -44,17 +44,17 @@ def write(kind: str, name: str, into: Path) -> Path:
     except OSError as error:
         raise ConfigError(
             f"{folder} could not be written ({error.strerror or error})",
-            expected="a writable folder with room",
+            expected="a writable folder with enough free space",
             do="choose another one with --into",
         ) from error
     return folder
 
 
 def render(kind: str, name: str) -> dict[str, str]:
-    """Return the files of a new plugin's package, text by path.
+    """Return the files of the package of a new plugin: text by path.
 
     Raises:
-        ConfigError: no such kind, or a name that cannot be one.
+        ConfigError: the kind or the name is invalid.
     """
     _check_kind(kind)
     _check_name(kind, name)
@@ -108,7 +108,7 @@ def _words(name: str) -> str:
 
 
 def _class_name(name: str, source: str) -> str:
-    """Return the class's name; a longer one where `source` or Python already means something by the plain one."""
+    """Return the class name, with a suffix if the plain one is a builtin or already used in `source`."""
     plain = _camel(name)
     taken = hasattr(builtins, plain) or re.search(rf"\b{plain}\b", source) is not None
     return f"{plain}Plugin" if taken else plain
@@ -118,7 +118,7 @@ def _template(name: str) -> Template:
     return Template(files(__package__).joinpath("templates", f"{name}.txt").read_text(encoding="utf-8"))
 
 
-# --- What may be wrong -------------------------------------------------------------------------------------------
+# --- Checks ------------------------------------------------------------------------------------------------------
 
 
 def _check_kind(kind: str) -> None:
@@ -131,8 +131,8 @@ def _check_name(kind: str, name: str) -> None:
         return
     fixed = _fixed(name, kind)
     raise ConfigError(
-        f"the name {name!r} will not do for a new {kind}",
-        expected="lower-case letters, digits and single underscores, a letter first, and no keyword of Python",
+        f"the name {name!r} is not valid for a new {kind}",
+        expected="lower-case letters, digits and single underscores, a letter first, and not a keyword of Python",
         do=f"write {fixed!r}" if _is_name(fixed) else "choose another name",
     )
 
@@ -142,14 +142,14 @@ def _is_name(name: str) -> bool:
 
 
 def _fixed(name: str, kind: str) -> str:
-    """Return the acceptable name that is most like `name`, if there is one."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    plain = re.sub(r"[^a-z0-9]+", "_", apart.lower()).strip("_").lstrip("0123456789_")
+    """Return the valid name closest to `name`, if there is one."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    plain = re.sub(r"[^a-z0-9]+", "_", snake.lower()).strip("_").lstrip("0123456789_")
     return f"{plain}_{kind}" if keyword.iskeyword(plain) else plain
 
 
 def _check_free(kind: str, name: str, distribution: str) -> None:
-    """Refuse a name that would make two installed plugins, or two installed packages, look the same."""
+    """Refuse a name that an installed plugin or package already has."""
     for entry in registry.entries():
         if (entry.kind, entry.name.lower()) == (kind, name):
             raise ConfigError(
@@ -160,29 +160,29 @@ def _check_free(kind: str, name: str, distribution: str) -> None:
         if re.sub(r"[-_.]+", "-", entry.distribution).lower() == distribution:
             raise ConfigError(
                 f"a package {distribution} is installed already, with {entry.kind} {entry.name!r}",
-                expected="a name that makes a package of its own",
+                expected="a name whose package is not installed",
                 do="choose another name, or uninstall that package",
             )
 
 
-def _check_place(into: Path, folder: Path) -> None:
+def _check_folder(into: Path, folder: Path) -> None:
     if not into.is_dir():
         raise ConfigError(
             f"{into} {'is a file' if into.exists() else 'does not exist'}",
             expected="a folder to write the package into",
-            do="make it first" if not into.exists() else "choose another one with --into",
+            do="create it first" if not into.exists() else "choose another one with --into",
         )
     if os.path.lexists(folder):
         raise ConfigError(
             f"{folder} exists already",
             expected="a new folder",
-            do="choose another name, or another place with --into; nothing was written",
+            do="choose another name, or another folder with --into; nothing was written",
         )
 
 
 @contextlib.contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `folder` at the end of the block, or vanishes if that fails."""
+    """Yield a temporary folder, which is renamed to `folder` at the end of the block, or removed after an exception."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.staged")
     try:
         staging.mkdir()

@@ -1,1 +1,1 @@
-"""A whole run from one file: `stratagem fit run.yaml`, the file's schema, and completion for shells."""
+"""Run from a configuration file: `stratagem fit run.yaml`, the schema of the file, and shell completion."""

@@ -1,8 +1,8 @@
-"""What a run file may have called: decided from classes and annotations, before anything is called.
+"""Decide what a run file may call, from classes and annotations, before anything is called.
 
-A class is admitted where its argument is annotated with it (or a base of it). A function is admitted where it says, by
-its return annotation, that it returns such an object. An argument without an annotation takes what `_KINDS` lists and
-classes of the package that the section's own class is from.
+A class is allowed if the argument is annotated with it or a base class of it. A function is allowed if its return
+annotation is such a class. An argument without an annotation accepts the classes of `_KINDS`, and classes of the
+package that the class of the section is from.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any, get_args, get_origin
 
 from stratagem.api.options import describe
 from stratagem.errors import ConfigError
-from stratagem_fit.signatures import annotations_of, in_plain_words, is_class, members
+from stratagem_fit.signatures import annotations_of, is_class, members, simplified
 
-#: Classes whose objects any argument without an annotation may take.
+#: Classes whose objects an argument without an annotation accepts.
 _KINDS = (
     "torch.nn.Module", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", "torch.utils.data.Dataset",
     "torch.utils.data.Sampler", "torch.utils.data.DataLoader", "stratagem.training.datamodule.DataModule",
     "stratagem.api.kinds.Plugin",
 )  # fmt: skip
-#: Modules whose functions may be handed to an argument that takes a callable: they compute, and nothing else.
+#: Modules whose functions may be passed to an argument for a callable: they have no side effects.
 _FUNCTIONS = ("math", "torch", "torch.nn.functional", "torch.nn.init")
 
 
 def admit(target: Any, annotation: Any, package: str, found: str) -> None:
-    """Refuse to call `target` for an argument with `annotation`, unless that is what the argument takes.
+    """Refuse to call `target` for an argument with `annotation` unless the argument accepts the result.
 
     Args:
-        package: the top-level package of the section's own class.
-        found: which argument is given what by whom; begins the error message.
+        package: the top-level package of the class of the section.
+        found: the argument, its value and where it was set; the start of the error message.
 
     Raises:
-        ConfigError: another kind of thing.
+        ConfigError: the argument does not accept it.
     """
     if not callable(target):
-        raise ConfigError(f"{found}, which nothing can be built from", expected="a class or a function")
+        raise ConfigError(f"{found}, which cannot be called", expected="a class or a function")
     wanted = [member for member in members(annotation) if member not in (None, type(None))]
     if any(_admits(member, target, package) for member in wanted):
         return
@@ -45,7 +45,7 @@ def admit(target: Any, annotation: Any, package: str, found: str) -> None:
 
 
 def admit_object(value: Any, annotation: Any, package: str, found: str) -> None:
-    """Refuse `value`, a class or a function that is handed over rather than called, unless the argument takes it."""
+    """Refuse `value`, a class or function that is passed rather than called, unless the argument accepts it."""
     if not isinstance(value, type) and not inspect.isroutine(value):
         return
     wanted = [member for member in members(annotation) if member not in (None, type(None))]
@@ -57,16 +57,15 @@ def admit_object(value: Any, annotation: Any, package: str, found: str) -> None:
         elif _is_callable(member) and (_is_factory(value, member) if isinstance(value, type) else True):
             if _may_be_called_by_receiver(value, member, package):
                 return
-        elif in_plain_words(member) in (Any, type):
+        elif simplified(member) in (Any, type):
             return
     raise _refusal(value, annotation, wanted, package, found)
 
 
 def is_factory(target: Any, annotation: Any) -> bool:
-    """Whether something to call is wanted and `target` itself is it: then the call is the receiver's to make.
+    """Return whether `annotation` is a callable and `target` itself is passed for it, to be called by the receiver.
 
-    That is so for a function, for a T where ``Callable[..., T]`` is wanted, and for a class whose objects cannot be
-    called.
+    So for a function, for the class T of ``Callable[..., T]``, and for a class whose instances are not callable.
     """
     return any(_is_callable(member) and _is_factory(target, member) for member in members(annotation))
 
@@ -79,22 +78,22 @@ def _is_factory(target: Any, member: Any) -> bool:
 
 
 def _admits(member: Any, target: Any, package: str) -> bool:
-    """Whether an argument of type `member` (of a union) may get what a call of `target` returns, or `target` itself."""
+    """Return whether an argument of type `member` (of a union) accepts the result of `target`, or `target` itself."""
     if _is_callable(member):
         if _is_factory(target, member):
             return _may_be_called_by_receiver(target, member, package)
-        return _is_listed(target, package)  # a class whose objects are called
+        return _is_listed(target, package)  # a class with callable instances
     made = target if isinstance(target, type) else annotations_of(target).get("return", Any)
     if not is_class(made):
         return False
-    plain = in_plain_words(member)
+    plain = simplified(member)
     if plain is Any:
         return _is_listed(made, package)
     return is_class(plain) and issubclass(made, plain)
 
 
 def _may_be_called_by_receiver(target: Any, member: Any, package: str) -> bool:
-    """Whether `target` fits ``Callable[..., T]``, or ``Callable``, as far as can be told without calling it."""
+    """Return whether `target` matches ``Callable[..., T]``, or ``Callable``, as far as is known without calling it."""
     wanted = _returned(member)
     if isinstance(target, type):
         return issubclass(target, wanted) if is_class(wanted) else _is_listed(target, package)
@@ -121,27 +120,27 @@ def _returned(member: Any) -> Any:
 
 def _refusal(target: Any, annotation: Any, wanted: list[Any], package: str, found: str) -> ConfigError:
     is_type = isinstance(target, type)
-    untyped = not wanted or any(in_plain_words(member) is Any for member in wanted)
+    untyped = not wanted or any(simplified(member) is Any for member in wanted)
     if not untyped:
-        names = [_in_words(member) for member in members(annotation)]
+        names = [_described(member) for member in members(annotation)]
         return ConfigError(
             found, expected=" or ".join(names),
-            do="" if is_type else "name a class, or a function whose return annotation says that it returns one",
+            do="" if is_type else "use a class, or a function with such a return annotation",
         )  # fmt: skip
     kinds = ", ".join(path.rpartition(".")[2] for path in _KINDS)
-    annotate = "annotate the argument with the class that it takes"
+    annotate = "annotate the argument with its class"
     return ConfigError(
-        f"{found} and the argument has no annotation that allows it",
+        f"{found} and the annotation of the argument does not allow it",
         expected=f"a {kinds}, or a class of the package {package}",
-        do=annotate if is_type else f"{annotate}, and the function with what it returns",
+        do=annotate if is_type else f"{annotate}, and the function with its return type",
     )
 
 
-def _in_words(member: Any) -> str:
-    """Spell an annotation as a person would, with what a callable must return and which class is wanted."""
+def _described(member: Any) -> str:
+    """Describe an annotation for an error message."""
     inner = _returned(member) if _is_callable(member) else (get_args(member) or (Any,))[0]
     if _is_callable(member):
         return f"a callable that returns {describe(inner)}" if is_class(inner) else "a callable"
     if get_origin(member) is type and is_class(inner):
         return f"a class derived from {inner.__name__}"
-    return describe(in_plain_words(member))
+    return describe(simplified(member))

@@ -15,39 +15,39 @@ if TYPE_CHECKING:
     from stratagem_fit.job import Job
 
 _EPILOG = """\
-Anything in the file can be said on the line, after the file:
+Options after the file override values of the file:
 
   --trainer.ARGUMENT VALUE        --trainer.max_epochs 3, --trainer.strategy ddp
   --trainer.KIND.OPTION VALUE     --trainer.strategy.static_graph true
-  --model CLASS, --data CLASS     another class; the file's arguments for the first one are dropped
+  --model CLASS, --data CLASS     another class; the arguments in the file are dropped
   --model.ARGUMENT VALUE          --model.width 64, --data.batch_size 32, --model.encoder.depth 2
   --ckpt_path PATH                resume from (or evaluate) this file, or "last"
   --seed NUMBER
 """
 
 
-class _OfRunFile(Command):
-    """What fit, validate, test and predict have in common: they read a run file."""
+class _RunFileCommand(Command):
+    """Base class of fit, validate, test and predict, which read a run file."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.epilog = _EPILOG
         parser.usage = f"{parser.prog} [-h] FILE [--print-config] [--explain] [--NAME VALUE ...]"
         parser.add_argument("file", metavar="FILE", help="the run file, YAML or TOML")
-        # Switches too stand after the file, where all is left to the run file's own reader; see `runfile.read`.
-        parser.add_argument("--print-config", action="store_true", help="print all there is to say as YAML, do not run")
-        parser.add_argument("--explain", action="store_true", help="print what would run, and why; do not run")
+        # Flags may come after the file, too, where `runfile.read` parses everything.
+        parser.add_argument("--print-config", action="store_true", help="print the full configuration; do not run")
+        parser.add_argument("--explain", action="store_true", help="print the resolved plugins; do not run")
         parser.add_argument("words", nargs=argparse.REMAINDER, metavar="--NAME VALUE", help="see below")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_fit.job import prepare
 
         job = prepare(arguments.file, arguments.words)
-        if arguments.print_config or "print_config" in job.file.switches:
+        if arguments.print_config or "print_config" in job.file.flags:
             from stratagem_fit.printing import render
 
             print(render(job), end="")
-        elif arguments.explain or "explain" in job.file.switches:
+        elif arguments.explain or "explain" in job.file.flags:
             print(explain(job))
         else:
             trainer, model, data = job.build()
@@ -56,12 +56,12 @@ class _OfRunFile(Command):
         return 0
 
     def act(self, trainer: sg.Trainer, model: sg.Module, data: sg.DataModule | None, ckpt_path: str | None) -> None:
-        """Do it."""
+        """Run the stage of this command."""
         raise NotImplementedError
 
 
-class Fit(_OfRunFile):
-    """``stratagem fit``"""
+class Fit(_RunFileCommand):
+    """The command ``stratagem fit``."""
 
     help = "train the model of a run file"
 
@@ -69,7 +69,7 @@ class Fit(_OfRunFile):
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
 
 
-class _Measure(_OfRunFile):
+class _Evaluate(_RunFileCommand):
     stage: ClassVar[str]
 
     def act(self, trainer: sg.Trainer, model: sg.Module, data: sg.DataModule | None, ckpt_path: str | None) -> None:
@@ -78,43 +78,43 @@ class _Measure(_OfRunFile):
             print(table(results))
 
 
-class Validate(_Measure):
-    """``stratagem validate``"""
+class Validate(_Evaluate):
+    """The command ``stratagem validate``."""
 
-    help = "measure the model of a run file on its validation data"
+    help = "evaluate the model of a run file on its validation data"
     stage = "validate"
 
 
-class Test(_Measure):
-    """``stratagem test``"""
+class Test(_Evaluate):
+    """The command ``stratagem test``."""
 
-    help = "measure the model of a run file on its test data"
+    help = "evaluate the model of a run file on its test data"
     stage = "test"
 
 
-class Predict(_OfRunFile):
-    """``stratagem predict``"""
+class Predict(_RunFileCommand):
+    """The command ``stratagem predict``."""
 
-    help = "predict with the model of a run file; a callback writes what it returns"
+    help = "predict with the model of a run file; a callback writes the predictions"
 
     def act(self, trainer: sg.Trainer, model: sg.Module, data: sg.DataModule | None, ckpt_path: str | None) -> None:
         plugins = [choice.plugin for choice in trainer.run.stack.active()]
         if not any(map(_receives_predictions, [model, *plugins])):
             raise ConfigError(
-                "predict has nowhere to leave the predictions", expected="a callback that writes them",
+                "no callback receives the predictions", expected="a callback that writes them",
                 do="add {name: prediction_writer, dirpath: predictions} to trainer.callbacks of the run file",
             )  # fmt: skip
         trainer.predict(model, datamodule=data, ckpt_path=ckpt_path)
 
 
 def _receives_predictions(receiver: Any) -> bool:
-    """Whether `receiver` asks for what each batch gave: a progress bar hears of batches, and asks for nothing."""
+    """Return whether `receiver` uses the outputs of predict batches; a progress bar does not."""
     method = getattr(receiver, "on_predict_batch_end", None)
     return method is not None and "outputs" in inspect.signature(method).parameters
 
 
 def table(results: Sequence[Mapping[str, float]]) -> str:
-    """Return the metrics of each loader as lines for people."""
+    """Return the metrics of each loader as a text table."""
     rows = [(name, f"{value:.6g}") for metrics in results for name, value in metrics.items()]
     if not rows:
         return "nothing was logged"
@@ -123,7 +123,7 @@ def table(results: Sequence[Mapping[str, float]]) -> str:
 
 
 def explain(job: Job) -> str:
-    """Return what would run: the model and the data with their arguments, then the trainer's stack."""
+    """Return a description of the run: model and data with their arguments, then the resolved plugins."""
     lines = []
     for plan in (job.model, job.data):
         if plan is not None:

@@ -1,4 +1,4 @@
-"""``stratagem completion bash``: what a shell needs to complete subcommands, options and names of plugins."""
+"""``stratagem completion bash``: print a shell script that completes subcommands, options and plugin names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ bash:  stratagem completion bash > ~/.local/share/bash-completion/completions/st
 zsh:   stratagem completion zsh > ~/.zfunc/_stratagem      (with ~/.zfunc in fpath, before compinit)
 fish:  stratagem completion fish > ~/.config/fish/completions/stratagem.fish
 
-The names of plugins are those installed now: run it again after installing others.
+The script has the plugins installed now: run it again after installing others.
 """
 
 
 class Completion(Command):
-    """``stratagem completion``"""
+    """The command ``stratagem completion``."""
 
-    help = "print a script that lets a shell complete commands, options and names of plugins"
+    help = "print a shell script that completes commands, options and plugin names"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -39,7 +39,7 @@ class Completion(Command):
 
 
 def script(shell: str) -> str:
-    """Return the completion script for `shell`, made from all parsers of the program."""
+    """Return the completion script for `shell`, generated from all parsers of the program."""
     import shtab
 
     from stratagem.cli import parser
@@ -47,13 +47,13 @@ def script(shell: str) -> str:
     program = parser()
     for name, command in _subparsers(program):
         _add_names(command)
-        if name in _OF_RUN_FILES:
+        if name in _RUN_FILE_COMMANDS:
             _add_run_file(command)
     return str(shtab.complete(program, shell=shell))
 
 
 #: Subcommands that read a run file and its options.
-_OF_RUN_FILES = ("fit", "validate", "test", "predict")
+_RUN_FILE_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -65,7 +65,7 @@ def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
-    """Let arguments that take names offer those there are, and arguments that take paths offer files."""
+    """Complete kinds and plugin names for arguments that take them, and files for arguments that take paths."""
     for action in parser._actions:
         if action.dest == "kind":
             action.choices = tuple(KINDS)
@@ -86,7 +86,7 @@ def _complete_files(action: argparse.Action) -> None:
 
 
 def _add_run_file(parser: argparse.ArgumentParser) -> None:
-    """Declare what a run file's reader takes from the line by itself: here it is needed for its names alone."""
+    """Add the options that the reader of run files parses, for completion only."""
     for name in ("--model", "--data", "--seed"):
         parser.add_argument(name)
     _complete_files(parser.add_argument("--ckpt_path"))

@@ -1,4 +1,4 @@
-"""A run file made ready: classes found and arguments checked, then seeded and built."""
+"""Prepare the run of a run file: import classes, check arguments, then seed and build."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class Job:
-    """What a run file asks for, checked and not yet built."""
+    """The checked content of a run file, not built yet."""
 
     file: RunFile
     model: Plan
     data: Plan | None
 
     def trainer(self) -> sg.Trainer:
-        """Make the trainer: plugins are found, built and checked."""
+        """Return the trainer; its plugins are resolved and checked."""
         from stratagem import Trainer
 
         return Trainer(sources=self.file.trainer)
 
     def build(self) -> tuple[sg.Trainer, sg.Module, sg.DataModule | None]:
-        """Seed, then make the trainer, the model and the data, in the order in which a script would."""
+        """Build the trainer, seed, then build the model and the data, in the order of a script."""
         from stratagem import DataModule, Module
 
         trainer = self.trainer()
         self.seed()
-        model = _made(self.model, Module, "stratagem.Module")
-        data = None if self.data is None else _made(self.data, DataModule, "stratagem.DataModule")
+        model = _build(self.model, Module, "stratagem.Module")
+        data = None if self.data is None else _build(self.data, DataModule, "stratagem.DataModule")
         return trainer, model, data
 
     def seed(self) -> None:
-        """Seed everything, if the file says so."""
+        """Seed everything, if the file has a seed."""
         seed(self.file.seed)
 
 
 def prepare(path: str | Path, words: Sequence[str]) -> Job:
-    """Read the run file at `path` and the `words` of the command line after it; import and check what they name.
+    """Read the run file at `path` and the command line `words` after it; import and check their classes.
 
     Raises:
-        ConfigError: an unknown name, a class that is not there or of another kind, arguments that do not fit.
+        ConfigError: an unknown name, a missing class or one of another type, or invalid arguments.
     """
     from stratagem import DataModule, Module
 
     file = read(path, words)
     _make_importable(file.path)
-    seed(file.seed)  # modules may draw numbers when imported; again before building, as a script would
+    seed(file.seed)  # modules may use random numbers when imported; build() seeds again
     return Job(
         file=file,
         model=plan_section("model", file.model, Module, "stratagem.Module"),
@@ -74,19 +74,19 @@ def seed(value: int | None) -> None:
 
 
 def _make_importable(file: Path) -> None:
-    """Find modules beside `file` first, as Python does for a script, and in the current directory."""
-    for place in (os.getcwd(), str(file.absolute().parent)):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+    """Add the folder of `file` to sys.path, as Python does for a script, and then the current directory."""
+    for folder in (os.getcwd(), str(file.absolute().parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
 
 
-def _made(plan: Plan, base: type[Any], kind: str) -> Any:
+def _build(plan: Plan, base: type[Any], kind: str) -> Any:
     from stratagem.training.module import original
 
-    made = plan.build()
-    if not isinstance(original(made), base):
+    built = plan.build()
+    if not isinstance(original(built), base):
         raise ConfigError(
-            f"{plan.path} is {plan.class_path} ({plan.origin}), which returned a {type(made).__name__}",
+            f"{plan.path} is {plan.class_path} ({plan.origin}), which returned a {type(built).__name__}",
             expected=f"a {kind}",
         )
-    return made
+    return built

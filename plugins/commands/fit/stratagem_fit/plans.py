@@ -1,4 +1,4 @@
-"""Objects that are yet to be built: find their classes, check their arguments against the signature, then call."""
+"""Plan objects to build: import their classes, check arguments against the signatures, then call them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from attrs import frozen
 from stratagem.api.options import convert, describe
 from stratagem.errors import ConfigError, nearest
 from stratagem_fit.admission import admit, admit_object, is_factory
-from stratagem_fit.runfile import Said, Spec, parse_text
+from stratagem_fit.runfile import Setting, Spec, parse_text
 from stratagem_fit.signatures import (
     UNNAMED,
     annotations_of,
-    in_plain_words,
     is_class,
     item_of,
     members,
     parameters,
+    simplified,
     wants_object,
 )
 
-#: What no list and no mapping can become.
+#: Types that cannot be made from a list or a mapping.
 _SCALARS = (str, int, float, bool, complex, bytes, Path, timedelta)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @frozen(kw_only=True)
 class Plan:
-    """A call that is yet to be made."""
+    """A call to make: target and checked arguments."""
 
-    #: Where it stands, as the command line would name it: "model.encoder".
+    #: Its name on the command line: "model.encoder".
     path: str
-    #: None where a mapping fills a dataclass: the annotation names the class.
+    #: None if a mapping fills a dataclass that the annotation names.
     class_path: str | None
     origin: str
     target: Callable[..., Any]
-    #: Converted to what the signature says; may hold further plans.
+    #: Converted to the types of the signature; may contain other plans.
     arguments: dict[str, Any]
-    #: Who said which argument.
+    #: Where each argument was set.
     origins: dict[str, str]
-    #: Arguments that were given as the path of an object.
+    #: Arguments that were given as an import path.
     paths: dict[str, str]
-    #: The argument wants something to call: keep the arguments for that call.
+    #: The receiver makes the call: pass a partial with the arguments.
     partial: bool = False
 
     def build(self) -> Any:
-        """Make the call, inner ones first. What the user's own code raises gets a note that says where this was."""
+        """Make the call, inner ones first. Exceptions of user code get a note with `path`."""
         types_of = annotations_of(self.target)
         arguments = {name: _built(value) for name, value in self.arguments.items()}
         for name, value in self.arguments.items():
@@ -76,17 +76,17 @@ class Plan:
 
 
 def plan_section(path: str, spec: Spec, base: type[Any], kind: str) -> Plan:
-    """Return the plan for section `path` of a run file, which must become a `base`.
+    """Return the plan for section `path` of a run file, which must return a `base`.
 
     Raises:
-        ConfigError: the class is not there, or is another kind of thing; arguments that do not fit it.
+        ConfigError: the class is missing or has another type, or arguments are invalid.
     """
-    said = spec.class_path
-    target = find(said.value, path, said.origin)
+    setting = spec.class_path
+    target = find(setting.value, path, setting.origin)
     made = target if isinstance(target, type) else _returned(target)
     if not is_class(made) or not issubclass(made, base):
         raise ConfigError(
-            f"{path} is {said.value} ({said.origin}), {_what(target)}",
+            f"{path} is {setting.value} ({setting.origin}), {_what(target)}",
             expected=f"a {kind}, or a function whose return annotation is one",
             do=f"annotate it: `def {target.__name__}(...) -> {kind}:`" if inspect.isfunction(target) else "",
         )
@@ -94,10 +94,10 @@ def plan_section(path: str, spec: Spec, base: type[Any], kind: str) -> Plan:
 
 
 def find(class_path: str, path: str, origin: str) -> Any:
-    """Import what `class_path` names. An error within the module is the user's own and is raised as it is.
+    """Import the object that `class_path` names. Exceptions of user modules are raised unchanged.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
+        ConfigError: there is no such module, or it has no such name.
     """
     where = f"{path} is {class_path!r} ({origin})"
     if not _DOTTED.fullmatch(class_path):
@@ -116,7 +116,7 @@ def find(class_path: str, path: str, origin: str) -> Any:
 
 
 def _import(parts: list[str], where: str) -> tuple[types.ModuleType, list[str]]:
-    """Import the longest beginning of `parts` that is a module; return it, and the rest of `parts`."""
+    """Import the longest prefix of `parts` that is a module; return it, and the other parts."""
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:
@@ -124,15 +124,15 @@ def _import(parts: list[str], where: str) -> tuple[types.ModuleType, list[str]]:
         except ModuleNotFoundError as error:
             missing = error.name or ""
             if name != missing and not name.startswith(f"{missing}."):
-                raise  # a module that the user's module imports
+                raise  # a missing import of the user's module
     raise ConfigError(
         f"{where} and there is no module {parts[0]!r}",
-        expected="a module beside the run file, in the current directory, or an installed one",
+        expected="a module in the folder of the run file, in the current directory, or an installed one",
     )
 
 
 def _returned(target: Any) -> Any:
-    """Return the annotation of what a function returns; Any where there is none."""
+    """Return the return annotation of a function; Any if there is none."""
     return annotations_of(target).get("return", Any) if inspect.isroutine(target) else Any
 
 
@@ -173,11 +173,11 @@ def _plan(target: Any, spec: Spec, path: str, annotation: Any = Any, *, package:
 
 
 def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Parameter | None, package: str) -> Any:
-    """Return `value` of the run file as the plan of an object, or as what `annotation` says."""
+    """Return `value` of the run file as a plan, or converted to `annotation`."""
     if isinstance(value, Spec):
-        said = value.class_path
-        target = find(said.value, path, said.origin)
-        admit(target, annotation, package, f"{path} is {said.value} ({said.origin})")
+        setting = value.class_path
+        target = find(setting.value, path, setting.origin)
+        admit(target, annotation, package, f"{path} is {setting.value} ({setting.origin})")
         return _plan(target, value, path, annotation, package=package)
     if isinstance(value, dict | list):
         _check_container(value, annotation, path)
@@ -189,33 +189,33 @@ def _argument(value: Any, annotation: Any, path: str, parameter: inspect.Paramet
         pairs = enumerate(zip(value, items, strict=True))
         return [_argument(each, item, f"{path}[{index}]", None, package) for index, (each, item) in pairs]
     if (filled := _dataclass_for(value, annotation)) is not None:
-        given = {name: Said(each, value.origin) for name, each in value.value.items()}
-        return _plan(filled, Spec(Said("", value.origin), given), path, package=package)
-    if value.text and in_plain_words(annotation) is Any:
-        value = Said(parse_text(value.value), value.origin)
+        given = {name: Setting(each, value.origin) for name, each in value.value.items()}
+        return _plan(filled, Spec(Setting("", value.origin), given), path, package=package)
+    if value.text and simplified(annotation) is Any:
+        value = Setting(parse_text(value.value), value.origin)
     _check_number(value, annotation, path, parameter)
     return _converted(value, annotation, path, package)
 
 
 def _items_of(annotation: Any, count: int) -> list[Any]:
-    """Return the annotations of the items of a list: of a tuple with a type for each place, those."""
+    """Return the annotation of each item of a list or tuple."""
     for member in members(annotation):
-        places = get_args(member)
-        if get_origin(member) is tuple and Ellipsis not in places and len(places) == count:
-            return list(places)
+        types_of_items = get_args(member)
+        if get_origin(member) is tuple and Ellipsis not in types_of_items and len(types_of_items) == count:
+            return list(types_of_items)
     return [item_of(annotation, list)] * count
 
 
 def _check_container(value: dict[Any, Any] | list[Any], annotation: Any, path: str) -> None:
-    """Refuse a list or a mapping for an argument that cannot be one, before any of its items is built."""
-    wanted = [member for member in members(in_plain_words(annotation)) if member is not type(None)]
+    """Refuse a list or a mapping for an argument that cannot be one, before its items are built."""
+    wanted = [member for member in members(simplified(annotation)) if member is not type(None)]
     if wanted and not any(_may_hold(member, value) for member in wanted):
         kind = "a list" if isinstance(value, list) else "a mapping"
-        raise ConfigError(f"{path} is {kind} ({_origin(value)})", expected=describe(in_plain_words(annotation)))
+        raise ConfigError(f"{path} is {kind} ({_origin(value)})", expected=describe(simplified(annotation)))
 
 
 def _may_hold(member: Any, value: dict[Any, Any] | list[Any]) -> bool:
-    """Whether an argument of type `member` may become of a container like `value`; of unknown ones, yes."""
+    """Return whether an argument of type `member` may be made from a container like `value`; True if unknown."""
     if get_origin(member) is Literal or member in _SCALARS:
         return False
     if not isinstance(member, type) or member is Any:
@@ -225,41 +225,43 @@ def _may_hold(member: Any, value: dict[Any, Any] | list[Any]) -> bool:
     return isinstance(value, dict) or issubclass(member, collections.abc.Iterable)
 
 
-def _converted(said: Said, annotation: Any, path: str, package: str) -> Any:
+def _converted(setting: Setting, annotation: Any, path: str, package: str) -> Any:
     try:
-        return _convert(said.value, annotation, path, said.origin, text=said.text)
+        return _convert(setting.value, annotation, path, setting.origin, text=setting.text)
     except ConfigError:
-        # What neither a number nor a text can be: a class, a function, torch.bfloat16.
-        if not (isinstance(said.value, str) and _DOTTED.fullmatch(said.value) and wants_object(annotation)):
+        # An argument that is neither number nor text: a class, a function, torch.bfloat16.
+        if not (isinstance(setting.value, str) and _DOTTED.fullmatch(setting.value) and wants_object(annotation)):
             raise
-        found = _convert(find(said.value, path, said.origin), annotation, path, said.origin)
-        admit_object(found, annotation, package, f"{path} is {said.value} ({said.origin})")
+        found = _convert(find(setting.value, path, setting.origin), annotation, path, setting.origin)
+        admit_object(found, annotation, package, f"{path} is {setting.value} ({setting.origin})")
         return found
 
 
 def _was_imported(value: Any, argument: Any) -> bool:
     plain = (str, int, float, Path, timedelta, enum.Enum, list, tuple, dict, set, frozenset, Plan)
-    return isinstance(value, Said) and isinstance(value.value, str) and not isinstance(argument, (*plain, type(None)))
+    return (
+        isinstance(value, Setting) and isinstance(value.value, str) and not isinstance(argument, (*plain, type(None)))
+    )
 
 
 def _convert(value: Any, annotation: Any, path: str, origin: str, *, text: bool = False) -> Any:
     try:
-        return convert(value, in_plain_words(annotation), path, text=text)
+        return convert(value, simplified(annotation), path, text=text)
     except ConfigError as error:
         do = error.do or _advice(value, annotation, text)
         raise ConfigError(f"{error.found} ({origin})", expected=error.expected, do=do) from None
 
 
-def _check_number(said: Said, annotation: Any, path: str, parameter: inspect.Parameter | None) -> None:
-    """Refuse ``1e-3`` of a YAML file, which is text there, for an argument whose default alone says it is a number."""
+def _check_number(setting: Setting, annotation: Any, path: str, parameter: inspect.Parameter | None) -> None:
+    """Refuse ``1e-3`` of a YAML file, for an argument whose only type is a number as default: YAML reads it as text."""
     default = None if parameter is None else parameter.default
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    if is_number and in_plain_words(annotation) is Any and (advice := _advice(said.value, float, said.text)):
-        raise ConfigError(f"{path} is {said.value!r} ({said.origin})", expected="a number", do=advice)
+    if is_number and simplified(annotation) is Any and (advice := _advice(setting.value, float, setting.text)):
+        raise ConfigError(f"{path} is {setting.value!r} ({setting.origin})", expected="a number", do=advice)
 
 
 def _advice(value: Any, annotation: Any, text: bool) -> str:
-    numbers = {int, float} & set(members(in_plain_words(annotation)))
+    numbers = {int, float} & set(members(simplified(annotation)))
     if text or not numbers or not isinstance(value, str):
         return ""
     try:
@@ -273,18 +275,18 @@ def _advice(value: Any, annotation: Any, text: bool) -> str:
     if isinstance(loaded := yaml.safe_load(value), int | float):  # it was quoted
         return f"write {value.strip() if float in numbers or isinstance(loaded, int) else int(number)} without quotes"
     number = number if float in numbers else int(number)
-    return f"write {yaml.safe_dump(number).split()[0]}, as YAML takes {value} for text"
+    return f"write {yaml.safe_dump(number).split()[0]}, as YAML reads {value} as text"
 
 
-def _dataclass_for(said: Said, annotation: Any) -> type[Any] | None:
-    """Return the dataclass (or attrs class) that a mapping is meant to fill."""
-    if not isinstance(said.value, Mapping) or not all(isinstance(key, str) for key in said.value):
+def _dataclass_for(setting: Setting, annotation: Any) -> type[Any] | None:
+    """Return the dataclass or attrs class that a mapping fills, if `annotation` has one."""
+    if not isinstance(setting.value, Mapping) or not all(isinstance(key, str) for key in setting.value):
         return None
     classes = [member for member in members(annotation) if isinstance(member, type)]
     return next((each for each in classes if attrs.has(each) or hasattr(each, "__dataclass_fields__")), None)
 
 
-# --- Small things ------------------------------------------------------------------------------------------------
+# --- Helpers -----------------------------------------------------------------------------------------------------
 
 
 def _built(value: Any) -> Any:
@@ -302,7 +304,7 @@ def _holds_plan(value: Any) -> bool:
 
 
 def _origin(value: Any) -> str:
-    if isinstance(value, Said):
+    if isinstance(value, Setting):
         return value.origin
     if isinstance(value, Spec):
         return value.class_path.origin

@@ -1,4 +1,4 @@
-"""A run file with everything in it: what was said, and the defaults for the rest."""
+"""Print the complete configuration of a run file, including defaults."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from stratagem_fit.plans import Plan, find
 from stratagem_fit.runfile import parse_text
 from stratagem_fit.signatures import parameters
 
-#: What a run file cannot say.
-_UNSPEAKABLE = object()
+#: Marks a value that a run file cannot express.
+_UNSUPPORTED = object()
 
 
 def render(job: Job) -> str:
-    """Return the complete configuration of `job` as YAML that is a run file again."""
+    """Return the complete configuration of `job` as YAML, which is a run file, too."""
     import yaml
 
     secrets: list[str] = []
@@ -35,7 +35,7 @@ def render(job: Job) -> str:
         sections["data"] = _object(job.data)
     sections["trainer"] = _without_secrets(_trainer(job), "trainer", secrets)
     sections["ckpt_path"] = job.file.ckpt_path
-    notes = "".join(f"# {name} is left out: it looks like a secret\n" for name in secrets)
+    notes = "".join(f"# {name} is left out, as it looks like a secret\n" for name in secrets)
     return notes + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
@@ -50,8 +50,8 @@ def _object(plan: Plan) -> dict[str, Any]:
     }
     given = {name: plan.paths.get(name) or _data(value) for name, value in plan.arguments.items()}
     if plan.partial:
-        defaults = {}  # the rest is for whoever calls it
-    known = {name: value for name, value in defaults.items() if value is not _UNSPEAKABLE}
+        defaults = {}  # the receiver sets the other arguments
+    known = {name: value for name, value in defaults.items() if value is not _UNSUPPORTED}
     arguments = {name: given.get(name, known.get(name)) for name in [*_ordered(plan, given, known)]}
     return {"class_path": plan.class_path, "init_args": arguments} if plan.class_path else arguments
 
@@ -70,7 +70,7 @@ def _data(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as a run file would say it, or a mark that it cannot."""
+    """Return `value` as a run file expresses it, or `_UNSUPPORTED`."""
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -81,20 +81,20 @@ def plain(value: Any) -> Any:
         return value.total_seconds()
     if isinstance(value, Mapping):
         items = {key: plain(each) for key, each in value.items()}
-        return _UNSPEAKABLE if _UNSPEAKABLE in items.values() else items
+        return _UNSUPPORTED if _UNSUPPORTED in items.values() else items
     if isinstance(value, list | tuple | set | frozenset):
         each = [plain(item) for item in value]
-        return _UNSPEAKABLE if any(item is _UNSPEAKABLE for item in each) else each
-    return _path_of(value) if isinstance(value, type) or inspect.isroutine(value) else _UNSPEAKABLE
+        return _UNSUPPORTED if any(item is _UNSUPPORTED for item in each) else each
+    return _path_of(value) if isinstance(value, type) or inspect.isroutine(value) else _UNSUPPORTED
 
 
 def _path_of(value: Any) -> Any:
-    """Return the path under which a class or function can be imported, if it has one."""
+    """Return the import path of a class or function, or `_UNSUPPORTED`."""
     path = f"{getattr(value, '__module__', None)}.{value.__qualname__}"
     try:
-        return path if find(path, "", "") is value else _UNSPEAKABLE
+        return path if find(path, "", "") is value else _UNSUPPORTED
     except (ConfigError, ImportError):
-        return _UNSPEAKABLE
+        return _UNSUPPORTED
 
 
 # --- The trainer -------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _trainer(job: Job) -> dict[str, Any]:
         value = getattr(settings, name)
         options = settings.options.get(CHOICES.get(name, ""), {})
         if name == "default_root_dir" and name not in settings.origins:
-            value = "."  # wherever it is run
+            value = "."  # the working directory of any run
         if options and isinstance(value, str) and value != "auto":
             value = {"name": value, **_parsed(CHOICES[name], value, options)}
         elif options:

@@ -1,4 +1,4 @@
-"""What a run file and the command line after it say, merged; every value keeps who said it."""
+"""Read a run file and the command line after it, and merge them; each value keeps its origin."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from stratagem.config.settings import TrainerSettings, option_names
 from stratagem.config.sources import Source, from_file
 from stratagem.errors import ConfigError, nearest
 
-#: The keys at the top of a run file.
+#: The top-level keys of a run file.
 SECTIONS = ("seed", "model", "data", "trainer", "ckpt_path")
-#: The keys of a mapping that stands for an object to be built.
+#: The keys of a mapping that describes an object to build.
 SPEC_KEYS = ("class_path", "init_args")
-#: Switches of the command line, which take no value.
-SWITCHES = ("print_config", "explain")
+#: Flags of the command line, which take no value.
+FLAGS = ("print_config", "explain")
 
 _LINE = "command line"
 
 
 @frozen
-class Said:
-    """A value, and who said it."""
+class Setting:
+    """A value, and where it was set."""
 
     value: Any
     origin: str
-    #: The value is text, to be parsed by the type of what it sets.
+    #: The value is text, to be parsed by the type of its argument.
     text: bool = False
 
 
 @define(eq=False)
 class Spec:
-    """An object that is to be built; arguments are of `Said`, of other specs, or lists and dictionaries of these."""
+    """An object to build; arguments are settings, other specs, or lists and dictionaries of these."""
 
-    class_path: Said
+    class_path: Setting
     arguments: dict[str, Any] = field(factory=dict)
 
 
 @define(eq=False, kw_only=True)
 class RunFile:
-    """What was said, section by section."""
+    """The settings of a run, by section."""
 
     path: Path
     seed: int | None
     model: Spec
     data: Spec | None
-    #: What the file and the command line say about the trainer, weakest first.
+    #: Settings of the trainer from the file and the command line; the latter takes precedence.
     trainer: list[Source]
     ckpt_path: str | None
-    #: Switches that were given.
-    switches: frozenset[str]
+    #: Flags that were given.
+    flags: frozenset[str]
 
 
 def read(path: str | Path, words: Sequence[str]) -> RunFile:
@@ -69,31 +69,31 @@ def read(path: str | Path, words: Sequence[str]) -> RunFile:
     origin = f"file {path.name}"
     sections = _sections(path, origin)
     specs = {name: _section_spec(sections.get(name), origin, name) for name in ("model", "data")}
-    plain = {name: Said(sections.get(name), origin) for name in ("seed", "ckpt_path")}
-    file, line, switches = _trainer(sections.get("trainer"), origin), Source(_LINE, text=True), set()
+    plain = {name: Setting(sections.get(name), origin) for name in ("seed", "ckpt_path")}
+    file, line, flags = _trainer(sections.get("trainer"), origin), Source(_LINE, text=True), set()
     for name, value in sorted(_pairs(words), key=lambda pair: _depth(pair[0])):
         section, _, rest = name.partition(".")
-        if name in SWITCHES and value is None:
-            switches.add(name)
+        if name in FLAGS and value is None:
+            flags.add(name)
         elif section in specs:
             specs[section] = _override(specs[section], section, rest, _needs_value(name, value))
         elif section == "trainer" and rest:
             line.set(rest, "true" if value is None else value)
         elif name in plain:
-            plain[name] = Said(_needs_value(name, value), _LINE, text=True)
+            plain[name] = Setting(_needs_value(name, value), _LINE, text=True)
         else:
-            raise ConfigError(f"{_LINE} sets {name!r}", expected="what a run file has", do=_meant(name))
+            raise ConfigError(f"{_LINE} sets {name!r}", expected="a setting of a run file", do=_suggestion(name))
     if specs["model"] is None:
-        raise ConfigError(f"{origin} names no model", expected="model: package.module.Class")
+        raise ConfigError(f"{origin} has no model", expected="model: package.module.Class")
     return RunFile(
         path=path, seed=_typed("seed", plain["seed"], int | None), model=specs["model"], data=specs["data"],
         trainer=[file, line], ckpt_path=_typed("ckpt_path", plain["ckpt_path"], str | None),
-        switches=frozenset(switches),
+        flags=frozenset(flags),
     )  # fmt: skip
 
 
 def parse_text(text: str) -> Any:
-    """Return what `text` of the command line means where no type tells: JSON if it is that, else the text."""
+    """Return the value of `text` for an argument without a type: parsed as JSON if valid, else the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -113,17 +113,19 @@ def _sections(path: Path, origin: str) -> dict[str, Any]:
     dotted = [f"{kind}.{option}" for kind, options in layer.options.items() for option in options]
     for name in [*layer.values, *dotted]:
         if name not in SECTIONS:
-            raise ConfigError(f"{origin} has {name!r} at its top level", expected=", ".join(SECTIONS), do=_meant(name))
+            raise ConfigError(
+                f"{origin} has {name!r} at its top level", expected=", ".join(SECTIONS), do=_suggestion(name)
+            )
     return layer.values
 
 
-def _meant(name: str) -> str:
-    """Say where `name` belongs, or which name is like it."""
+def _suggestion(name: str) -> str:
+    """Return advice where `name` belongs, or the nearest name."""
     arguments = option_names(TrainerSettings)
     if name.partition(".")[0] in arguments:
         return f"did you mean 'trainer.{name}'"
     first, dot, rest = name.partition(".")
-    close = nearest(first, [*SECTIONS, *(switch.replace("_", "-") for switch in SWITCHES)])
+    close = nearest(first, [*SECTIONS, *(flag.replace("_", "-") for flag in FLAGS)])
     if close:
         return close[:-1] + (f".{rest}'" if dot else "'")
     if moved := moved_argument(name):
@@ -149,7 +151,7 @@ def _section_spec(content: Any, origin: str, path: str) -> Spec | None:
     if content is None:
         return None
     if isinstance(content, str):
-        return Spec(Said(content, origin))
+        return Spec(Setting(content, origin))
     if not isinstance(content, Mapping) or "class_path" not in content:
         keys = [str(key) for key in content] if isinstance(content, Mapping) else []
         hint = next((hint for key in keys if (hint := nearest(key, SPEC_KEYS))), "")
@@ -164,15 +166,15 @@ def _spec(content: Mapping[str, Any], origin: str, path: str) -> Spec:
     for key in content:
         if key not in SPEC_KEYS:
             raise ConfigError(
-                f"{path} has the key {key!r} beside class_path ({origin})", expected="class_path and init_args",
-                do=nearest(str(key), SPEC_KEYS) or "arguments of the class go under init_args",
+                f"{path} has the key {key!r} next to class_path ({origin})", expected="class_path and init_args",
+                do=nearest(str(key), SPEC_KEYS) or "put arguments of the class under init_args",
             )  # fmt: skip
     if not isinstance(content["class_path"], str):
         raise ConfigError(f"{path}.class_path is {content['class_path']!r} ({origin})", expected="package.module.Class")
     given = content.get("init_args")
     arguments = _mapping({} if given is None else given, f"{path}.init_args", origin)
     return Spec(
-        Said(content["class_path"], origin),
+        Setting(content["class_path"], origin),
         {name: tree(value, origin, f"{path}.{name}") for name, value in arguments.items()},
     )
 
@@ -182,7 +184,7 @@ def tree(value: Any, origin: str, path: str) -> Any:
     if isinstance(value, Mapping) and "class_path" in value:
         return _spec(value, origin, path)
     if not _has_spec(value):
-        return Said(value, origin)
+        return Setting(value, origin)
     if isinstance(value, Mapping):
         return {key: tree(item, origin, f"{path}.{key}") for key, item in value.items()}
     return [tree(item, origin, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -206,7 +208,7 @@ def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str | None]]:
             raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
         name, equals, value = flag.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if name in SWITCHES and not equals:
+        if name in FLAGS and not equals:
             yield name, None
         elif equals:
             yield name, value
@@ -215,12 +217,12 @@ def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether `word` is no flag: anything but a dash and a letter or two dashes; -3 is a value."""
+    """Return whether `word` is a value rather than an option; -3 is a value."""
     return not word.startswith("--") and not (word[:1] == "-" and word[1:2].isalpha())
 
 
 def _depth(name: str) -> int:
-    """Classes are chosen before their arguments are set, in whatever order they were written."""
+    """Return the sort key of an option: classes are set before their arguments, in any order of the line."""
     return name.removesuffix(".class_path").replace(".init_args.", ".").count(".")
 
 
@@ -231,13 +233,13 @@ def _needs_value(name: str, value: str | None) -> str:
 
 
 def _override(spec: Spec | None, section: str, rest: str, text: str) -> Spec:
-    """Return `spec` with what ``--section.rest text`` says."""
+    """Return `spec` with ``--section.rest text`` applied."""
     if rest in ("", "class_path"):
-        said = parse_text(text) if text.lstrip().startswith("{") else text
-        chosen = _section_spec(said, _LINE, section)
+        parsed = parse_text(text) if text.lstrip().startswith("{") else text
+        chosen = _section_spec(parsed, _LINE, section)
         assert chosen is not None
         same = spec is not None and spec.class_path.value == chosen.class_path.value
-        return spec if same and spec is not None and isinstance(said, str) else chosen
+        return spec if same and spec is not None and isinstance(parsed, str) else chosen
     if spec is None:
         raise ConfigError(f"{_LINE} sets {section}.{rest!s} and there is no {section}", do=f"add --{section} CLASS")
     _set(spec.arguments, rest.replace("init_args.", "").split("."), text, section)
@@ -252,18 +254,18 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
     if not inner:
         value = parse_text(text) if "class_path" in text else None
         is_spec = isinstance(value, dict | list) and _has_spec(value)
-        arguments[name] = tree(value, _LINE, path) if is_spec else Said(text, _LINE, text=True)
+        arguments[name] = tree(value, _LINE, path) if is_spec else Setting(text, _LINE, text=True)
     elif inner == ["class_path"]:
         if not (isinstance(present, Spec) and present.class_path.value == text):
-            arguments[name] = Spec(Said(text, _LINE))
+            arguments[name] = Spec(Setting(text, _LINE))
     elif isinstance(present, Spec | dict):
         _set(present if isinstance(present, dict) else present.arguments, inner, text, path)
-    elif isinstance(present, Said) and isinstance(present.value, Mapping):
+    elif isinstance(present, Setting) and isinstance(present.value, Mapping):
         value = _with_item(present.value, inner, parse_text(text), path)
-        arguments[name] = Said(value, f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE))
+        arguments[name] = Setting(value, f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE))
     else:
         raise ConfigError(
-            f"{_LINE} sets {path}.{'.'.join(inner)} and {path} is no object with arguments",
+            f"{_LINE} sets {path}.{'.'.join(inner)} and {path} has no arguments",
             expected=f"a class for {path}", do=f"add --{path}.class_path package.module.Class",
         )  # fmt: skip
 
@@ -271,15 +273,15 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
 def _with_item(mapping: Mapping[str, Any], names: list[str], value: Any, path: str) -> dict[str, Any]:
     name, *inner = names
     if inner and not isinstance(mapping.get(name), Mapping):
-        raise ConfigError(f"{_LINE} sets {path}.{'.'.join(names)} and {path}.{name} is no mapping")
+        raise ConfigError(f"{_LINE} sets {path}.{'.'.join(names)} and {path}.{name} is not a mapping")
     return {**mapping, name: _with_item(mapping[name], inner, value, f"{path}.{name}") if inner else value}
 
 
-def _typed(name: str, said: Said, annotation: Any) -> Any:
+def _typed(name: str, setting: Setting, annotation: Any) -> Any:
     try:
-        return convert(said.value, annotation, name, text=said.text)
+        return convert(setting.value, annotation, name, text=setting.text)
     except ConfigError as error:
-        raise ConfigError(f"{error.found} ({said.origin})", expected=error.expected, do=error.do) from None
+        raise ConfigError(f"{error.found} ({setting.origin})", expected=error.expected, do=error.do) from None
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""``stratagem schema``: a JSON Schema of run files, so that an editor completes and checks them while one types."""
+"""``stratagem schema``: print the JSON Schema of run files, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from stratagem.config.sources import DOTTED
 from stratagem.errors import ConfigError, StratagemError
 from stratagem.stack import registry
 
-#: Arguments of the Trainer that take several plugins of a kind.
+#: Arguments of the Trainer that accept several plugins of a kind.
 _SEVERAL = {argument for argument, kind in CHOICES.items() if not KINDS[kind].single}
-#: What a choice may be beside plugins.
-_WORDS: dict[str, list[Any]] = {
+#: Values of a choice other than plugins.
+_OTHER_VALUES: dict[str, list[Any]] = {
     "strategy": ["auto", None], "accelerator": ["auto", None], "environment": ["auto", None], "precision": [None],
     "comm_hook": [None], "launcher": [None], "checkpoint": [None], "callbacks": [None], "logger": [True, False, None],
 }  # fmt: skip
-#: Arguments whose annotation is Any, as they take objects in code; this is what a file can say.
-_SPOKEN: dict[str, Any] = {
+#: Types in files of arguments annotated with Any, which accept objects in code.
+_FILE_TYPES: dict[str, Any] = {
     "devices": int | str | list[int] | None,
     "activation_checkpointing": str | list[str] | dict | None,
 }
 
 
 class Schema(Command):
-    """``stratagem schema``"""
+    """The command ``stratagem schema``."""
 
     help = "print the JSON Schema of run files, with the options of the installed plugins, for editors"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Nothing to say."""
+        """Add no arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
         print(json.dumps(schema(), indent=2, ensure_ascii=False))
@@ -51,7 +51,7 @@ class Schema(Command):
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema (draft 2020-12); made from the Trainer's settings and the option types of installed plugins."""
+    """Return the schema (draft 2020-12); generated from the Trainer's settings and the options of installed plugins."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stratagem run file",
@@ -79,7 +79,7 @@ def schema() -> dict[str, Any]:
 
 
 _PATH_OF_CLASS = {"type": "string", "pattern": r"^[^\W\d]\w*(\.[^\W\d]\w*)+$", "title": "package.module.Class"}
-# If-then-else rather than anyOf: what is wrong is then said of the one alternative that was meant.
+# If-then-else rather than anyOf: errors then refer to the alternative that was meant.
 _OBJECT = {
     "if": {"type": "object"},
     "then": {
@@ -114,13 +114,13 @@ def _argument(name: str, annotation: Any) -> dict[str, Any]:
     if name in CHOICES:
         one: dict[str, Any] = {"$ref": f"#/$defs/{CHOICES[name]}"}
         one = {"if": {"type": "array"}, "then": {"items": one}, "else": one} if name in _SEVERAL else one
-        return {"if": {"enum": _WORDS[name]}, "then": True, "else": one}
+        return {"if": {"enum": _OTHER_VALUES[name]}, "then": True, "else": one}
     if name == "plugins":
         any_kind = {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in KINDS]}
         return {"if": {"type": "array"}, "then": {"items": any_kind}, "else": any_kind}
     if name == "profiler":
         return {"anyOf": [{"type": "string"}, {"type": "object", "required": ["name"]}, {"enum": [None, False]}]}
-    return of_type(_SPOKEN.get(name, annotation)) or {}
+    return of_type(_FILE_TYPES.get(name, annotation)) or {}
 
 
 def _notes(name: str, field: attrs.Attribute[Any], docs: Mapping[str, str]) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def _notes(name: str, field: attrs.Attribute[Any], docs: Mapping[str, str]) -> d
 
 
 def _kind(kind: str) -> dict[str, Any]:
-    """Return what stands for a plugin of `kind`: a name, or a mapping with the name and options."""
+    """Return the schema of a plugin of `kind`: a name, or a mapping with name and options."""
     entries = {entry: _mapping(entry) for entry in registry.entries(kind)}
-    names = {spelling: each for entry, each in entries.items() for spelling in (entry.name, entry.qualified_name)}
+    names = {alias: each for entry, each in entries.items() for alias in (entry.name, entry.qualified_name)}
     known = [{"const": name} | {key: each[key] for key in ("title",) if key in each} for name, each in names.items()]
     numbers = [{"const": int(name)} for name in names if kind == "precision" and name.isdecimal()]
     return {
@@ -158,17 +158,17 @@ def _is_named(entry: registry.Entry) -> dict[str, Any]:
 
 
 def _mapping(entry: registry.Entry) -> dict[str, Any]:
-    """Return what holds for the mapping that chooses the plugin of `entry`."""
+    """Return the schema of a mapping that chooses the plugin of `entry`."""
     from stratagem.stack.describe import option_docs
 
     try:
         cls = class_of(entry)
-    except StratagemError:  # broken, or made for another machine: its name is known, its options are not
+    except StratagemError:  # broken, or not for this machine: its name is known, its options are not
         return {}
     types_of, docs, fields = option_types(cls), option_docs(cls), options(cls)
     shapes = {name: of_type(types_of[name]) for name in fields}
     properties = {name: shape | _notes(name, fields[name], docs) for name, shape in shapes.items() if shape is not None}
-    # A preset is made by a function, which gives what its class asks for.
+    # A preset is a function, which sets required options of its class.
     preset = not isinstance(entry.load(), type)
     return {
         "title": _first_sentence(cls) or entry.name,
@@ -187,7 +187,7 @@ def class_of(entry: registry.Entry) -> type[Any]:
     """Return the class of the plugin of `entry`.
 
     Raises:
-        StratagemError: it cannot be imported, or (a preset) not be made here.
+        StratagemError: it cannot be imported, or the preset cannot be created on this machine.
     """
     from stratagem.stack.construction import make
 
@@ -199,7 +199,7 @@ def class_of(entry: registry.Entry) -> type[Any]:
     except StratagemError:
         raise
     except Exception as error:
-        raise ConfigError(f"{entry.kind} {entry.name!r} cannot be made ({error})") from error
+        raise ConfigError(f"{entry.kind} {entry.name!r} cannot be created ({error})") from error
 
 
 # --- Types -------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ _NAMES: dict[Any, dict[str, Any]] = {
 
 
 def of_type(annotation: Any) -> dict[str, Any] | None:
-    """Return the schema of the values that a file can give for `annotation`; None if it can give none."""
+    """Return the schema of values in a file for `annotation`; None if a file cannot express it."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if annotation is Any:
         return {}
@@ -233,9 +233,9 @@ def of_type(annotation: Any) -> dict[str, Any] | None:
 
 def _of_list(origin: Any, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
     if origin is tuple and len(arguments) > 1 and Ellipsis not in arguments:
-        places = [of_type(each) for each in arguments]
-        if None in places:
+        items = [of_type(each) for each in arguments]
+        if None in items:
             return None
-        return {"type": "array", "prefixItems": places, "minItems": len(places), "maxItems": len(places)}
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
     item = of_type(arguments[0]) if arguments else {}
     return None if item is None else {"type": "array", "items": item}

@@ -1,4 +1,4 @@
-"""What a class or function takes: its parameters, with annotations that `stratagem.api.options` understands."""
+"""Read the parameters of a class or function, with annotations that `stratagem.api.options` supports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, collections.abc.Sequence, coll
 
 
 def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class or function; of one that does not tell, any."""
+    """Return the parameters of a class or function; if it has no signature, one that accepts all names."""
     try:
         return inspect.signature(target).parameters
     except (ValueError, TypeError):
@@ -29,11 +29,11 @@ def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def annotations_of(target: Any) -> dict[str, Any]:
-    """Return the annotation of each parameter (and ``return``) as an object; what cannot be evaluated is Any."""
+    """Return the annotation of each parameter (and ``return``) as an object; Any if it cannot be evaluated."""
     function = inspect.unwrap(_constructor(target) if isinstance(target, type) else target)
     module = getattr(function, "__module__", None) or ""
     names: dict[str, Any] = dict(vars(sys.modules[module])) if module in sys.modules else {}
-    if isinstance(target, type) and target.__module__ in sys.modules:  # attrs writes __init__ in a room of its own
+    if isinstance(target, type) and target.__module__ in sys.modules:  # the __init__ of attrs has other globals
         names = vars(sys.modules[target.__module__]) | names
     raw = dict(getattr(function, "__annotations__", {}))
     return {name: _evaluated(annotation, names) for name, annotation in raw.items()}
@@ -47,12 +47,12 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
         return typing.get_type_hints(holder, names)["it"]
-    except Exception:  # noqa: BLE001 - imported for type checkers alone, or nothing that means a type
+    except Exception:  # noqa: BLE001 - imported only for type checkers, or not a type
         return Any
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """Yield what a union is one of; of anything else, itself."""
+    """Yield the members of a union; for another annotation, the annotation itself."""
     if get_origin(annotation) in (typing.Union, types.UnionType):
         for member in get_args(annotation):
             yield from members(member)
@@ -61,7 +61,7 @@ def members(annotation: Any) -> Iterator[Any]:
 
 
 def item_of(annotation: Any, container: type[Any]) -> Any:
-    """Return the annotation of what is in a list or a dict; Any where there is none, or one for each place."""
+    """Return the annotation of the items of a list or a dict; Any if there is none, or one for each item."""
     for member in members(annotation):
         origin, arguments = get_origin(member), [each for each in get_args(member) if each is not Ellipsis]
         fits = isinstance(origin, type) and (issubclass(container, origin) or (container, origin) == (list, tuple))
@@ -71,24 +71,24 @@ def item_of(annotation: Any, container: type[Any]) -> Any:
 
 
 def is_class(annotation: Any) -> bool:
-    """Whether ``issubclass`` can be asked about `annotation`."""
-    return isinstance(annotation, type) and annotation is not Any  # to Python, Any is one
+    """Return whether ``issubclass`` accepts `annotation`."""
+    return isinstance(annotation, type) and annotation is not Any  # Any is a type in Python
 
 
-def in_plain_words(annotation: Any) -> Any:
-    """Return `annotation` in the words that `stratagem.api.options.convert` knows; Any for the rest."""
+def simplified(annotation: Any) -> Any:
+    """Return `annotation` simplified to types that `stratagem.api.options.convert` supports; Any for others."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is None:
         return type(None)
     if isinstance(annotation, typing.NewType):
-        return in_plain_words(annotation.__supertype__)
+        return simplified(annotation.__supertype__)
     if origin in (typing.Union, types.UnionType):
-        simple = tuple(in_plain_words(member) for member in arguments)
-        return Any if Any in simple else typing.Union[simple]  # noqa: UP007 - as many as there are
+        simple = tuple(simplified(member) for member in arguments)
+        return Any if Any in simple else typing.Union[simple]  # noqa: UP007 - of a tuple
     if origin is Literal:
         return annotation
     if origin in _CONTAINERS:
-        return origin[tuple(each if each is Ellipsis else in_plain_words(each) for each in arguments)]
+        return origin[tuple(each if each is Ellipsis else simplified(each) for each in arguments)]
     if collections.abc.Callable in (origin, annotation):
         return collections.abc.Callable
     if origin is type:
@@ -98,15 +98,15 @@ def in_plain_words(annotation: Any) -> Any:
 
 
 def _can_be_checked(cls: type[Any]) -> bool:
-    """Whether ``isinstance`` tells who is one, and it is no abstract kind of container, which a list may be."""
+    """Return whether ``isinstance`` works for `cls`, and `cls` is not an abstract container, which a list may be."""
     if cls is object or getattr(cls, "_is_protocol", False) or typing.is_typeddict(cls):
         return False
     return cls in _CONTAINERS or cls.__module__ not in ("typing", "collections.abc")
 
 
 def wants_object(annotation: Any) -> bool:
-    """Whether `annotation` takes something that no number, text or container of them can be."""
-    for member in members(in_plain_words(annotation)):
+    """Return whether `annotation` accepts objects other than numbers, text and containers of them."""
+    for member in members(simplified(annotation)):
         if member in (type, collections.abc.Callable):
             return True
         if isinstance(member, type) and member not in (*_PLAIN, *_CONTAINERS) and not issubclass(member, enum.Enum):

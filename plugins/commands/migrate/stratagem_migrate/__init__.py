@@ -1,4 +1,4 @@
-"""``stratagem migrate``: say line by line what changes in a script that was written for Lightning 1.x or 2.x."""
+"""``stratagem migrate``: list the lines to change in a script that was written for Lightning 1.x or 2.x."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratagem_migrate import definitions, imports, own, ranks, surroundings, tr
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, read
 
-#: Each takes a script and yields findings; the order does not matter.
+#: Functions that take a script and yield findings; the order does not matter.
 RULES = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
@@ -26,14 +26,14 @@ RULES = (
 
 
 class Migrate(Command):
-    """Reads scripts with `ast`; imports, runs and writes nothing."""
+    """The command ``stratagem migrate``: parses scripts; does not import, run or change them."""
 
-    help = "say line by line what changes in a script written for Lightning"
+    help = "list the lines to change in a script written for Lightning"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, or a folder: all of them in it")
-        parser.add_argument("--all", action="store_true", help="also what stays as it is")
-        parser.add_argument("--json", action="store_true", help="for programs")
+        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, or a folder of scripts")
+        parser.add_argument("--all", action="store_true", help="also list lines that need no change")
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         scripts = _scripts(arguments.paths)
@@ -47,12 +47,12 @@ class Migrate(Command):
 
 
 def examine(source: Source) -> list[Finding]:
-    """Return what there is to say about a script, in the order of its lines."""
+    """Return the findings about a script, in the order of its lines."""
     return sorted({finding for rule in RULES for finding in rule(source)})
 
 
 def render(found: Sequence[Finding], everything: bool = False) -> str:
-    """Return findings as text for people, grouped by certainty."""
+    """Return findings as text, grouped by certainty."""
     groups = {certainty: [each for each in found if each.certainty == certainty] for certainty in CERTAINTIES}
     lines = []
     for certainty, findings in groups.items():
@@ -65,10 +65,10 @@ def render(found: Sequence[Finding], everything: bool = False) -> str:
 
 
 def _scripts(paths: Iterable[str]) -> list[Path]:
-    """Return the scripts that `paths` name, those in folders too.
+    """Return the scripts of `paths`, including those in folders.
 
     Raises:
-        ConfigError: a folder without any.
+        ConfigError: a folder has no scripts.
     """
     scripts: dict[Path, None] = {}
     for path in map(Path, paths):

@@ -1,4 +1,4 @@
-"""Arguments of the Trainer: renamed, moved, gone, or with values that mean something else now."""
+"""Find arguments of the Trainer that were renamed, moved or removed, or whose values have another meaning."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _NO_TPU: Final = "nothing yet: TPUs are not available"
 
 @frozen
 class Value:
-    """The value of an argument: as written, and what it is if the script alone tells."""
+    """The value of an argument: its source text, and its value if the script has a constant."""
 
     text: str
     literal: Any
 
     @property
     def is_off(self) -> bool:
-        """Whether it asks for nothing."""
+        """Whether the value switches the feature off."""
         return self.literal in (None, False, 0, -1, "", "0") and self.literal is not UNKNOWN
 
 
 def trainer_calls(source: Source) -> Iterator[Finding]:
-    """Say what becomes of each argument of each Trainer."""
+    """Yield a finding for each argument of each Trainer."""
     for node in source.nodes:
         if isinstance(node, ast.Call) and (source.lightning(node.func) or "").rpartition(".")[2] == "Trainer":
             if node.args:
@@ -44,11 +44,11 @@ def trainer_calls(source: Source) -> Iterator[Finding]:
             for name, value in _keywords(source, node):
                 names.add(name)
                 yield from _argument(source, name, value)
-            yield from _left_to_defaults(source, node, names)
+            yield from _changed_defaults(source, node, names)
 
 
 def _keywords(source: Source, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    """Yield names and values, those of a dict that is known too; an unknown one as ``**``."""
+    """Yield names and values, including those of a constant dict; for another dict, ``**``."""
     for keyword in node.keywords:
         if keyword.arg is not None:
             yield keyword.arg, keyword.value
@@ -66,7 +66,7 @@ def _keywords(source: Source, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
     if name == "**":
-        yield source.finding(node, CHECK, f"Trainer(**{short(node)})", "", "only a run shows what is in it")
+        yield source.finding(node, CHECK, f"Trainer(**{short(node)})", "", "its content is known only at run time")
         return
     value = Value(short(node), source.literal(node))
     old = f"{name}={value.text}"
@@ -85,7 +85,7 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
         yield source.finding(node, CHANGE, old, "", f"the Trainer has no such argument; {hint}".removesuffix("; "))
 
 
-def _left_to_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
+def _changed_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
     if not given & {"logger", "**", "barebones", "fast_dev_run"}:
         yield source.finding(
             node, CHECK, "Trainer() without logger=", 'logger="tensorboard" for event files',
@@ -93,7 +93,7 @@ def _left_to_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterat
         )  # fmt: skip
 
 
-# --- Arguments that are called otherwise or gone -----------------------------------------------------------------
+# --- Arguments that were renamed or removed ----------------------------------------------------------------------
 
 
 def _gpus(value: Value) -> str:
@@ -102,8 +102,8 @@ def _gpus(value: Value) -> str:
         return 'accelerator="cpu"'
     if isinstance(given, str) and re.fullmatch(r"\d+", given):
         return (
-            f'accelerator="gpu", devices={given}; where gpus="{given}" meant the device of that number, '
-            f"as it first did, devices=[{given}]"
+            f'accelerator="gpu", devices={given}; if gpus="{given}" meant the device with that index, '
+            f"as in early versions, devices=[{given}]"
         )
     return f'accelerator="gpu", devices={value.text}'
 
@@ -136,10 +136,10 @@ def _weights_summary(value: Value) -> str:
 
 
 def _refresh_rate(value: Value) -> str:
-    return "enable_progress_bar=False" if value.literal == 0 else f"{_LEAVE_OUT}, the bar follows the clock"
+    return "enable_progress_bar=False" if value.literal == 0 else f"{_LEAVE_OUT}, the bar is updated by time"
 
 
-def _accelerator_of_old(value: Value) -> str:
+def _old_accelerator(value: Value) -> str:
     return _OLD_STRATEGIES.get(str(value.literal).lower(), f"strategy={value.text}")
 
 
@@ -150,7 +150,7 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "ipus": _unless_off("nothing: IPUs are not available"),
     "hpus": _unless_off("nothing: HPUs are not available"),
     "auto_select_gpus": _unless_off("devices=stratagem.find_usable_cuda_devices(n)"),
-    "distributed_backend": _accelerator_of_old,
+    "distributed_backend": _old_accelerator,
     "replace_sampler_ddp": lambda value: f"use_distributed_sampler={value.text}",
     "resume_from_checkpoint": lambda v: _LEAVE_OUT if v.is_off else f"trainer.fit(..., ckpt_path={v.text})",
     "checkpoint_callback": _checkpoint_callback,
@@ -167,10 +167,10 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "auto_scale_batch_size": _unless_off('callbacks=["batch_size_finder"]'),
     "track_grad_norm": _unless_off('callbacks=["gradient_norms"]'),
     "terminate_on_nan": _unless_off(
-        'detect_anomaly=True, or callbacks={"name": "early_stopping", "monitor": ...}, which ends at a NaN'
+        'detect_anomaly=True, or callbacks={"name": "early_stopping", "monitor": ...}, which stops at a NaN'
     ),
     "truncated_bptt_steps": _unless_off(
-        "automatic_optimization = False: cut the sequence in training_step, and step by hand after each part"
+        "automatic_optimization = False: split the sequence in training_step, and step after each part"
     ),
     "flush_logs_every_n_steps": lambda v: f"stratagem.loggers.CSVLogger(flush_every_n_steps={v.text})",
     "log_gpu_memory": _unless_off('callbacks=["device_stats"]'),
@@ -180,21 +180,21 @@ _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "enable_pl_optimizer": _LEAVE_OUT,
     "move_metrics_to_cpu": _LEAVE_OUT,
     "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
-    "min_steps": _unless_off("min_epochs=, or nothing: there is no least number of steps yet"),
-    "reload_dataloaders_every_epoch": _unless_off("a data set that changes in on_train_epoch_start"),
-    "reload_dataloaders_every_n_epochs": _unless_off("a data set that changes in on_train_epoch_start"),
-    "multiple_trainloader_mode": "one training loader: join them in an iterable of your own",
+    "min_steps": _unless_off("min_epochs=, or nothing: a minimum number of steps is not available yet"),
+    "reload_dataloaders_every_epoch": _unless_off("a dataset that changes in on_train_epoch_start"),
+    "reload_dataloaders_every_n_epochs": _unless_off("a dataset that changes in on_train_epoch_start"),
+    "multiple_trainloader_mode": "one training loader: combine them in your own iterable",
     "enable_autolog_hparams": "nothing: save_hyperparameters decides what is logged",
     "model_registry": _unless_off("nothing"),
 }
 
-# --- Values that mean something else -----------------------------------------------------------------------------
+# --- Values with another meaning ---------------------------------------------------------------------------------
 
 _Rows = Iterator[tuple[str, str, str]]
 
 _NOT_AVAILABLE: Final = "not available"
 
-#: Strategies (and, in 1.x, accelerators) by the names that are no longer theirs.
+#: Strategies (and, in 1.x, accelerators) by names that they no longer have.
 _OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
     files(__package__).joinpath("moved.toml").read_text(encoding="utf-8")
 )["strategies"]
@@ -224,7 +224,7 @@ def _strategy(value: Value) -> _Rows:
         yield (
             CHECK,
             "",
-            "FSDP2, on a CPU too; give auto_wrap_policy, or the model is one unit (docs/sharded-training.md)",
+            "FSDP2, also on CPUs; set auto_wrap_policy, or the model is one unit (docs/sharded-training.md)",
         )
 
 
@@ -236,14 +236,14 @@ def _precision(value: Value) -> _Rows:
         near = '"16-mixed"' if "mixed" in name else "nothing yet"
         yield CHANGE, near, "FP8 is not available yet" if name.startswith("transformer") else "`stratagem plugins list`"
     elif name in ("16", "16-mixed"):
-        yield CHECK, "", "a CPU computes in fp16 with loss scaling too, and does not turn to bf16"
+        yield CHECK, "", "CPUs use fp16 with loss scaling, too, not bf16"
 
 
 def _devices(value: Value) -> _Rows:
     if value.literal in (0, "0", []) and value.literal is not False:
         yield CHANGE, 'accelerator="cpu"', ""
     elif isinstance(value.literal, str) and value.literal.isdigit():
-        yield CHECK, "", f"{value.literal} devices, not the one of that number, as gpus= once meant"
+        yield CHECK, "", f"{value.literal} devices, not the device with that index, as gpus= meant in early versions"
 
 
 def _plugins(value: Value) -> _Rows:
@@ -274,7 +274,7 @@ def _max_time(value: Value) -> _Rows:
 
 def _clip(value: Value) -> _Rows:
     if value.literal == 0:
-        yield CHANGE, _LEAVE_OUT, "0 is no limit that gradients could keep"
+        yield CHANGE, _LEAVE_OUT, "0 is not a valid limit"
 
 
 def _every_n_epochs(value: Value) -> _Rows:
@@ -286,7 +286,7 @@ def _interval(value: Value) -> _Rows:
     if value.literal is None:
         yield CHANGE, _LEAVE_OUT, ""
     elif isinstance(value.literal, str | dict):
-        yield CHANGE, "a number of batches, or a share of the epoch", "intervals of time are not available yet"
+        yield CHANGE, "a number of batches, or a fraction of the epoch", "intervals of time are not available yet"
 
 
 _VALUES: Final[dict[str, Callable[[Value], _Rows]]] = {

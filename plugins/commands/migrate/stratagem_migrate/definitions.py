@@ -1,4 +1,4 @@
-"""Classes that the script defines: hooks that are called otherwise, optimizers, callbacks of its own."""
+"""Check the classes of a script: hooks with other arguments, optimizers, callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem_migrate.source import Source, methods, short
 
 
 def module_methods(source: Source) -> Iterator[Finding]:
-    """Say which methods of a module or a data module nobody would call."""
+    """Find methods of modules and data modules that stratagem does not call."""
     for cls in source.of_role("module"):
         for method in methods(cls):
             yield from _module_method(source, method)
@@ -42,7 +42,7 @@ def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDe
 
 
 def _event(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef, old: str) -> Iterator[Finding]:
-    """An event's arguments arrive by name, or in order where a method calls them otherwise; there may be no more."""
+    """Check the arguments of an event: passed by name, or in order if the names differ; more are not allowed."""
     known = [name for name in today.hooks()[method.name] if name not in ("trainer", "module", "run")]
     required = method.args.args[1 : len(method.args.args) - len(method.args.defaults)]
     if len(required) > len(known):
@@ -58,7 +58,7 @@ def _event(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef, old: 
 
 
 def optimizers(source: Source) -> Iterator[Finding]:
-    """Say what of `configure_optimizers` is read otherwise."""
+    """Find results of `configure_optimizers` that stratagem reads differently."""
     for cls in source.of_role("module"):
         for method in methods(cls):
             if method.name == "configure_optimizers":
@@ -84,7 +84,7 @@ def _configuration(source: Source, node: ast.Dict) -> Iterator[Finding]:
         known, place = today.scheduler_options(), "leave it out"
     elif "optimizer" in keys:
         known = frozenset({"optimizer", "lr_scheduler", "monitor"})
-        place = "in the dict under lr_scheduler, beside scheduler"
+        place = "in the dict under lr_scheduler, next to scheduler"
     else:
         return
     for key in keys:
@@ -103,7 +103,7 @@ def _optimizes_by_hand(cls: ast.ClassDef) -> bool:
 
 
 def _count(returned: ast.expr) -> int:
-    """Return how many optimizers an expression that `configure_optimizers` returns holds, as far as it shows."""
+    """Return the number of optimizers in a returned expression, as far as the source shows it."""
     lists = (ast.List, ast.Tuple)
     if isinstance(returned, ast.Tuple) and returned.elts and isinstance(returned.elts[0], lists):
         returned = returned.elts[0]
@@ -114,7 +114,7 @@ def _count(returned: ast.expr) -> int:
 
 
 def callbacks(source: Source) -> Iterator[Finding]:
-    """Say how the script's own callbacks are written here: marked methods that name the arguments they want."""
+    """Yield a finding for each method of the script's callbacks: hooks need `@hookimpl` and list their arguments."""
     for cls in source.of_role("callback"):
         for method in methods(cls):
             yield from _callback_method(source, method)
@@ -126,16 +126,16 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
         return
     old = f"def {method.name}({', '.join(given)})"
     known = today.hooks().get(method.name)
-    if method.name in today.other_moments():
+    if method.name in today.other_times():
         yield source.finding(
-            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", today.other_moments()[method.name]
+            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", today.other_times()[method.name]
         )  # fmt: skip
     elif known is not None:
         names = ["module" if name == "pl_module" else name for name in given[1:]]
         kept = [name for name in names if name in known]
         yield source.finding(
             method, CHANGE, old, f"@hookimpl def {method.name}({', '.join(['self', *kept])})",
-            "arguments arrive by name and have no defaults",
+            "arguments are passed by name and have no defaults",
         )  # fmt: skip
     elif method.name in today.uncalled_by_callbacks():
         yield source.finding(method, CHANGE, old, *today.uncalled_by_callbacks()[method.name])

@@ -1,4 +1,4 @@
-"""`Finding`: one thing about one line, and how certain it is."""
+"""`Finding`: a necessary or possible change in one line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Final
 
 from attrs import frozen
 
-#: It is an error, or silently nothing, until the line is changed.
+#: The line raises an error or has no effect until it is changed.
 CHANGE: Final = "change"
-#: It runs, and may do something else.
+#: The line runs, but may behave differently.
 CHECK: Final = "check"
-#: It means the same.
+#: The line has the same meaning.
 SAME: Final = "same"
 
 CERTAINTIES: Final = {
@@ -22,17 +22,17 @@ CERTAINTIES: Final = {
 
 @frozen(order=True)
 class Finding:
-    """What becomes of something on a line."""
+    """A change in one line of a script."""
 
     path: str
     line: int
     column: int
     certainty: str
-    #: As it stands in the script.
+    #: The source in the script.
     old: str
-    #: What to write; empty if nothing has to be written.
+    #: The replacement; empty if there is none.
     new: str
-    #: What to know about it; may be empty.
+    #: An explanation; may be empty.
     note: str = ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Imports, and every other place where a name of Lightning stands."""
+"""Find imports and other uses of Lightning's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratagem_migrate.source import Source, short, within_lightning
 
 
 def imports(source: Source) -> Iterator[Finding]:
-    """Say what becomes of each import."""
+    """Yield a finding for each import of Lightning."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -35,19 +35,19 @@ def _imported(source: Source, node: ast.ImportFrom, alias: ast.alias) -> Finding
     counterpart = counterpart or _unknown(alias.name)
     if counterpart.imported_from is None:
         return _replaced(source, node, old, counterpart)
-    room, name = counterpart.imported_from
+    module, name = counterpart.imported_from
     renamed = f" as {alias.asname}" if alias.asname else ""
-    return source.finding(node, CHANGE, old, f"from {room} import {name}{renamed}", counterpart.note)
+    return source.finding(node, CHANGE, old, f"from {module} import {name}{renamed}", counterpart.note)
 
 
 def references(source: Source) -> Iterator[Finding]:
-    """Say what becomes of each name of Lightning where it is used."""
+    """Yield a finding for each use of a name of Lightning."""
     for node in source.nodes:
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
         name = source.lightning(node)
         counterpart = _counterpart(name) if name else None
-        if name and _is_told_by_what_follows(source, node, name):
+        if name and _is_handled_with_attribute(source, node, name):
             continue
         if name and counterpart is not None:
             yield _reference(source, node, counterpart)
@@ -59,7 +59,7 @@ def _reference(source: Source, node: ast.Name | ast.Attribute, counterpart: Coun
     origin = counterpart.imported_from
     if isinstance(node, ast.Name) and node.id in source.aliases and origin is not None:
         renamed = source.qualified(node).rpartition(".")[2] != node.id
-        if renamed or node.id == origin[1]:  # the import says it
+        if renamed or node.id == origin[1]:  # the finding of the import is enough
             return source.finding(node, SAME, node.id, str(counterpart))
     return _replaced(source, node, short(node), counterpart)
 
@@ -71,11 +71,11 @@ def _replaced(source: Source, node: ast.AST, old: str, counterpart: Counterpart)
 
 
 def _counterpart(name: str) -> Counterpart | None:
-    """Return what stands in for a dotted name of Lightning; None if nobody said."""
-    room, _, last = name.rpartition(".")
+    """Return the counterpart of a dotted name of Lightning; None if it is unknown."""
+    module, _, last = name.rpartition(".")
     if name.partition(".")[0] == "metrics":
-        package = "torchmetrics.functional" if "functional" in room else "torchmetrics"
-        return Counterpart(text=f"{package}.{last}" if room else package, note="a package of its own")
+        package = "torchmetrics.functional" if "functional" in module else "torchmetrics"
+        return Counterpart(text=f"{package}.{last}" if module else package, note="a separate package")
     return NAMES.get(last)
 
 
@@ -84,7 +84,7 @@ def _unknown(name: str) -> Counterpart:
 
 
 def _is_unknown(source: Source, node: ast.Name | ast.Attribute) -> bool:
-    """Whether no part of the dotted name that `node` ends is known, and it is no module either."""
+    """Return whether the dotted name that `node` ends has no known part, and is not a module."""
     if _continues(source, node):
         return False
     if source.imports_everything and isinstance(node, ast.Name):
@@ -95,22 +95,22 @@ def _is_unknown(source: Source, node: ast.Name | ast.Attribute) -> bool:
     return not known and not (isinstance(node, ast.Name) and (not name or name.islower()))
 
 
-def _is_told_by_what_follows(source: Source, node: ast.AST, name: str) -> bool:
-    """Whether the rest of a dotted name says more: ``Trainer.from_argparse_args``, ``metrics.Accuracy``."""
+def _is_handled_with_attribute(source: Source, node: ast.AST, name: str) -> bool:
+    """Return whether another rule handles the longer name: ``Trainer.from_argparse_args``, ``metrics.Accuracy``."""
     follows = getattr(source.parents.get(node), "attr", "")
     return _continues(source, node) and (name == "metrics" or (name == "Trainer" and "argparse" in follows))
 
 
 def _continues(source: Source, node: ast.AST) -> bool:
-    """Whether `node` is the beginning of a longer dotted name."""
+    """Return whether `node` is the start of a longer dotted name."""
     return isinstance(source.parents.get(node), ast.Attribute)
 
 
-# --- Calls of what became a plugin -------------------------------------------------------------------------------
+# --- Calls of classes that are plugins here ----------------------------------------------------------------------
 
 
 def plugin_calls(source: Source) -> Iterator[Finding]:
-    """Say which options of a callback, a logger or a strategy are called otherwise, or are not there."""
+    """Find options of callbacks, loggers and strategies that were renamed or removed."""
     for node in source.nodes:
         if not isinstance(node, ast.Call) or (name := source.lightning(node.func)) is None:
             continue

@@ -1,4 +1,4 @@
-"""What stands in for each public name of Lightning 1.x and 2.x."""
+"""The counterparts of the public names of Lightning 1.x and 2.x."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stratagem_migrate import today
 
 @frozen
 class Counterpart:
-    """What a script says instead of a name of Lightning."""
+    """The replacement of a name of Lightning."""
 
     #: A name in stratagem, such as ``Module`` or ``find_usable_cuda_devices``; empty if there is none.
     name: str = ""
-    #: The plugin that does it: its kind and name.
+    #: The plugin with this feature: kind and name.
     plugin: tuple[str, str] | None = None
-    #: Free text, where it is neither.
+    #: Text, if it is neither.
     text: str = ""
     note: str = ""
 
@@ -29,17 +29,17 @@ class Counterpart:
     def imported_from(self) -> tuple[str, str] | None:
         """The module and the name to import; None if it is not imported."""
         if self.name:
-            room, _, name = f"stratagem.{self.name}".rpartition(".")
-            return room, name
+            module, _, name = f"stratagem.{self.name}".rpartition(".")
+            return module, name
         if self.plugin and (cls := today.plugin_class(*self.plugin)) is not None:
-            return f"stratagem.{today.ROOMS[self.plugin[0]]}", cls.__name__
+            return f"stratagem.{today.MODULES[self.plugin[0]]}", cls.__name__
         return None
 
     def __str__(self) -> str:
         if self.name:
             return f"stratagem.{self.name}"
         if self.plugin and not self.is_missing:
-            return today.spelled(*self.plugin)
+            return today.expression(*self.plugin)
         return self.text
 
 
@@ -65,13 +65,13 @@ NAMES: Final[dict[str, Counterpart]] = {
     "Fabric": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step, run.save"),
     "LightningLite": Counterpart("Run", note="Run.launch(main), then run.setup, run.backward, run.optimizer_step"),
     "LightningCLI": Counterpart(
-        text="`stratagem fit run.yaml`", note="or stratagem.Trainer.from_cli() in a script of your own"
+        text="`stratagem fit run.yaml`", note="or stratagem.Trainer.from_cli() in your own script"
     ),
     "LightningArgumentParser": Counterpart(text="stratagem.Trainer.from_cli()"),
     "MisconfigurationException": Counterpart("errors.ConfigError"),
     "find_usable_cuda_devices": Counterpart("find_usable_cuda_devices"),
     "Tuner": Counterpart(
-        text='callbacks=["learning_rate_finder"] or ["batch_size_finder"]', note="they search when fit begins"
+        text='callbacks=["learning_rate_finder"] or ["batch_size_finder"]', note="they run when fit starts"
     ),
     # --- Callbacks
     **_plugins(
@@ -145,7 +145,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
     "BitsandbytesPrecision": Counterpart(note="quantized weights are not available yet"),
     "TransformerEnginePrecision": Counterpart(note="FP8 is not available yet"),
-    "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine takes it over"),
+    "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine applies it"),
     "PrecisionPlugin": Counterpart("Precision"),
     "Precision": Counterpart("Precision"),
     **_plugins(
@@ -172,10 +172,10 @@ NAMES: Final[dict[str, Counterpart]] = {
     # --- Utilities
     **dict.fromkeys(
         ("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation"),
-        Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints on rank 0 alone"),
+        Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints only on rank 0"),
     ),
     "CombinedLoader": Counterpart(
-        note="join the loaders in a data set or an iterable of your own; several validation loaders may be a list"
+        note="combine the loaders in your own dataset or iterable; several validation loaders may be a list"
     ),
     "grad_norm": Counterpart(plugin=("callback", "gradient_norms")),
     "move_data_to_device": Counterpart("api.batches.move_batch"),
@@ -195,7 +195,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     ),
 }  # fmt: skip
 
-#: What each class of Lightning takes without keywords, in that order; a plugin of stratagem takes keywords only.
+#: Positional arguments of Lightning's classes, in order; plugins of stratagem accept only keywords.
 POSITIONS: Final = {
     "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode"),
     "ModelCheckpoint": ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"),
@@ -224,14 +224,14 @@ _TO_TRAINER: Final = {
 }
 _LEAVE_OUT: Final = "leave it out"
 
-#: What becomes of options that a plugin of stratagem does not have under that name.
+#: Replacements of options that a plugin of stratagem does not have under that name.
 OPTIONS: Final[dict[str, dict[str, str]]] = {
     "ModelCheckpoint": {
         "filepath": "dirpath= and filename=", "period": "every_n_epochs=", "every_n_val_epochs": "every_n_epochs=",
         "prefix": "filename=", "verbose": _LEAVE_OUT, "train_time_interval": "every_n_train_steps=",
         "save_on_exception": 'callbacks=["on_exception_checkpoint"]',
     },
-    "EarlyStopping": {"log_rank_zero_only": "nothing: rank 0 alone speaks"},
+    "EarlyStopping": {"log_rank_zero_only": "nothing: only rank 0 prints"},
     "CSVLogger": {"flush_logs_every_n_steps": "flush_every_n_steps=", "prefix": _LEAVE_OUT},
     "TQDMProgressBar": {"process_position": _LEAVE_OUT},
     "RichProgressBar": {"refresh_rate": "refresh_every_s=", "theme": _LEAVE_OUT, "leave": _LEAVE_OUT},

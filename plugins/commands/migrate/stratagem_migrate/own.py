@@ -1,4 +1,4 @@
-"""What a module or a data module calls and reads on ``self``."""
+"""Check attributes and methods that modules and data modules use on ``self``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stratagem_migrate import today
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, methods, short
 
-#: What a LightningModule has and a Module may not, and what to write instead.
+#: Attributes of LightningModule that Module does not have, and their replacements.
 _SELF: Final[dict[str, tuple[str, str]]] = {
     "all_gather": (
         "self.trainer.run.collectives.all_gather(tensor)",
-        "a list with the tensor of each rank, no gradients",
+        "returns a list with the tensor of each rank, without gradients",
     ),
     "loggers": ("self.trainer.loggers", ""),
     "local_rank": ("self.trainer.local_rank", ""),
@@ -38,19 +38,19 @@ _SELF: Final[dict[str, tuple[str, str]]] = {
     "log_grad_norm": ('callbacks=["gradient_norms"]', ""),
     "device_mesh": ("self.trainer.run.mesh", ""),
     "get_progress_bar_dict": ("self.trainer.progress_bar_metrics", ""),
-    "example_input_array": ("a tensor of your own", "nothing reads it"),
+    "example_input_array": ("your own tensor", "stratagem does not read it"),
 }
-#: What a LightningDataModule has and a DataModule may not.
+#: Attributes of LightningDataModule that DataModule does not have.
 _DATA: Final[dict[str, tuple[str, str]]] = {
-    "from_datasets": ("loaders, given to fit", ""),
+    "from_datasets": ("loaders, passed to fit", ""),
     "load_from_checkpoint": ("its __init__", ""),
 }
-#: The options of `log`, as Lightning takes them without keywords.
+#: Positional options of Lightning's `log`, in order.
 _LOG_ORDER: Final = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 
 
 def on_self(source: Source) -> Iterator[Finding]:
-    """Say what a module reads or calls of its own that is not there or is called otherwise."""
+    """Find attributes and methods on ``self`` that were renamed or removed."""
     for cls in source.of_role("module"):
         own = {method.name for method in methods(cls)} | _stored(cls)
         for node in ast.walk(cls):
@@ -71,7 +71,7 @@ def _own_attribute(source: Source, node: ast.Attribute, own: set[str]) -> Iterat
     if name == "hparams":
         yield from _hparams(source, node)
     elif stored and name in ("truncated_bptt_steps", "example_input_array"):
-        yield source.finding(node, CHECK, f"self.{name} = ...", "", "nothing reads it")
+        yield source.finding(node, CHECK, f"self.{name} = ...", "", "stratagem does not read it")
     elif not stored and name in _SELF and name not in own and name not in today.module_attributes():
         yield source.finding(node, CHANGE, f"self.{name}", *_SELF[name])
 
@@ -125,11 +125,11 @@ def _saved(source: Source, node: ast.Call) -> Iterator[Finding]:
     objects = [value for value in node.args if not (isinstance(value, ast.Constant) and isinstance(value.value, str))]
     for value in objects:
         yield source.finding(node, CHANGE, f"self.save_hyperparameters({short(value)})", "self.save_hyperparameters()",
-                             "it saves the arguments of __init__, or those whose names it is given")  # fmt: skip
+                             "it saves the arguments of __init__, or only those with the given names")  # fmt: skip
     for keyword in node.keywords:
         if keyword.arg not in known:
             yield source.finding(keyword, CHANGE, f"self.save_hyperparameters({short(keyword)})",
-                                 'self.save_hyperparameters("name", ...)', "the names of what to save")  # fmt: skip
+                                 'self.save_hyperparameters("name", ...)', "pass the names to save")  # fmt: skip
 
 
 def _is_self(node: ast.AST) -> bool:
@@ -137,6 +137,6 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _stored(cls: ast.ClassDef) -> set[str]:
-    """Return the attributes that the class gives itself."""
+    """Return the attributes that the class sets on ``self``."""
     attributes = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return {node.attr for node in attributes if _is_self(node.value)}

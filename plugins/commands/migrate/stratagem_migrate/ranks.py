@@ -1,4 +1,4 @@
-"""Calls that all ranks must make, made by some of them only."""
+"""Find collective calls that only some ranks make."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from stratagem_migrate.findings import CHANGE, Finding
 from stratagem_migrate.source import Source, short
 
-#: What all ranks do together or none.
+#: Methods that all ranks must call.
 _COLLECTIVE: Final = {
     "save_checkpoint", "barrier", "all_gather", "all_reduce", "broadcast", "fit", "validate", "test", "predict",
 }  # fmt: skip
@@ -17,20 +17,20 @@ _RANKS: Final = {"global_rank", "local_rank", "rank", "node_rank", "proc_rank"}
 
 
 def guarded(source: Source) -> Iterator[Finding]:
-    """Find calls that all ranks must make, under a condition that one rank meets."""
+    """Yield a finding for each collective call under a condition on the rank."""
     if not source.is_about_lightning:
         return
     for node in source.nodes:
         if isinstance(node, ast.If) and (condition := _rank_condition(node.test)):
-            yield from _alone(source, _reached_by_few(source, node, condition), short(node.test))
+            yield from _collectives_in(source, _guarded_statements(source, node, condition), short(node.test))
         elif isinstance(node, ast.FunctionDef):
             decorators = [short(each).rpartition(".")[2] for each in node.decorator_list]
             if "rank_zero_only" in decorators:
-                yield from _alone(source, node.body, "@rank_zero_only")
+                yield from _collectives_in(source, node.body, "@rank_zero_only")
 
 
 def _rank_condition(test: ast.expr) -> str:
-    """Return "zero" where `test` holds on rank 0, "others" where it holds elsewhere; empty if it is about neither."""
+    """Return "zero" if `test` is true only on rank 0, "others" if only on other ranks; else an empty string."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return {"zero": "others", "others": "zero"}.get(_rank_condition(test.operand), "")
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
@@ -44,8 +44,8 @@ def _rank_condition(test: ast.expr) -> str:
     return ""
 
 
-def _reached_by_few(source: Source, node: ast.If, condition: str) -> Iterable[ast.AST]:
-    """Return what only some ranks get to: the branch, and after ``if not zero: return`` the rest of the block."""
+def _guarded_statements(source: Source, node: ast.If, condition: str) -> Iterable[ast.AST]:
+    """Return the statements that only some ranks run: the branch, and those after ``if not zero: return``."""
     reached: list[ast.AST] = [*node.body, *node.orelse]
     leaves = bool(node.body) and isinstance(node.body[-1], ast.Return | ast.Continue | ast.Raise)
     if condition == "others" and leaves:
@@ -56,14 +56,14 @@ def _reached_by_few(source: Source, node: ast.If, condition: str) -> Iterable[as
     return reached
 
 
-def _alone(source: Source, statements: Iterable[ast.AST], condition: str) -> Iterator[Finding]:
+def _collectives_in(source: Source, statements: Iterable[ast.AST], condition: str) -> Iterator[Finding]:
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_collective(source, node):
-                writes = "; rank 0 alone writes anyway" if node.func.attr == "save_checkpoint" else ""
+                writes = "; only rank 0 writes the file anyway" if node.func.attr == "save_checkpoint" else ""
                 yield source.finding(
                     node, CHANGE, f"{node.func.attr} under {condition!r}", "all ranks call it",
-                    f"it waits for ranks that never come{writes}",
+                    f"otherwise it waits for the other ranks forever{writes}",
                 )  # fmt: skip
 
 

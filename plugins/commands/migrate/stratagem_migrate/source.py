@@ -1,4 +1,4 @@
-"""`Source`: a script as a tree, and what its names stand for. Nothing in it is ever imported or run."""
+"""`Source`: the syntax tree of a script, and what its names refer to. The script is never imported or run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Final
 from stratagem.errors import ConfigError
 from stratagem_migrate.findings import Finding
 
-#: How Lightning's package has been called; longer names first.
+#: Names of Lightning's packages; longer ones first.
 PACKAGES: Final = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning")
 
-#: Its classes that a script derives from, and what the derived class is then.
+#: Base classes, and the role of classes derived from them.
 _ROLES: Final = {
     "LightningModule": "module",
     "LightningDataModule": "data",
@@ -27,7 +27,7 @@ _MODULE_METHODS: Final = {"training_step", "configure_optimizers"}
 
 
 class _Unknown:
-    """The value of an expression that only running the script would tell."""
+    """The value of an expression that is known only at run time."""
 
     def __bool__(self) -> bool:
         return True
@@ -39,7 +39,7 @@ UNKNOWN: Final = _Unknown()
 class Source:
     """A parsed script.
 
-    Names are looked up in the file as a whole: a name that means two things in two functions is taken for the last.
+    Names are looked up in the whole file: of a name with two meanings in two functions, the last is used.
     """
 
     def __init__(self, path: Path, text: bytes) -> None:
@@ -57,8 +57,8 @@ class Source:
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
         self.roles = {name: self._role(node, ()) for name, node in self.classes.items()}
         self.trainers = self._trainers()
-        #: Attributes that the script itself gives to a trainer.
-        self.given_to_trainers = frozenset(
+        #: Attributes that the script sets on a trainer.
+        self.set_on_trainers = frozenset(
             node.attr
             for node in self.nodes
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and self.is_trainer(node.value)
@@ -66,14 +66,14 @@ class Source:
 
     @property
     def is_about_lightning(self) -> bool:
-        """Whether the script uses Lightning, or holds a class that looks as if another file did."""
+        """Whether the script uses Lightning, or has a class that looks like a module of Lightning."""
         uses = any(within_lightning(target) is not None for target in self.aliases.values())
         return uses or self.imports_everything or "module" in self.roles.values()
 
-    # --- What a name stands for ----------------------------------------------------------------------------------
+    # --- Names ---------------------------------------------------------------------------------------------------
 
     def qualified(self, node: ast.AST) -> str:
-        """Return the dotted name that `node` refers to, imports resolved; empty if it is no plain name."""
+        """Return the dotted name that `node` refers to, with imports resolved; empty if it is not a name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (owner := self.qualified(node.value)):
@@ -81,7 +81,7 @@ class Source:
         return ""
 
     def lightning(self, node: ast.AST) -> str | None:
-        """Return what of Lightning `node` refers to, such as ``callbacks.EarlyStopping``; None if nothing of it."""
+        """Return the name in Lightning that `node` refers to, as ``callbacks.EarlyStopping``, or None."""
         if self.imports_everything and isinstance(node, ast.Name) and node.id not in self.aliases:
             return None if node.id in self.classes else node.id
         root = node
@@ -92,13 +92,13 @@ class Source:
         return within_lightning(self.qualified(node))
 
     def is_trainer(self, node: ast.AST) -> bool:
-        """Whether `node` is a trainer, as far as its name or where it was made tells."""
+        """Return whether `node` is a trainer, by its name or its assignment."""
         if isinstance(node, ast.Attribute):
             return node.attr == "trainer"
         return isinstance(node, ast.Name) and (node.id == "trainer" or node.id in self.trainers)
 
     def literal(self, node: ast.AST | None) -> Any:
-        """Return the value of a constant expression, or of a name that is bound to one once; else `UNKNOWN`."""
+        """Return the value of a constant expression, or of a name that is assigned one once; else `UNKNOWN`."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             node = self.constants[node.id]
         try:
@@ -106,10 +106,10 @@ class Source:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return UNKNOWN
 
-    # --- Where a node stands -------------------------------------------------------------------------------------
+    # --- Parents -------------------------------------------------------------------------------------------------
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes that `node` is in, innermost first."""
+        """Yield the parents of `node`, innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
@@ -119,7 +119,7 @@ class Source:
         return next((each for each in self.around(node) if isinstance(each, ast.ClassDef)), None)
 
     def of_role(self, role: str) -> Iterator[ast.ClassDef]:
-        """Yield the classes that are a "module", a "data" module or a "callback"."""
+        """Yield the classes with `role` "module", "data" or "callback"."""
         return (node for name, node in self.classes.items() if self.roles[name] == role)
 
     def finding(self, node: Any, certainty: str, old: str, new: str, note: str = "") -> Finding:
@@ -143,7 +143,7 @@ class Source:
         return "module" if {method.name for method in methods(node)} >= _MODULE_METHODS else None
 
     def _trainers(self) -> set[str]:
-        """Return the names of variables that a trainer was assigned to."""
+        """Return the names of variables that are assigned a trainer."""
         made = (node for node in self.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
         return {
             target.id
@@ -172,7 +172,7 @@ def read(path: Path) -> Source:
 
 
 def within_lightning(name: str) -> str | None:
-    """Return `name` without the name of Lightning's package; None if it is not of that package."""
+    """Return `name` without the package name; None if it is not in a package of Lightning."""
     for package in PACKAGES:
         if name == package or name.startswith(f"{package}."):
             return name[len(package) + 1 :]
@@ -185,7 +185,7 @@ def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def short(node: ast.AST, limit: int = 60) -> str:
-    """Return `node` as source, on one line and not longer than `limit`."""
+    """Return the source of `node` on one line, cut to `limit` characters."""
     try:
         text = " ".join(ast.unparse(node).split())
     except RecursionError:  # a sum of thousands of terms
@@ -196,7 +196,7 @@ def short(node: ast.AST, limit: int = 60) -> str:
 def _parse(path: Path, text: bytes) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the script's own escapes and comparisons
+            warnings.simplefilter("ignore")  # warnings about the script
             return ast.parse(text, str(path))
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
@@ -206,13 +206,13 @@ def _parse(path: Path, text: bytes) -> ast.Module:
 
 
 def _makes_trainer(function: str) -> bool:
-    """Whether a function of that dotted name returns a trainer."""
+    """Return whether the function of this dotted name returns a trainer."""
     owner, _, last = function.rpartition(".")
     return last == "Trainer" or (owner.endswith("Trainer") and last.startswith("from_"))
 
 
 def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
-    """Return what each imported name stands for."""
+    """Return the dotted name of each imported name."""
     names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -226,7 +226,7 @@ def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
 
 
 def _bound_once(nodes: list[ast.AST]) -> dict[str, ast.expr]:
-    """Return the values of names that are assigned to in one place only."""
+    """Return the values of names that are assigned only once."""
     values: dict[str, list[ast.expr]] = {}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,4 +1,4 @@
-"""What a script should not decide by itself: devices by name, and environment variables."""
+"""Find devices by name, and environment variables of Lightning."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from stratagem_migrate.source import Source, short
 
 
 def devices(source: Source) -> Iterator[Finding]:
-    """Find tensors that a module or a callback puts on a device by name."""
+    """Find tensors that a module or a callback moves to a named device."""
     for role in ("module", "callback", "data"):
         for cls in source.of_role(role):
             for node in ast.walk(cls):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _places(source, node):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_move(source, node):
                     yield source.finding(
                         node, CHECK, short(node), "self.device, or register_buffer in __init__",
                         "batches and the module are on the right device already",
                     )  # fmt: skip
 
 
-def _places(source: Source, node: ast.Call) -> bool:
+def _is_move(source: Source, node: ast.Call) -> bool:
     assert isinstance(node.func, ast.Attribute)
     if node.func.attr == "cuda":
         return "torch" not in source.qualified(node.func.value).split(".")[:1]
@@ -36,7 +36,7 @@ def _places(source: Source, node: ast.Call) -> bool:
 
 
 def variables(source: Source) -> Iterator[Finding]:
-    """Find environment variables of Lightning's."""
+    """Find environment variables of Lightning."""
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("PL_"):
             new = _variable(node.value)

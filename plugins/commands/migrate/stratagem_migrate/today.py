@@ -1,4 +1,4 @@
-"""What the installed stratagem accepts: asked of its classes and of the installed plugins, and so never stale."""
+"""Read from the installed stratagem and its plugins what they accept, so that the rules are never outdated."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stratagem.api import options as config
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack import catalog, registry
 
-#: Which argument of the Trainer takes a plugin of each kind.
+#: Arguments of the Trainer by kind of plugin.
 ARGUMENTS = {
     "callback": "callbacks", "logger": "logger", "strategy": "strategy", "precision": "precision",
     "environment": "environment", "accelerator": "accelerator", "checkpoint": "checkpoint",
 }  # fmt: skip
-#: Which module gives the classes of each kind.
-ROOMS = {
+#: Modules with the classes of each kind.
+MODULES = {
     "callback": "callbacks", "logger": "loggers", "strategy": "strategies", "precision": "precisions",
     "environment": "environments", "accelerator": "accelerators", "checkpoint": "checkpoints",
 }  # fmt: skip
@@ -45,7 +45,7 @@ def trainer_arguments() -> frozenset[str]:
 
 @cache
 def trainer_attributes() -> frozenset[str]:
-    """Return what can be read on a trainer."""
+    """Return the attributes of a trainer."""
     from stratagem import Trainer
 
     return frozenset(dir(Trainer)) | _assigned(Trainer)
@@ -53,7 +53,7 @@ def trainer_attributes() -> frozenset[str]:
 
 @cache
 def module_attributes() -> frozenset[str]:
-    """Return what a module may define, and what it inherits."""
+    """Return the methods that a module may define, and those that it inherits."""
     from stratagem.training.module import EVENTS, Module
 
     return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
@@ -61,7 +61,7 @@ def module_attributes() -> frozenset[str]:
 
 @cache
 def data_attributes() -> frozenset[str]:
-    """Return what a data module may define, and what it inherits."""
+    """Return the attributes that a data module inherits."""
     from stratagem import DataModule
 
     return frozenset(dir(DataModule))
@@ -78,7 +78,7 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 
 @cache
 def events() -> frozenset[str]:
-    """Return the events that a module may have a method for."""
+    """Return the events for which a module may define a method."""
     from stratagem.training.module import EVENTS
 
     return frozenset(EVENTS)
@@ -109,8 +109,8 @@ def uncalled_by_callbacks() -> Mapping[str, tuple[str, str]]:
 
 
 @cache
-def other_moments() -> Mapping[str, str]:
-    """Return hooks that are called at another time than the method of this name of Lightning's callbacks."""
+def other_times() -> Mapping[str, str]:
+    """Return hooks that are called at another time than the callback method of Lightning with the same name."""
     from stratagem.stack import lightning_callbacks
 
     return lightning_callbacks.HOOKS
@@ -118,7 +118,7 @@ def other_moments() -> Mapping[str, str]:
 
 @cache
 def needs() -> Mapping[str, str]:
-    """Return what a strategy must provide for a module to define these methods."""
+    """Return the capabilities that a strategy must provide for each of these methods."""
     from stratagem.training import lightning_names
 
     return lightning_names.NEEDS
@@ -144,7 +144,7 @@ def log_options() -> frozenset[str]:
 
 @cache
 def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of ``stratagem.<owner>.<method>`` but self."""
+    """Return the parameters of ``stratagem.<owner>.<method>`` without self."""
     import stratagem
 
     found = dict(inspect.signature(getattr(getattr(stratagem, owner), method)).parameters)
@@ -154,7 +154,7 @@ def parameters(owner: str, method: str) -> dict[str, inspect.Parameter]:
 
 @cache
 def scheduler_options() -> frozenset[str]:
-    """Return what a dict about a learning rate scheduler may hold."""
+    """Return the valid keys of a dict for a learning rate scheduler."""
     from stratagem.api.lr_schedulers import LRSchedulerConfig
 
     return frozenset(config.options(LRSchedulerConfig))
@@ -162,14 +162,14 @@ def scheduler_options() -> frozenset[str]:
 
 @cache
 def hparams_have_attributes() -> bool:
-    """Whether ``self.hparams.x`` is ``self.hparams["x"]``."""
+    """Return whether ``self.hparams.x`` is ``self.hparams["x"]``."""
     from stratagem import Module
 
     return hasattr(type(Module().hparams), "__getattr__")
 
 
 def refusal(argument: str, value: Any) -> str:
-    """Return what stratagem would say to `value` for an argument that names no plugin; empty if it takes it."""
+    """Return the error for `value` of an argument that is not a plugin; empty if it is valid."""
     from stratagem.config.settings import CHOICES, TrainerSettings, gather
 
     if argument in CHOICES or argument not in config.options(TrainerSettings):
@@ -193,7 +193,7 @@ def _assigned(cls: type) -> frozenset[str]:
 
 @cache
 def has_plugin(kind: str, name: str) -> bool:
-    """Whether a plugin of that name is installed, or known to the catalog."""
+    """Return whether a plugin of that name is installed, or in the catalog."""
     installed = {entry.name.lower() for entry in registry.entries(kind)}
     known = {each.lower() for each in catalog.providers(kind)}
     return name.lower() in installed | known
@@ -210,13 +210,13 @@ def plugin_class(kind: str, name: str) -> type[Any] | None:
 
 
 def plugin_options(kind: str, name: str) -> frozenset[str] | None:
-    """Return the options of an installed plugin; None if that cannot be told."""
+    """Return the options of an installed plugin; None if its class is unknown."""
     cls = plugin_class(kind, name)
     return None if cls is None else frozenset(config.options(cls))
 
 
-def spelled(kind: str, name: str) -> str:
-    """Return how a script says "this plugin": by its class if that can be imported, else by its name."""
+def expression(kind: str, name: str) -> str:
+    """Return the expression for a plugin in a script: its class if that can be imported, else its name."""
     cls = plugin_class(kind, name)
     by_name = f'{ARGUMENTS[kind]}="{name}"'
-    return by_name if cls is None else f"stratagem.{ROOMS[kind]}.{cls.__name__}"
+    return by_name if cls is None else f"stratagem.{MODULES[kind]}.{cls.__name__}"

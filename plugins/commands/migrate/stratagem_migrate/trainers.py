@@ -1,4 +1,4 @@
-"""What is called and read on a trainer, and beside it: `load_from_checkpoint`, `seed_everything`."""
+"""Check attributes and methods of trainers, `load_from_checkpoint` and `seed_everything`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stratagem_migrate import today
 from stratagem_migrate.findings import CHANGE, CHECK, Finding
 from stratagem_migrate.source import Source, short
 
-#: What Lightning's trainer has and ours may not.
+#: Attributes of Lightning's Trainer that ours does not have, and their replacements.
 _TRAINER: Final[dict[str, tuple[str, str]]] = {
-    "tune": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they search when fit begins"),
-    "tuner": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they search when fit begins"),
-    "lr_find": ('callbacks=["learning_rate_finder"]', "it searches when fit begins"),
-    "scale_batch_size": ('callbacks=["batch_size_finder"]', "it searches when fit begins"),
-    "estimated_stepping_batches": ("trainer.num_training_batches * trainer.max_epochs", "where the loop has begun"),
-    "datamodule": ("the data module that the script holds", ""),
-    "train_dataloader": ("the loader that the script holds", ""),
-    "val_dataloaders": ("the loaders that the script holds", ""),
-    "test_dataloaders": ("the loaders that the script holds", ""),
-    "predict_dataloaders": ("the loaders that the script holds", ""),
+    "tune": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they run when fit starts"),
+    "tuner": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they run when fit starts"),
+    "lr_find": ('callbacks=["learning_rate_finder"]', "it runs when fit starts"),
+    "scale_batch_size": ('callbacks=["batch_size_finder"]', "it runs when fit starts"),
+    "estimated_stepping_batches": ("trainer.num_training_batches * trainer.max_epochs", "after training has started"),
+    "datamodule": ("the data module of the script", ""),
+    "train_dataloader": ("the loader of the script", ""),
+    "val_dataloaders": ("the loaders of the script", ""),
+    "test_dataloaders": ("the loaders of the script", ""),
+    "predict_dataloaders": ("the loaders of the script", ""),
     "model": ("trainer.module", ""),
     "lightning_module": ("trainer.module", ""),
     "get_model": ("trainer.module", ""),
@@ -55,7 +55,7 @@ _TRAINER: Final[dict[str, tuple[str, str]]] = {
     "from_argparse_args": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
     "parse_argparser": ("stratagem.Trainer.from_cli()", "it reads the command line itself"),
 }
-#: Of Lightning's strategies, what scripts call.
+#: Replacements of methods and attributes of Lightning's strategies.
 _STRATEGY: Final = {
     "barrier": "trainer.run.collectives.barrier()",
     "broadcast": "trainer.run.collectives.broadcast_object(value)",
@@ -67,7 +67,7 @@ _STRATEGY: Final = {
     "global_rank": "trainer.global_rank",
     "world_size": "trainer.world_size",
 }
-#: Keywords of fit, validate, test, predict and save_checkpoint that are called otherwise.
+#: Renamed keywords of fit, validate, test, predict and save_checkpoint.
 _KEYWORDS: Final = {
     "train_dataloader": "train_dataloaders=",
     "val_dataloaders": "dataloaders=",
@@ -77,7 +77,7 @@ _STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
 
 
 def on_trainer(source: Source) -> Iterator[Finding]:
-    """Say what is read or called on a trainer that is not there or is called otherwise."""
+    """Find attributes and methods of trainers that were renamed or removed."""
     if not source.is_about_lightning:
         return
     for node in source.nodes:
@@ -88,8 +88,8 @@ def on_trainer(source: Source) -> Iterator[Finding]:
 
 
 def _on_trainer(source: Source, node: ast.Attribute) -> bool:
-    made_here = (source.lightning(node.value) or "").rpartition(".")[2] == "Trainer"
-    return made_here or source.is_trainer(node.value)
+    is_new = (source.lightning(node.value) or "").rpartition(".")[2] == "Trainer"
+    return is_new or source.is_trainer(node.value)
 
 
 def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
     if name in ("strategy", "training_type_plugin", "accelerator") and isinstance(parent, ast.Attribute):
         if parent.attr in _STRATEGY:
             yield source.finding(node, CHANGE, f"{old}.{parent.attr}", _STRATEGY[parent.attr])
-    elif name in today.trainer_attributes() | source.given_to_trainers or name.startswith("__"):
+    elif name in today.trainer_attributes() | source.set_on_trainers or name.startswith("__"):
         return
     elif name in _TRAINER:
         yield source.finding(node, CHANGE, old, *_TRAINER[name])
@@ -106,7 +106,7 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
         yield source.finding(node, CHANGE, old, f"{short(node.value)}.settings.{name}")
     else:
         hint = nearest(name, today.trainer_attributes())
-        yield source.finding(node, CHANGE, old, "", f"stratagem's trainer has none; {hint}".removesuffix("; "))
+        yield source.finding(node, CHANGE, old, "", f"the Trainer has no such attribute; {hint}".removesuffix("; "))
 
 
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
@@ -120,18 +120,18 @@ def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Findi
     if method in ("validate", "test") and len(node.args) > 2:
         yield source.finding(node, CHANGE, f"{method}({', '.join(map(short, node.args))})",
                              f"{method}({short(node.args[0])}, {short(node.args[1])}, name=value)",
-                             f"after those come {' and '.join(list(known)[2:])}")  # fmt: skip
+                             f"the next arguments are {' and '.join(list(known)[2:])}")  # fmt: skip
     if any(keyword.arg == "ckpt_path" and source.literal(keyword.value) == "hpc" for keyword in node.keywords):
         yield source.finding(node, CHANGE, f'{method}(ckpt_path="hpc")', 'ckpt_path="last"')
     if method in ("validate", "test", "predict") and not node.args and _names(node).isdisjoint({"model", "ckpt_path"}):
         yield source.finding(
             node, CHECK, f"trainer.{method}() without a model", f'trainer.{method}(ckpt_path="best")',
-            "stratagem takes the weights as training left them, Lightning those of the best checkpoint",
+            "stratagem uses the weights at the end of training, Lightning those of the best checkpoint",
         )  # fmt: skip
 
 
 def unshuffled(source: Source) -> Iterator[Finding]:
-    """Find training loaders that do not shuffle: Lightning shuffled them under several processes."""
+    """Find training loaders that do not shuffle: Lightning shuffles them with several processes."""
     if not source.is_about_lightning:
         return
     for node in source.nodes:
@@ -145,7 +145,7 @@ def unshuffled(source: Source) -> Iterator[Finding]:
             if off or (given.keys().isdisjoint({"shuffle", "sampler", "batch_sampler"}) and len(call.args) < 3):
                 yield source.finding(
                     call, CHECK, "a training loader without shuffle=True", "DataLoader(..., shuffle=True)",
-                    "Lightning shuffles it under several processes; stratagem keeps the loader's order everywhere",
+                    "Lightning shuffles it with several processes; stratagem always keeps the order of the loader",
                 )  # fmt: skip
 
 
@@ -153,11 +153,11 @@ def _names(node: ast.Call) -> set[str]:
     return {keyword.arg for keyword in node.keywords if keyword.arg is not None}
 
 
-# --- Beside the trainer ----------------------------------------------------------------------------------------
+# --- Other functions -------------------------------------------------------------------------------------------
 
 
 def loading(source: Source) -> Iterator[Finding]:
-    """Say which arguments of `load_from_checkpoint` would land in ``__init__``."""
+    """Find arguments of `load_from_checkpoint` that would be passed to ``__init__``."""
     if not source.is_about_lightning:
         return
     replaced = {"map_location": "the CPU, then .to(device)", "hparams_file": "arguments of __init__ by name",
@@ -177,7 +177,7 @@ def loading(source: Source) -> Iterator[Finding]:
 
 
 def seeds(source: Source) -> Iterator[Finding]:
-    """Say which arguments of `seed_everything` are keywords, or gone."""
+    """Find arguments of `seed_everything` that are keywords now, or were removed."""
     for node in source.nodes:
         if (
             not isinstance(node, ast.Call)
