@@ -1,4 +1,4 @@
-"""Rank 0 alone keeps the optimizer, as a parameter server does: its state costs memory once, not once a process."""
+"""Keep the optimizer on rank 0 only, as a parameter server does: its state needs memory on one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem.api.named_state import logical_optimizer_state, physical_optimize
 
 @define(eq=False, kw_only=True)
 class CentralStrategy(Strategy):
-    """Gradients are averaged on all ranks, rank 0 steps, and the others receive its parameters."""
+    """Average gradients on all ranks, step on rank 0, and broadcast its parameters."""
 
     capabilities = Capabilities(provides={CLIP_BY_NORM, CLIP_BY_VALUE, FULL_STATE, MULTI_PROCESS, NO_SYNC})
 
@@ -28,7 +28,7 @@ class CentralStrategy(Strategy):
         if run.sync_gradients:  # false while gradients are only accumulated
             parameters = [p for p in module.parameters() if p.requires_grad]
             for parameter in parameters:
-                if parameter.grad is None:  # this rank's loss did not reach it; another rank's may have
+                if parameter.grad is None:  # unused by this rank's loss; another rank's may use it
                     parameter.grad = torch.zeros_like(parameter)
             for future in [run.collectives.average_async(parameter.grad) for parameter in parameters]:
                 future.wait()

@@ -1,4 +1,4 @@
-"""`central` keeps the promises of every strategy, and its own: only rank 0 has an optimizer state."""
+"""`central` passes the checks for strategies, and only rank 0 has an optimizer state."""
 
 import stratagem
 from stratagem_testing import StrategyConformance, run_in_processes

@@ -1,4 +1,4 @@
-"""Metrics and hyper-parameters in MLflow: on a server, or in a local store that needs none."""
+"""Log metrics and hyper-parameters to MLflow: to a server, or to a local SQLite store."""
 
 from __future__ import annotations
 
@@ -25,85 +25,84 @@ if TYPE_CHECKING:
 
     from stratagem.api import RunContext
 
-#: What MLflow takes at most: characters of a name and of a parameter's value, entries of one request.
+#: Limits of MLflow: characters of a name and of a parameter value, entries of one request.
 MAX_NAME, MAX_PARAM, MAX_PARAMS, MAX_METRICS = 250, 6000, 100, 1000
 
 
-class Absent:
-    """Stands for the client on other ranks than 0: takes any call and does nothing, so that a module need not ask."""
+class NoOpClient:
+    """Accepts any call and does nothing: the client on ranks other than 0, so that modules need not check the rank."""
 
-    def __getattr__(self, name: str) -> Absent:
+    def __getattr__(self, name: str) -> NoOpClient:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Absent:
+    def __call__(self, *_: Any, **__: Any) -> NoOpClient:
         return self
 
 
 @define(eq=False, kw_only=True)
 class MLflowLogger(Logger):
-    """Logs to one MLflow run, on rank 0; creates nothing before there is something to log.
+    """Log to one MLflow run on rank 0; create no run before the first entry.
 
-    The run is FINISHED when training ends, FAILED by an exception and KILLED by Ctrl-C. What is logged later is added.
+    The run is FINISHED when training ends, FAILED by an exception and KILLED by Ctrl-C. Later metrics are added to it.
     """
 
-    #: Which experiment the run is part of; made if there is none of this name.
+    #: Name of the experiment; created if it does not exist.
     experiment_name: str = "stratagem_logs"
-    #: What the run is called; MLflow makes up something if not given.
+    #: Name of the run; by default MLflow generates one.
     run_name: str | None = None
-    #: The run's identity: one that exists is continued, which a resumed training wants. A new one if not given.
+    #: Id of an existing run to continue, when training is resumed; a new run if not given.
     id: str | None = None
-    #: Where runs are kept: a server for many to see, a database for no server. By default what MLflow itself was told,
-    #: or else ``mlflow.db`` in ``default_root_dir``.
+    #: URI of the server or database. By default the one set for MLflow, else ``mlflow.db`` in ``default_root_dir``.
     tracking_uri: str | None = None
-    #: Words and values to find the run by.
+    #: Tags of the run.
     tags: dict[str, str] | None = None
 
     _root: Path | None = field(init=False, default=None)
     _rank: int = field(init=False, default=0)
     _client: Any = field(init=False, default=None)
     _pid: int = field(init=False, default=0)
-    #: Identity of the run, once there is one.
+    #: Id of the run, once there is one.
     _id: str | None = field(init=False, default=None)
-    #: As MLflow knows it; None before there is a run.
+    #: Status of the run in MLflow; None before there is a run.
     _status: str | None = field(init=False, default=None)
-    #: Not yet written.
+    #: Hyper-parameters that are not written yet.
     _hparams: dict[str, Any] = field(init=False, factory=dict)
-    #: How MLflow can call each metric.
+    #: Name in MLflow of each metric.
     _names: dict[str, str] = field(init=False, factory=dict)
 
     @property
-    def experiment(self) -> MlflowClient | Absent:
-        """The client, to be used with `run_id`; on other ranks than 0 something that does nothing."""
+    def experiment(self) -> MlflowClient | NoOpClient:
+        """The client, to use with `run_id`; on ranks other than 0 an object that does nothing."""
         if self._root is None:
             raise ConfigError(
-                "mlflow.experiment was asked for outside a run", expected="a trainer at work",
+                "mlflow.experiment was read outside a run", expected="a running trainer",
                 do="use it in the module's methods or in a callback",
             )  # fmt: skip
-        return self._open() if self._rank == 0 else Absent()
+        return self._open() if self._rank == 0 else NoOpClient()
 
     @property
     def run_id(self) -> str | None:
-        """Identity of the MLflow run, to continue it with ``id``; None before there is one."""
+        """Id of the MLflow run, to continue it with ``id``; None before there is one."""
         return self._id
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
     def prepare_module(self, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
 
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
     def on_fit_start(self, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         error = None
         if self._rank == 0:
             try:
@@ -115,15 +114,15 @@ class MLflowLogger(Logger):
 
     @hookimpl
     def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         client = self._open()
         from mlflow.entities import Metric
 
-        assert self._id is not None, "an open run has one"
+        assert self._id is not None, "set by _open"
         now = int(time.time() * 1000)
         values = [Metric(self._name(name), float(value), now, step) for name, value in metrics.items()]
-        for some in _portions(values, MAX_METRICS):
-            client.log_batch(self._id, metrics=some)
+        for batch in _batches(values, MAX_METRICS):
+            client.log_batch(self._id, metrics=batch)
 
     @hookimpl
     def on_fit_end(self) -> None:
@@ -134,7 +133,7 @@ class MLflowLogger(Logger):
         try:
             self._end("KILLED" if isinstance(exception, KeyboardInterrupt) else "FAILED", even_if_ended=True)
             self.close()
-        except Exception as error:  # noqa: BLE001 - must not hide the exception that brought us here
+        except Exception as error:  # noqa: BLE001 - must not hide the exception that ends the run
             warnings.warn(f"MLflow run {self._id} was not marked as failed ({_first_line(error)})", stacklevel=2)
 
     @hookimpl
@@ -144,28 +143,28 @@ class MLflowLogger(Logger):
     # --- The run -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the run and let go of the store; safe to call twice. A later metric is added to the same run."""
+        """Finish the run and close the connections; safe to call twice. A later metric is added to the same run."""
         try:
             self._end("FINISHED")
         finally:
             client = self._client if self._is_open else None
             self._client = None
-            _let_go(client, connections_are_ours=True)
+            _dispose(client, close=True)
 
     @property
     def _is_open(self) -> bool:
-        """Whether this process has a client; one from before a fork has the parent's connections."""
+        """Whether this process has a client. One from before a fork has connections of the parent."""
         return self._client is not None and self._pid == os.getpid()
 
-    def _meet(self, run: RunContext) -> None:
+    def _attach(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
     def _begin(self) -> None:
-        """Find out on rank 0, before training, whether it can be logged."""
+        """Check on rank 0, before training, that everything can be logged."""
         _mlflow()
         uri = self._uri()
         if uri is None:
-            self._refuse_unwritable()
+            self._check_writable()
         elif uri.startswith(("http://", "https://", "databricks")):
             with self._explaining(uri):
                 self._connect(uri).get_experiment_by_name(self.experiment_name)
@@ -188,7 +187,7 @@ class MLflowLogger(Logger):
 
     def _open(self) -> MlflowClient:
         if not self._is_open:
-            _let_go(self._client, connections_are_ours=False)
+            _dispose(self._client, close=False)
             uri = self._uri()
             if uri is None:
                 self._make_folder()
@@ -220,19 +219,19 @@ class MLflowLogger(Logger):
     def _experiment_id(self, client: MlflowClient, local: bool) -> str:
         found = client.get_experiment_by_name(self.experiment_name)
         if found is None:
-            # MLflow would keep artifacts of a local store in whatever folder the program runs in.
+            # By default MLflow would put artifacts of a local store into the working directory.
             artifacts = self._folder.joinpath("mlartifacts", quote(self.experiment_name, safe="")) if local else None
-            with contextlib.suppress(_mlflow().MlflowException):  # another run may have made it meanwhile
+            with contextlib.suppress(_mlflow().MlflowException):  # another run may have created it meanwhile
                 return client.create_experiment(self.experiment_name, None if artifacts is None else artifacts.as_uri())
             found = client.get_experiment_by_name(self.experiment_name)
         if found is None or found.lifecycle_stage != "active":
             raise ConfigError(
                 f"mlflow.experiment_name is {self.experiment_name!r}, which "
-                + ("cannot be made" if found is None else "was deleted"),
-                expected="an experiment to add a run to", do="restore it, or choose another name",
+                + ("cannot be created" if found is None else "was deleted"),
+                expected="an active experiment", do="restore it, or choose another name",
             )  # fmt: skip
-        identity: str = found.experiment_id
-        return identity
+        experiment_id: str = found.experiment_id
+        return experiment_id
 
     # --- The store -----------------------------------------------------------------------------------------------
 
@@ -242,7 +241,7 @@ class MLflowLogger(Logger):
         return self._root.absolute()
 
     def _uri(self) -> str | None:
-        """Return which store was asked for; None for the local one."""
+        """Return the URI of the chosen store; None for the local one."""
         if self.tracking_uri is not None:
             return self.tracking_uri
         tracking = _mlflow().tracking
@@ -250,14 +249,14 @@ class MLflowLogger(Logger):
         return uri
 
     def _connect(self, uri: str | None) -> MlflowClient:
-        if uri is None:  # quote no more than has to be: MLflow makes a folder of the quoted name as well
+        if uri is None:  # quote as little as possible: MLflow also creates a folder with the quoted name
             uri = f"sqlite:///{quote(str(self._folder / 'mlflow.db'), safe='/ #')}"
         client: MlflowClient = _mlflow().tracking.MlflowClient(uri)
         return client
 
     @contextlib.contextmanager
     def _explaining(self, uri: str | None) -> Iterator[None]:
-        """Turn what MLflow says against the store or the run into a sentence with the options that chose them."""
+        """Turn errors of MLflow about the store or the run into ConfigErrors that name the options."""
         try:
             yield
         except _mlflow().MlflowException as error:
@@ -266,40 +265,40 @@ class MLflowLogger(Logger):
             if self.id is not None:
                 store += f" with mlflow.id {self.id!r}"
             raise ConfigError(
-                f"{store} cannot be used ({_first_line(error)})", expected="a store that MLflow can open",
+                f"{store} cannot be used ({_first_line(error)})", expected="a store that MLflow can use",
                 do="change it, or leave tracking_uri and id unset",
             ) from error  # fmt: skip
 
-    def _refuse_unwritable(self) -> None:
-        """Raise if the folder of the local store can be told to be beyond reach, without creating it."""
+    def _check_writable(self) -> None:
+        """Raise if the folder of the local store cannot be written; do not create it."""
         try:
             existing = next(each for each in (self._folder, *self._folder.parents) if each.exists())
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
+            raise self._not_writable(error.strerror or str(error)) from error
         if not existing.is_dir():
-            raise self._unwritable(f"{existing} is a file")
+            raise self._not_writable(f"{existing} is a file")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise self._unwritable(f"no permission to write to {existing}")
+            raise self._not_writable(f"no permission to write to {existing}")
 
     def _make_folder(self) -> None:
-        """Make sure that the database can be written: MLflow would try again and again for minutes."""
-        self._refuse_unwritable()
+        """Create the folder and the database file: MLflow would retry for minutes if they cannot be written."""
+        self._check_writable()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "mlflow.db").open("ab").close()
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
+            raise self._not_writable(error.strerror or str(error)) from error
 
-    def _unwritable(self, reason: str) -> ConfigError:
+    def _not_writable(self, reason: str) -> ConfigError:
         return ConfigError(
             f"default_root_dir is {str(self._root)!r}, where mlflow.db cannot be written ({reason})",
-            expected="a folder to log to", do="change default_root_dir, or set mlflow.tracking_uri",
+            expected="a folder that can be written", do="change default_root_dir, or set mlflow.tracking_uri",
         )  # fmt: skip
 
-    # --- What MLflow takes ---------------------------------------------------------------------------------------
+    # --- Limits of MLflow ----------------------------------------------------------------------------------------
 
     def _log_params(self, hparams: dict[str, Any]) -> None:
-        """Log what the run does not have; MLflow keeps the first value of a parameter forever."""
+        """Log parameters that the run does not have; MLflow never changes the value of a parameter."""
         from mlflow.entities import Param
 
         params = {_clean(name): _cut(name, value) for name, value in _flat(hparams)}
@@ -309,15 +308,15 @@ class MLflowLogger(Logger):
             name = changed[0]
             warnings.warn(
                 f"MLflow run {self._id} keeps its first value of {', '.join(changed)} "
-                f"({name} stays {kept[name]}, not {params[name]}): start another run for other hyper-parameters",
+                f"({name} stays {kept[name]}, not {params[name]}): start another run to log other values",
                 stacklevel=2,
             )
         fresh = [Param(name, value) for name, value in params.items() if name not in kept]
-        for some in _portions(fresh, MAX_PARAMS):
-            self._client.log_batch(self._id, params=some)
+        for batch in _batches(fresh, MAX_PARAMS):
+            self._client.log_batch(self._id, params=batch)
 
     def _name(self, name: str) -> str:
-        """Return a name that MLflow takes for metric `name`, different from those of all others."""
+        """Return a unique name for metric `name` that MLflow accepts."""
         if name not in self._names:
             clean = base = _clean(name)
             for number in itertools.count(2):
@@ -325,11 +324,11 @@ class MLflowLogger(Logger):
                     break
                 clean = f"{base[: MAX_NAME - 8]}_{number}"
             if clean != name:
-                warnings.warn(f"MLflow cannot call a metric {name!r}: it is {clean!r} there", stacklevel=2)
+                warnings.warn(f"MLflow does not accept metric name {name!r}: it is logged as {clean!r}", stacklevel=2)
             self._names[name] = clean
         return self._names[name]
 
-    # --- Travel to another process -------------------------------------------------------------------------------
+    # --- Pickling ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         names = [each.name for each in attrs.fields(type(self))]
@@ -351,19 +350,19 @@ def _mlflow() -> Any:
     return mlflow
 
 
-def _let_go(client: Any, connections_are_ours: bool) -> None:
-    """Close the connections of a SQL store, or forget a parent's without closing them."""
+def _dispose(client: Any, close: bool) -> None:
+    """Close the connections of a SQL store; with `close=False`, drop those of a parent process without closing them."""
     engine = getattr(getattr(getattr(client, "_tracking_client", None), "store", None), "engine", None)
     if engine is not None:
-        engine.dispose(close=connections_are_ours)
+        engine.dispose(close=close)
 
 
-def _portions(items: list[Any], size: int) -> Iterator[list[Any]]:
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
     return (items[begin : begin + size] for begin in range(0, len(items), size))
 
 
 def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield hyper-parameters as text, with the names of nested ones joined."""
+    """Yield names and values as text; nested names are joined with "/"."""
     for name, value in params.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}/")
@@ -380,7 +379,7 @@ def _cut(name: str, value: str) -> str:
 
 
 def _clean(name: str) -> str:
-    """Replace the characters that MLflow refuses, and what it would take for a path that leads elsewhere."""
+    """Replace characters that MLflow refuses, and path components that lead out of a folder."""
     allowed = re.sub(r"[^/\w.\- ]", "_", name)
     parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:MAX_NAME] or "_"

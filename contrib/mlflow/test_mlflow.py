@@ -1,4 +1,4 @@
-"""`mlflow` keeps the promises of every logger, and its own: MLflow's client finds what was logged, and how it ended."""
+"""`mlflow` passes the checks for loggers; MLflow's client finds all logged values, and the status of the run."""
 
 import math
 import multiprocessing
@@ -124,7 +124,7 @@ def test_names_that_mlflow_refuses_are_replaced_and_stay_apart(tmp_path):
     logger.close()
 
     said = [str(each.message) for each in warned if "cannot call" in str(each.message)]
-    assert said[0] == "MLflow cannot call a metric 'loss[%]': it is 'loss___' there"
+    assert said[0] == "MLflow does not accept metric name 'loss[%]': it is logged as 'loss___'"
     assert len(said) == 3
     (run,) = runs(tmp_path)
     assert run.data.metrics == {"loss___": 4.0, "loss____2": 2.0, "up": 3.0}
@@ -209,7 +209,7 @@ def test_nothing_is_created_before_there_is_something_to_log(tmp_path):
 
     assert trainer.logger.run_id is None
     assert not (tmp_path / "mlflow.db").exists()
-    with pytest.raises(ConfigError, match="experiment was asked for outside a run"):
+    with pytest.raises(ConfigError, match="experiment was read outside a run"):
         MLflowLogger().experiment  # noqa: B018
 
 

@@ -1,4 +1,4 @@
-"""Metrics, hyper-parameters and checkpoints at Weights & Biases, or in a folder to be sent there later."""
+"""Log metrics, hyper-parameters and checkpoints to Weights & Biases, or to a folder for ``wandb sync``."""
 
 from __future__ import annotations
 
@@ -23,98 +23,98 @@ if TYPE_CHECKING:
 
 #: The x axis of all charts.
 STEP = "trainer/global_step"
-#: Options that choose a run; where none is set, one that is open already will do.
-_CHOOSING = ("project", "name", "id", "save_dir", "tags", "group")
+#: Options that choose a run; if none is set, a run that is already open is used.
+_RUN_OPTIONS = ("project", "name", "id", "save_dir", "tags", "group")
 
 
-class Absent:
-    """Stands for the run on other ranks than 0: takes any call and does nothing, so that a module need not ask."""
+class NoOpRun:
+    """Accepts any call and does nothing: the run on ranks other than 0, so that modules need not check the rank."""
 
-    def __getattr__(self, name: str) -> Absent:
+    def __getattr__(self, name: str) -> NoOpRun:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Absent:
+    def __call__(self, *_: Any, **__: Any) -> NoOpRun:
         return self
 
-    def __getitem__(self, _: Any) -> Absent:
+    def __getitem__(self, _: Any) -> NoOpRun:
         return self
 
     def __setitem__(self, _: Any, __: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def __setattr__(self, _: str, __: Any) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 @define(eq=False, kw_only=True)
 class WandbLogger(Logger):
-    """Logs to one wandb run, on rank 0; starts nothing before there is something to log.
+    """Log to one wandb run on rank 0; start no run before the first entry.
 
-    The run is finished when the trainer is closed, or marked as failed by an exception; what is logged later continues
-    it. A run that the program opened itself is joined if no option chooses another, and never finished.
+    The run is finished when the trainer is closed, or marked as failed by an exception; later metrics continue it. A
+    run that the program has opened is used if no option chooses another one; it is never finished here.
     """
 
-    #: Project of the run; wandb's own default if not given.
+    #: Project of the run; wandb's default if not given.
     project: str | None = None
-    #: What the run is called; wandb makes up something if not given.
+    #: Name of the run; by default wandb generates one.
     name: str | None = None
-    #: The run's identity: one that exists is continued, which a resumed training wants. A new one if not given.
+    #: Id of an existing run to continue, when training is resumed; a new run if not given.
     id: str | None = None
-    #: Parent of wandb's own folder; ``default_root_dir`` if not given.
+    #: Folder for wandb's files; ``default_root_dir`` if not given.
     save_dir: Path | None = None
-    #: Send nothing: ``wandb sync`` does it later. Otherwise the variable WANDB_MODE decides.
+    #: Upload nothing: run ``wandb sync`` later. If False, the variable WANDB_MODE decides.
     offline: bool = False
-    #: Words to find the run by.
+    #: Tags of the run.
     tags: list[str] | None = None
-    #: Runs with the same group are shown as one.
+    #: Group of the run: wandb shows runs of a group together.
     group: str | None = None
-    #: Upload the best checkpoint (the newest, without a monitor) when training ends; costs its size over the network.
+    #: Upload the best checkpoint (the newest, without a monitor) when training ends; sends the whole file.
     log_model: bool = False
 
     _root: Path | None = field(init=False, default=None)
     _rank: int = field(init=False, default=0)
     _run: Any = field(init=False, default=None)
     _pid: int = field(init=False, default=0)
-    #: The run was opened here, and is to be finished here.
+    #: Whether the run was opened here, and must be finished here.
     _owned: bool = field(init=False, default=False)
-    #: Identity of the run, once there is one.
+    #: Id of the run, once there is one.
     _id: str | None = field(init=False, default=None)
-    #: Not yet written.
+    #: Hyper-parameters that are not written yet.
     _hparams: dict[str, Any] = field(init=False, factory=dict)
 
     @property
-    def experiment(self) -> wandb.Run | Absent:
-        """The wandb run, for what is not a number; on other ranks than 0 something that does nothing."""
+    def experiment(self) -> wandb.Run | NoOpRun:
+        """The wandb run, for images, tables and files; on ranks other than 0 an object that does nothing."""
         if self._root is None:
             raise ConfigError(
-                "wandb.experiment was asked for outside a run", expected="a trainer at work",
+                "wandb.experiment was read outside a run", expected="a running trainer",
                 do="use it in the module's methods or in a callback",
             )  # fmt: skip
-        return self._open() if self._rank == 0 else Absent()
+        return self._open() if self._rank == 0 else NoOpRun()
 
     @property
     def run_id(self) -> str | None:
-        """Identity of the wandb run, to continue it with ``id``; None before there is one."""
+        """Id of the wandb run, to continue it with ``id``; None before there is one."""
         return self._id
 
     # --- Hooks ---------------------------------------------------------------------------------------------------
 
     @hookimpl
     def prepare_module(self, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
 
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         self._hparams = dict(params)
         if not run.owns_loop:  # else on_fit_start follows, where all ranks can fail together
             self._open()
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         error = None
         if self._rank == 0:
             try:
@@ -126,7 +126,7 @@ class WandbLogger(Logger):
 
     @hookimpl
     def log_metrics(self, metrics: dict[str, float], step: int, run: RunContext) -> None:
-        self._meet(run)
+        self._attach(run)
         self._open().log({**metrics, STEP: step})
 
     @hookimpl
@@ -138,15 +138,15 @@ class WandbLogger(Logger):
     def on_exception(self) -> None:
         try:
             self.close(exit_code=1)
-        except Exception as error:  # noqa: BLE001 - must not hide the exception that brought us here
+        except Exception as error:  # noqa: BLE001 - must not hide the exception that ends the run
             warnings.warn(f"wandb run {self._id} may lack the last metrics ({error})", stacklevel=2)
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:
         self.close()
         if run.is_worker and self._id is not None:
-            # Files are written by a process of wandb's own, after `finish` returned. It is waited for at exit, but not
-            # in processes of the multiprocessing module, which is how this one may have been started.
+            # A process of wandb writes files after `finish` has returned. wandb waits for it at exit, but not in
+            # processes that the multiprocessing module started, as this one may be.
             _wandb().teardown()
 
     # --- The run -------------------------------------------------------------------------------------------------
@@ -160,19 +160,19 @@ class WandbLogger(Logger):
 
     @property
     def _is_open(self) -> bool:
-        """Whether this process has a run; one from before a fork belongs to the parent."""
+        """Whether this process has a run. One from before a fork belongs to the parent."""
         return self._run is not None and self._pid == os.getpid()
 
-    def _meet(self, run: RunContext) -> None:
+    def _attach(self, run: RunContext) -> None:
         self._root, self._rank = run.settings.default_root_dir, run.rank
 
     def _begin(self, trainer: TrainerView) -> None:
-        """Find out on rank 0, before training, whether it can be logged."""
+        """Check on rank 0, before training, that everything can be logged."""
         _wandb()
-        _refuse_unwritable(self._folder, self._option)
+        _check_writable(self._folder, self._option)
         if self.log_model and trainer.checkpoint_callback is None:
             raise ConfigError(
-                "wandb.log_model is True and no callback keeps checkpoints", expected="one to take the best from",
+                "wandb.log_model is True and no callback saves checkpoints", expected="a callback that does",
                 do="add the callback model_checkpoint, or set log_model to False",
             )  # fmt: skip
         if self._hparams:
@@ -180,7 +180,7 @@ class WandbLogger(Logger):
 
     def _open(self) -> wandb.Run:
         if not self._is_open:
-            if self._run is not None:  # before a fork: wandb lets no two processes write to one run
+            if self._run is not None:  # from before a fork: only one process may write to a wandb run
                 self._id = None
             self._run = self._join() or self._start()
             self._pid, self._id = os.getpid(), self._run.id
@@ -193,33 +193,33 @@ class WandbLogger(Logger):
         return run
 
     def _join(self) -> Any:
-        """Return the run that the program itself has open, if it is what the options ask for."""
+        """Return the run that the program has open, unless options choose another one."""
         active = _wandb().run
-        chosen = self._id is not None or any(getattr(self, option) is not None for option in _CHOOSING)
-        # What a parent had open before a fork drops everything that the child logs.
+        chosen = self._id is not None or any(getattr(self, option) is not None for option in _RUN_OPTIONS)
+        # A run of the parent process would drop everything that the child logs.
         if active is None or chosen or getattr(active, "_init_pid", os.getpid()) != os.getpid():
             return None
         self._owned = False
         return active
 
     def _start(self) -> Any:
-        package, identity = _wandb(), self._id or self.id
+        package, run_id = _wandb(), self._id or self.id
         self._make_folder()
         try:
             run = package.init(
-                project=self.project, name=self.name, id=identity, dir=str(self._folder), tags=self.tags,
+                project=self.project, name=self.name, id=run_id, dir=str(self._folder), tags=self.tags,
                 group=self.group, mode="offline" if self.offline else None,
-                resume="allow" if identity is not None else None,
+                resume="allow" if run_id is not None else None,
                 reinit="create_new" if package.run is not None else None,
             )  # fmt: skip
         except Exception as error:
             raise ConfigError(
                 f"wandb could not start a run ({_first_line(error)})",
-                expected="an id that no open run has" if self.offline else "a login and a server to reach",
+                expected="an id that no open run has" if self.offline else "a login, and a server that can be reached",
                 do="change wandb.id" if self.offline else "run `wandb login`, or set wandb.offline to True",
             ) from error
         self._owned = True
-        atexit.register(_leave_to_wandb, weakref.ref(self))
+        atexit.register(_release_at_exit, weakref.ref(self))
         return run
 
     def _log_checkpoint(self, callback: Any) -> None:
@@ -251,27 +251,27 @@ class WandbLogger(Logger):
         return as_path(self._root if self.save_dir is None else self.save_dir)
 
     def _make_folder(self) -> None:
-        """Make the folder ourselves: wandb would go to a temporary one where it cannot write."""
-        _refuse_unwritable(self._folder, self._option)
+        """Create the folder: if wandb cannot, it uses a temporary one without an error."""
+        _check_writable(self._folder, self._option)
         try:
             (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(self._folder, self._option, error.strerror or str(error)) from error
+            raise _not_writable(self._folder, self._option, error.strerror or str(error)) from error
 
-    # --- Travel to another process -------------------------------------------------------------------------------
+    # --- Pickling ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         names = [each.name for each in attrs.fields(type(self))]
-        identity = self._id if self._run is None else None  # an open run stays with its process
-        return {name: getattr(self, name) for name in names} | {"_run": None, "_id": identity}
+        run_id = self._id if self._run is None else None  # an open run stays with its process
+        return {name: getattr(self, name) for name in names} | {"_run": None, "_id": run_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
 
 
-def _leave_to_wandb(reference: weakref.ref[WandbLogger]) -> None:
-    """At exit wandb finishes what is open, with the program's exit code, and before the run is torn down."""
+def _release_at_exit(reference: weakref.ref[WandbLogger]) -> None:
+    """Leave the open run to wandb, which finishes it at exit with the exit code of the program."""
     logger = reference()
     if logger is not None:
         logger._run = None
@@ -287,29 +287,29 @@ def _wandb() -> Any:
     return wandb
 
 
-def _refuse_unwritable(folder: Path, option: str) -> None:
-    """Raise if `folder` can be told to be beyond reach, without creating it."""
+def _check_writable(folder: Path, option: str) -> None:
+    """Raise if `folder` cannot be written; do not create it."""
     if is_remote(folder):
-        raise _unwritable(folder, option, "wandb keeps its files on this machine")
+        raise _not_writable(folder, option, "wandb needs a local folder")
     try:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     except OSError as error:
-        raise _unwritable(folder, option, error.strerror or str(error)) from error
+        raise _not_writable(folder, option, error.strerror or str(error)) from error
     if not existing.is_dir():
-        raise _unwritable(folder, option, f"{existing} is a file")
+        raise _not_writable(folder, option, f"{existing} is a file")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        raise _unwritable(folder, option, f"no permission to write to {existing}")
+        raise _not_writable(folder, option, f"no permission to write to {existing}")
 
 
-def _unwritable(folder: Path, option: str, reason: str) -> ConfigError:
+def _not_writable(folder: Path, option: str, reason: str) -> ConfigError:
     return ConfigError(
         f"{option} is {str(folder)!r}, which cannot be written ({reason})",
-        expected="a folder of this machine to log to", do=f"change {option}",
+        expected="a local folder that can be written", do=f"change {option}",
     )  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with what wandb cannot write in it replaced by its text."""
+    """Return `value` with items that wandb cannot write converted to text."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

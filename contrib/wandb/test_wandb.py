@@ -1,4 +1,4 @@
-"""`wandb` keeps the promises of every logger, and its own: what wandb itself would send is what was logged."""
+"""`wandb` passes the checks for loggers; wandb would send exactly what was logged."""
 
 import json
 import math
@@ -196,7 +196,7 @@ def test_nothing_is_created_before_there_is_something_to_log(tmp_path):
 
     assert trainer.logger.run_id is None
     assert not (tmp_path / "wandb").exists()
-    with pytest.raises(ConfigError, match="experiment was asked for outside a run"):
+    with pytest.raises(ConfigError, match="experiment was read outside a run"):
         WandbLogger().experiment  # noqa: B018
 
 
@@ -354,7 +354,7 @@ def test_the_best_checkpoint_is_uploaded(tmp_path):
 
 
 def test_uploading_needs_a_callback_that_keeps_checkpoints(tmp_path):
-    with pytest.raises(ConfigError, match=r"wandb.log_model is True and no callback keeps checkpoints"):
+    with pytest.raises(ConfigError, match=r"wandb.log_model is True and no callback saves checkpoints"):
         fit(tmp_path, logger=OFFLINE | {"log_model": True})
 
 
