@@ -224,9 +224,9 @@ def _round_trip_ms(attempts: int = 10) -> Record:
     """Return how long host 2 takes to refuse a connection: a ping that needs no program at the other end."""
     times = []
     for _ in range(attempts):
-        with socket.socket() as knocking:
+        with socket.socket() as probe:
             start = time.perf_counter()
-            knocking.connect_ex(("h2", 9))
+            probe.connect_ex(("h2", 9))
             times.append((time.perf_counter() - start) * 1e3)
     return {"round_trip_min_ms": min(times), "round_trip_mean_ms": statistics.mean(times)}
 
