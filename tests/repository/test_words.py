@@ -50,12 +50,12 @@ FIGURES_OF_SPEECH = {
 }
 WORDS = OLD_FASHIONED | GRAMMAR | FIGURES_OF_SPEECH
 
+#: Ends a line whose words are not ours to choose: a name in another library, or a key in files that exist.
+NOT_OURS = "# a name that stays"
+
 #: Files and folders that still have such words. Remove an entry once its text is rewritten; add none.
 NOT_YET: tuple[str, ...] = (
     "README.md",
-    "benchmarks/slow_link/compare.py",
-    "contrib/bf16_feedback/",
-    "contrib/mlflow/",
     "core/stratagem/api/",
     "core/stratagem/checkpoint/",
     "core/stratagem/config/",
@@ -65,21 +65,7 @@ NOT_YET: tuple[str, ...] = (
     "core/stratagem/training/",
     "docs/",
     "examples/digits.py",
-    "plugins/callbacks/everyday/",
-    "plugins/callbacks/report/",
-    "plugins/checkpoints/dcp/",
-    "plugins/checkpoints/safetensors/",
-    "plugins/checkpoints/sharded/",
-    "plugins/comm_hooks/compression/",
-    "plugins/commands/checkpoint/",
-    "plugins/commands/devtools/",
-    "plugins/commands/fit/",
-    "plugins/commands/migrate/",
-    "plugins/environments/local/",
     "plugins/launchers/local/",
-    "plugins/loggers/tensorboard/",
-    "plugins/precision/native/",
-    "plugins/strategies/ddp/",
     "tests/conformance/mutants.py",
     "tests/conformance/test_comm_hooks.py",
     "tests/conformance/test_scripts.py",
@@ -96,7 +82,6 @@ NOT_YET: tuple[str, ...] = (
     "tests/gpu/test_training.py",
     "tests/parity/test_deepspeed.py",
     "tests/parity/test_hostile.py",
-    "tests/parity/test_odd_communication.py",
     "tests/plugins/test_accumulation.py",
     "tests/plugins/test_checkpoint_async.py",
     "tests/plugins/test_checkpoint_convert.py",
@@ -178,7 +163,7 @@ def files() -> list[Path]:
 
 def violations(path: Path, patterns: dict[re.Pattern[str], str]) -> list[str]:
     """Return a line for every match of `patterns` in the file at `path`."""
-    text = path.read_text(encoding="utf-8")
+    text = re.sub(rf".*{NOT_OURS}$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     found = [
         (text.count("\n", 0, match.start()) + 1, " ".join(match.group().split()), instead)
         for pattern, instead in patterns.items()
