@@ -657,7 +657,10 @@ def test_something_to_call_is_an_object_or_a_function_with_its_arguments(capsys,
             {"block": {"class_path": "torch.nn.ReLU", "init_args": {"inplce": True}}},
             r"model.block sets 'inplce' .*'inplace'",
         ),
-        ({"block": {"class_path": "torch.nn.ReLU", "inplace": True}}, r"'inplace' next to class_path .*under init_args"),
+        (
+            {"block": {"class_path": "torch.nn.ReLU", "inplace": True}},
+            r"'inplace' next to class_path .*under init_args",
+        ),
         ({"block": {"class_path": "net.Data"}}, r"model.block is net.Data \(file run.yaml\); expected a Module"),
         (
             {"block": {"class_path": "net.returns_data"}},
