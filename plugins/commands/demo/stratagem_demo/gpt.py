@@ -54,7 +54,7 @@ class CharGPT(sg.Module):
         super().__init__()
         self.save_hyperparameters("vocabulary", "width", "depth", "num_heads", "steps")
         self.vocabulary, self.steps = vocabulary, steps
-        self.tokens, self.positions = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.places = nn.Embedding(len(vocabulary), width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(vocabulary), bias=False)
         self.head.weight = self.tokens.weight
@@ -63,7 +63,7 @@ class CharGPT(sg.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         logits: Tensor = self.head(self.norm(self.blocks(x)))  # (batch, length, vocabulary)
         return logits
 
