@@ -667,7 +667,7 @@ def test_the_pytorch_profiler_leaves_a_trace(tmp_path, capsys):
     for phase in ("forward", "backward", "optimizer step", "zero gradients"):
         assert named.count(phase) == 3
     assert "aten::" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="waits for 5 batches, and training has 2"):
+    with pytest.raises(ConfigError, match="needs 5 batches, and training has 2"):
         trainer(tmp_path, logger=False, profiler="pytorch").fit(Net(), BATCHES[:2])
 
 
