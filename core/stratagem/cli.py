@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser(arguments).parse_args(arguments)
         code = int(parsed.act(parsed))
         if sys.stdout is not None:
-            sys.stdout.flush()  # a reader that has left is noticed here, not while the interpreter ends
+            sys.stdout.flush()  # a closed pipe raises here, not while the interpreter ends
         return code
     except BrokenPipeError:
         if not _reader_has_left():
             raise
         return _READER_LEFT
     except StratagemError as error:
-        if REPORTS_VARIABLE in os.environ:  # a launcher started this process, and shows what ended it
+        if REPORTS_VARIABLE in os.environ:  # a launcher started this process, and prints the error
             raise
         # The notes are the traceback of a process that failed.
         print(f"stratagem: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-#: 128 + SIGPIPE: what a shell says of other programs whose reader left, as in `stratagem schema | head`.
+#: 128 + SIGPIPE: the exit code of a program whose output pipe was closed, as in `stratagem schema | head`.
 _READER_LEFT = 141
 
 
 def _reader_has_left() -> bool:
-    """Whether nobody reads standard output any more; what is still to be written goes nowhere then."""
+    """Whether the pipe of standard output is closed; if so, redirect standard output to the null device."""
     try:
         number = sys.stdout.fileno()
         poll = select.poll()
@@ -82,7 +82,7 @@ GROUPS = ("plugins",)
 
 
 def _add_discovered(groups: dict[str, Any], arguments: Sequence[str] | None) -> None:
-    """Add the subcommands of installed packages: all, or those that `arguments` call or show in a list with help."""
+    """Add the subcommands of installed packages: all, or those that `arguments` call or list with ``--help``."""
     words = [word for word in arguments or () if not word.startswith("-")]
     names = sorted({entry.name for entry in registry.entries("command")})
     for name in names:
@@ -96,7 +96,7 @@ def _add_discovered(groups: dict[str, Any], arguments: Sequence[str] | None) -> 
 
 
 def _add_command(group: Any, name: str, word: str, is_called: bool) -> None:
-    """Add one subcommand. If it is broken, its line of help says why; calling it is an error."""
+    """Add one subcommand. If it is broken, its help says why, and calling it is an error."""
     try:
         command = registry.find("command", name).load()()
     except StratagemError as error:
@@ -110,7 +110,7 @@ def _add_command(group: Any, name: str, word: str, is_called: bool) -> None:
 
 
 def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[str]) -> None:
-    """Refuse a subcommand that is not installed; tell which package provides it, or the nearest name."""
+    """Refuse a subcommand that is not installed; name the package that provides it, or the nearest name."""
     group = words[0] if words[0] in groups and len(words) > 1 else ""
     start = f"{group}." if group else ""
     word = words[1] if group else words[0]
@@ -127,7 +127,7 @@ def _check_known(words: Sequence[str], groups: dict[str, Any], names: Sequence[s
 
 
 def _within(start: str, names: Iterable[str]) -> list[str]:
-    """Return the words of those `names` that are in the group with this `start`."""
+    """Return the last words of those `names` that are in the group with this `start`."""
     words = [name.removeprefix(start) for name in names if name.startswith(start)]
     return [word for word in words if "." not in word]
 
@@ -136,16 +136,16 @@ def _within(start: str, names: Iterable[str]) -> list[str]:
 
 
 def _add_plugins(commands: Any) -> Any:
-    parser = commands.add_parser("plugins", help="what is installed, and what it offers")
+    parser = commands.add_parser("plugins", help="list the installed plugins, show one")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="the installed plugins, by kind (imports none of them)")
+    listing = actions.add_parser("list", help="list the installed plugins by kind (imports none of them)")
     listing.add_argument("--kind", help=f"only this kind: {', '.join(KINDS)}")
-    listing.add_argument("--json", action="store_true", help="for programs")
+    listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(act=_list)
-    show = actions.add_parser("show", help="one plugin: options, capabilities, hooks")
+    show = actions.add_parser("show", help="show one plugin: options, capabilities, hooks")
     show.add_argument("name", help="the name, or distribution:name")
-    show.add_argument("--kind", help="where several kinds have a plugin of that name")
-    show.add_argument("--json", action="store_true", help="for programs")
+    show.add_argument("--kind", help="the kind, if several kinds have a plugin of that name")
+    show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(act=_show)
     return actions
 
@@ -155,9 +155,9 @@ def _add_plugins(commands: Any) -> Any:
 
 def _add_explain(commands: Any) -> None:
     parser = commands.add_parser("explain", help="show what a script would run, without starting a process")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("script", help="the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("script", help="path of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(act=_explain)
 
 
@@ -199,7 +199,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def row(entry: registry.Entry) -> dict[str, str]:
-    """Return what `stratagem plugins list` tells about one plugin."""
+    """Return the row of `stratagem plugins list --json` for one plugin."""
     return {
         "kind": entry.kind, "name": entry.name, "distribution": entry.distribution, "version": entry.version,
         "value": entry.value,

@@ -1,4 +1,4 @@
-"""Every error a user can meet: one sentence that says what was found, what was expected and what to do."""
+"""The exceptions of stratagem. Each message is one sentence: what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class StratagemError(Exception):
-    """Base of all errors raised on purpose by stratagem or a plugin.
+    """Base class of all errors that stratagem or a plugin raises on purpose.
 
-    ``found`` states the fact, ``expected`` completes "expected ...", ``do`` is the next move. The three are kept as
-    attributes for programs; ``str(error)`` is the sentence for people.
+    ``found`` states the fact, ``expected`` completes "expected ...", ``do`` says what to do, in the imperative.
+    All three are attributes for programs; ``str(error)`` is the sentence for people.
     """
 
     def __init__(self, found: str, *, expected: str = "", do: str = "") -> None:
@@ -33,15 +33,15 @@ class ConfigError(StratagemError, ValueError):
 
 
 class PluginError(StratagemError):
-    """A plugin that is missing, broken, clashing, or that breaks the hook contract."""
+    """A plugin that is missing, broken or ambiguous, or that violates the specification of a hook."""
 
 
 class LaunchError(StratagemError, RuntimeError):
-    """Processes that could not be started, or that died."""
+    """Processes that could not be started, or that ended with an error."""
 
 
 class PeerError(LaunchError):
-    """What another rank died of, where this rank only noticed a broken connection."""
+    """The error of another rank, raised on a rank that only noticed a broken connection."""
 
 
 class CheckpointError(StratagemError):
@@ -56,7 +56,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any, limit: int | None = 80) -> str:
-    """Return `value` as messages quote it: as a user would write it, without memory addresses, cut after `limit`."""
+    """Return `value` as text for messages: as a user would write it, without memory addresses, at most `limit` long."""
     try:
         text = _in_words(value)
     except Exception:  # noqa: BLE001 - a class whose objects cannot be shown, an integer of too many digits

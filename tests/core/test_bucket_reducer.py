@@ -183,7 +183,7 @@ def test_phases_do_not_mix_up_on_three_ranks():
     ("flag", "stack", "message"),
     [
         ("outermost", [Twice, Cuts], "'Cuts' needs the shapes of the gradients.*expected .'Cuts', 'Twice'."),
-        ("innermost", [Cuts, Twice], "'Cuts' sends by itself.*expected .'Twice', 'Cuts'."),
+        ("innermost", [Cuts, Twice], "'Cuts' calls its own collectives.*expected .'Twice', 'Cuts'."),
     ],
 )
 def test_the_order_of_hooks_is_checked(flag, stack, message, monkeypatch):

@@ -170,7 +170,7 @@ def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_code_1(script):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--max_epoch 3", "command line sets 'max_epoch', which is no argument; .*did you mean 'max_epochs'"),
+        ("--max_epoch 3", "command line sets 'max_epoch', which is not an argument; .*did you mean 'max_epochs'"),
         ("--max_epochs three", r"max_epochs is 'three' \(command line\); expected an integer"),
         (
             "--strategy.static_grap true --strategy ddp",
@@ -210,7 +210,7 @@ def test_bad_command_lines(capsys, line, message):
         ("a.yaml", "strategy: [", "a.yaml is not YAML"),
         ("a.toml", "strategy = [", "a.toml is not TOML"),
         ("a.yaml", "- 1", "a.yaml holds a list at its top level"),
-        ("a.yaml", "max_epoch: 3", "file a.yaml sets 'max_epoch', which is no argument; .*'max_epochs'"),
+        ("a.yaml", "max_epoch: 3", "file a.yaml sets 'max_epoch', which is not an argument; .*'max_epochs'"),
         ("a.yaml", "max_epochs: '3'", r"max_epochs is '3' \(file a.yaml\); expected an integer"),
         ("a.yaml", "strategy: {name: ddp, static_graph: 'yes'}", r"static_graph is 'yes' \(file a.yaml\)"),
         ("a.yaml", "strategy: {static_graph: true}", 'expected a mapping with a "name"'),
@@ -228,7 +228,7 @@ def test_bad_files(tmp_path, name, content, message):
     ("variable", "value", "message"),
     [
         ("STRATAGEM_TRAINER_MAX_EPOCHS", "three", r"max_epochs is 'three' \(environment\)"),
-        ("STRATAGEM_TRAINER_MAX_EPOCH", "3", "environment sets 'max_epoch', which is no argument"),
+        ("STRATAGEM_TRAINER_MAX_EPOCH", "3", "environment sets 'max_epoch', which is not an argument"),
         ("STRATAGEM_STRATEGY_TIMEOUT", "3", "strategy.single_device.timeout is unknown"),
     ],
 )

@@ -193,5 +193,5 @@ def test_check_lists_what_is_broken_and_why(install, capsys):
         "strategy broken: strategy 'broken' of acme-broken 1.0 cannot be imported (RuntimeError: out of order)" in lines
     )
     assert "strategy typo: it implements 'wrap_modle', which is not a hook; did you mean 'wrap_model'" in lines
-    assert "precision kind: Mine is no stratagem.Precision" in lines
+    assert "precision kind: Mine is not a stratagem.Precision" in lines
     assert "strategy ddp: ok" in lines

@@ -243,11 +243,11 @@ def test_what_is_left_over_and_what_is_missing_are_named(tmp_path):
     assert a.best_score == 1.0
     [message] = told
     assert message.startswith(
-        "the checkpoint has no state of callback 'model_checkpoint', which begins without it, and"
+        "the checkpoint has no state of callback 'model_checkpoint', which starts without it, and"
     )
     assert 'EarlyStopping {"monitor": "b", "patience": 9}' in message
     assert "precision.stratagem_precision:ScaledPrecision" in message
-    assert message.endswith("which no plugin of this run takes: it is dropped")
+    assert message.endswith("which no plugin of this run uses: it is dropped")
 
 
 def fit_alone(root, strategy, ckpt_path=None, **arguments):
@@ -351,7 +351,7 @@ def test_plain_callbacks_of_one_class_are_told_apart_by_a_key_or_there_is_a_warn
 
     fit_with(tmp_path, [Plain("x"), Plain("y")])
     [message] = fit_with(tmp_path, [Plain("y"), Plain("x")], tmp_path / "saved.ckpt")
-    assert "by their order alone" in message
+    assert "only by their order" in message
 
     fit_with(tmp_path, [Keyed("x"), Keyed("y")])
     swapped = [Keyed("y"), Keyed("x")]

@@ -220,7 +220,7 @@ def test_masters_outlive_an_engine(strategy):
 
 def test_options_of_a_precision_that_the_engine_takes_over_are_refused():
     with pytest.raises(
-        sg.StratagemError, match=r"precision.16-mixed.init_scale is set .* applies the precision by itself"
+        sg.StratagemError, match=r"precision.16-mixed.init_scale is set .* applies the precision itself"
     ):
         sg.Trainer(strategy="deepspeed_stage_2", precision={"name": "16-mixed", "init_scale": 64.0}, **QUIET)
 

@@ -231,7 +231,7 @@ def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path):
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(3)}}, path=tmp_path / "x.ckpt")
         (tmp_path / "notes.txt").write_text("")
-        with pytest.raises(CheckpointError, match="is a folder and no checkpoint; .* give one of those in it: x.ckpt"):
+        with pytest.raises(CheckpointError, match="is a folder and not a checkpoint; .* pass one of those in it: x.ckpt"):
             read_checkpoint(run.context, tmp_path)
     with pytest.raises(CheckpointError, match="give one of those in it: x.ckpt"):
         read_any(tmp_path)
@@ -243,7 +243,7 @@ def test_a_file_or_a_strangers_folder_in_its_place_is_left_alone(tmp_path):
     (tmp_path / "folder.ckpt" / "thesis.txt").write_text("mine")
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
         for name in ("file.ckpt", "folder.ckpt"):
-            with pytest.raises(CheckpointError, match="exists and is no checkpoint of this format"):
+            with pytest.raises(CheckpointError, match="exists and is not a checkpoint of this format"):
                 run.ask("save_checkpoint", state={"state_dict": {}}, path=tmp_path / name)
     with pytest.raises(CheckpointError, match="nothing was deleted"):
         ShardedCheckpoint().remove(tmp_path / "folder.ckpt")

@@ -88,6 +88,6 @@ def test_mistakes_get_one_sentence(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("no checkpoint")
 
     assert main(["checkpoint", "inspect", str(tmp_path / "notes.txt")]) == 1
-    assert "is in no format that is installed" in capsys.readouterr().err
+    assert "is not in an installed checkpoint format" in capsys.readouterr().err
     assert main(["checkpoint", "inspect", str(tmp_path / "no.ckpt")]) == 1
     assert "does not exist" in capsys.readouterr().err

@@ -871,8 +871,8 @@ def test_what_is_remembered_belongs_to_a_run_and_its_module():
         ({"name": "int8", "error_feedback": "yes"}, "comm_hook.int8.error_feedback is 'yes'; expected true or false"),
         ({"name": "int8", "nonfinite": "ignore"}, "comm_hook.int8.nonfinite is 'ignore'; expected 'skip' or 'error'"),
         (["fp16_compress", "powersgd"], "'powersgd' needs the shapes"),
-        (["int8", "fp16_compress"], "'int8' sends by itself"),
-        (["noop", "fp16_compress"], "'noop' sends by itself"),
+        (["int8", "fp16_compress"], "'int8' calls its own collectives"),
+        (["noop", "fp16_compress"], "'noop' calls its own collectives"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(hook, message):

@@ -358,7 +358,7 @@ def test_the_format_and_the_option_say_the_same():
     meant = sg.Trainer(strategy=native(stage=1), **QUIET)
 
     assert type(chosen.checkpoint_format) is type(meant.checkpoint_format)
-    with pytest.raises(ConfigError, match="asks for the checkpoint 'deepspeed'"):
+    with pytest.raises(ConfigError, match="needs the checkpoint 'deepspeed'"):
         sg.Trainer(strategy=native(stage=1), checkpoint="full", **QUIET)
 
 
@@ -460,7 +460,7 @@ def test_only_its_own_is_removed_or_written_over(written, foreign, tmp_path):
     with pytest.raises(CheckpointError, match="nothing was deleted"):
         formatted.remove(others)
     for said in run_in_processes(_save_over, 2, others):
-        assert "is no checkpoint of this format" in said
+        assert "is not a checkpoint of this format" in said
     (own / "checkpoint" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         formatted.remove(own)
@@ -493,7 +493,7 @@ def test_reading_all_of_it_asks_for_trust(written, foreign, tmp_path, capsys):
                        ["inspect", str(path)]):  # fmt: skip
             assert main(["checkpoint", *action]) != 0
             said = capsys.readouterr().err
-            assert "holds pickles" in said
+            assert "contains pickles" in said
             assert "--trust" in said
             assert not Path(target).exists()
         assert main(["checkpoint", "verify", str(path)]) == 0

@@ -206,7 +206,7 @@ def test_state_dict_type_chooses_the_form_of_checkpoints(tmp_path, kind, folder)
 
 def test_state_dict_type_and_another_format_contradict_each_other():
     with pytest.raises(
-        ConfigError, match="checkpoint 'full' was chosen and strategy 'fsdp' asks for the checkpoint 'sharded'"
+        ConfigError, match="checkpoint 'full' was chosen and strategy 'fsdp' needs the checkpoint 'sharded'"
     ):
         sg.Trainer(strategy={"name": "fsdp", "state_dict_type": "sharded"}, checkpoint="full", **QUIET)
 

@@ -765,7 +765,7 @@ def test_what_a_program_without_a_file_is_told_works_for_every_strategy():
 
 def test_a_launcher_that_contradicts_the_strategy_is_refused():
     with pytest.raises(
-        ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' asks for the launcher 'spawn'"
+        ConfigError, match="launcher 'fork' was chosen and strategy 'ddp_spawn' needs the launcher 'spawn'"
     ):
         sg.Trainer(strategy="ddp_spawn", launcher="fork", accelerator="cpu")
 

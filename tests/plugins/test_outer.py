@@ -693,7 +693,7 @@ def test_by_default_a_subgroup_is_the_processes_of_a_node_as_in_torch():
 # --- Refusals ----------------------------------------------------------------------------------------------------
 
 ALONE = {
-    "ddp around": (["ddp", "diloco"], {}, "wraps no other"),
+    "ddp around": (["ddp", "diloco"], {}, "cannot wrap another strategy"),
     "two outer": (["diloco", "local_sgd"], {}, "cannot be used with"),
     "period 0": ({"name": "local_sgd", "period": 0}, {}, "strategy.local_sgd.period is 0; expected at least 1"),
     "unknown compression": ({"name": "diloco", "compress": "int4"}, {}, "'fp16' or 'int8'"),

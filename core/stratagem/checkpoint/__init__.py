@@ -1,1 +1,1 @@
-"""Files that are whole or absent, and checks of the state that they hold."""
+"""Atomic checkpoint files, background saves, and checks of the state in a checkpoint."""

@@ -1,4 +1,4 @@
-"""What a checkpoint format needs of a run, for a program that has none."""
+"""The attributes of a run that a checkpoint format needs, for a program without a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratagem.checkpoint.background_save import Saver
 
 
 class Alone:
-    """What a checkpoint format needs of a run, where there is none: one process, no plugins."""
+    """The attributes of a run that a checkpoint format needs, for one process without plugins."""
 
     rank, world_size, is_global_zero = 0, 1, True
 

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: filled beside its target, then exchanged with it in one system call."""
+"""Write a folder atomically: fill a temporary folder beside the target, then exchange the two in one system call."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 class StagedFolder:
-    """What will be the folder `target`. Any rank writes into `path`; one rank begins, publishes and clears away.
+    """The temporary folder of `target`. Any rank writes into `path`; one rank begins, publishes and clears away.
 
-    The claim on `path` tells a save that goes on from one that was killed.
+    The claim on `path` distinguishes a running save from one that was killed.
     """
 
     def __init__(self, target: Path) -> None:
         self.target, self.path = target, target.with_name(f".{target.name}.staged")
         self._claim: Claim | None = None
-        #: The files of the checkpoint that is at the target; all others there are the user's.
+        #: The files of the old checkpoint at the target; all others there belong to the user.
         self._replaced: set[str] = set()
 
     def begin(self, is_ours: Callable[[Path], bool], files_of: Callable[[Path], set[str]]) -> None:
-        """Make the staged folder; clear away what killed saves left.
+        """Create the temporary folder; delete those of killed saves.
 
         Args:
             is_ours: whether a folder is a checkpoint of the format that saves.
-            files_of: returns the files that the format wrote into such a folder, as paths in it.
+            files_of: returns the files that the format wrote into such a folder, as relative paths.
 
         Raises:
-            CheckpointError: at the target is something that is not `is_ours`, or another run is writing it.
-            OSError: the disk refuses.
+            CheckpointError: the target exists and not `is_ours`, or another run is writing it.
+            OSError: the file system raises it.
         """
         target = self.target
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_symlink() or (target.exists() and not is_ours(target)):
             raise CheckpointError(
-                f"{target} exists and is no checkpoint of this format", do="choose another path; nothing was changed"
+                f"{target} exists and is not a checkpoint of this format", do="choose another path; nothing was changed"
             )
         self._replaced = files_of(target) if target.exists() else set()
         _clear_away_what_was_killed(target.parent, self.path)
         try:
             self.path.mkdir()
             self._claim = claim(self.path)
-        except (FileExistsError, FileNotFoundError):  # another save was quicker
+        except (FileExistsError, FileNotFoundError):  # another save created it first
             self._claim = None
         if self._claim is None:
             raise CheckpointError(
@@ -58,10 +58,10 @@ class StagedFolder:
             )  # fmt: skip
 
     def publish(self) -> None:
-        """Put the staged folder, whose files are fsynced, in the target's place; files of the user's there are kept.
+        """Replace the target by the temporary folder, whose files are fsynced; keep the user's files in the target.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the file system raises it.
         """
         replaces = self.target.exists()
         if replaces:
@@ -70,13 +70,13 @@ class StagedFolder:
         if replaces:
             _exchange(self.path, self.target)
             if self.path.is_dir():
-                _keep(self.path, self.target, self._replaced)  # what came meanwhile
+                _keep(self.path, self.target, self._replaced)  # files that were added in the meantime
         else:
             os.rename(self.path, self.target)
         sync_folder(self.target.parent)
 
     def clear_away(self) -> None:
-        """Delete what is staged and not published; only where `begin` succeeded."""
+        """Delete the temporary folder if it was not published; does nothing unless `begin` succeeded."""
         if self._claim is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._claim.release()
@@ -84,21 +84,22 @@ class StagedFolder:
 
 
 def remove_folder(path: Path, files: set[str]) -> None:
-    """Delete a published folder of `files` (paths in it), and nothing else.
+    """Delete a published folder of `files` (relative paths).
 
     Raises:
-        CheckpointError: it holds other things.
+        CheckpointError: it contains other files.
     """
     strangers = _others(path, files)
     if strangers:
         raise CheckpointError(
-            f"{path} holds {', '.join(sorted(strangers))}, which no checkpoint put there", do="nothing was deleted"
+            f"{path} contains {', '.join(sorted(strangers))}, which the checkpoint did not write",
+            do="nothing was deleted",
         )
     shutil.rmtree(_retire(path))
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; not every system can open one."""
+    """Fsync the entries of a folder; not every system can open a folder."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -108,18 +109,18 @@ def sync_folder(path: Path) -> None:
 
 
 def explained(error: BaseException, path: Path) -> CheckpointError:
-    """Return what went wrong while `path` was written as the error to raise."""
+    """Return the error to raise for `error`, which was raised while `path` was written."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(
         f"{path} could not be written ({getattr(error, 'strerror', None) or error})",
-        expected="a writable folder with room, that all ranks share",
+        expected="a writable folder with free space, which all ranks share",
         do="an older checkpoint there, if any, is intact",
     )
 
 
 def _others(folder: Path, files: set[str]) -> list[str]:
-    """Return all files and links in `folder`, at any depth, but `files`; as paths in it."""
+    """Return all files and links in `folder`, at any depth, except `files`; as relative paths."""
     found = []
     for inner, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(inner, name))]
@@ -128,7 +129,7 @@ def _others(folder: Path, files: set[str]) -> list[str]:
 
 
 def _keep(source: Path, target: Path, files: set[str]) -> None:
-    """Give `target` what is in `source` beside `files`, under the same names; `source` keeps it, too."""
+    """Link the entries of `source` except `files` into `target`, under the same names."""
     for name in _others(source, files):
         new = target / name
         if new.exists() or new.is_symlink():
@@ -141,14 +142,14 @@ def _keep(source: Path, target: Path, files: set[str]) -> None:
 
 
 def _retire(path: Path) -> Path:
-    """Give the folder at `path` a name that nobody takes for a checkpoint, at once; return that name."""
+    """Rename the folder at `path` to a name that no format recognises; return that name."""
     retired = path.with_name(f".{path.name}.{os.getpid()}.staged")
     os.rename(path, retired)
     return retired
 
 
 def _clear_away_what_was_killed(parent: Path, wanted: Path) -> None:
-    """Delete the staged folders that no living process claims; for the one that is `wanted`, it has to succeed."""
+    """Delete the temporary folders that no running process claims; raise if that fails for `wanted`."""
     for left in parent.glob(".*.staged"):
         with contextlib.suppress(*() if left == wanted else (OSError,)):
             if left.is_dir() and (claimed := claim(left)) is not None:
@@ -157,11 +158,11 @@ def _clear_away_what_was_killed(parent: Path, wanted: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders at once, so that there is a whole checkpoint at every moment."""
+    """Swap two folders atomically, so that there is a complete checkpoint at any time."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = (str(one).encode(), str(other).encode())
     if hasattr(libc, "renameat2") and not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
         return
-    old = _retire(other)  # a system that cannot: for a moment only the old one, under this name
+    old = _retire(other)  # without renameat2: for a moment there is only the old one, under this name
     os.rename(one, other)
     shutil.rmtree(old, ignore_errors=True)

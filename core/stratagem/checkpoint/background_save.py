@@ -1,10 +1,10 @@
-"""Writing while training goes on: one save at a time, in a thread, over process groups of its own.
+"""Save in the background: one save at a time, in a thread, over separate process groups.
 
-[Note: what a save in the background promises]
-The format copies the state before it calls `submit`; a thread writes the copy. At each optimizer step while a save is
-under way the ranks all-reduce a done flag, so all see completion, or the failure, at the same step. The next save, the
-next load and the end of `fit` wait for it. An action that is to follow a successful save (deleting an older checkpoint)
-is passed to `afterwards`, and dropped if the save fails.
+[Note: background saves]
+The format copies the state before it calls `submit`; a thread writes the copy. At each optimizer step during a
+save the ranks all-reduce a done flag, so all see completion, or the failure, at the same step. The next save, the next
+load and the end of `fit` wait for it. Pass an action that must follow a successful save (deleting an older checkpoint)
+to `afterwards`; it is dropped if the save fails.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from stratagem.errors import StratagemError
 
 
 class Saver:
-    """The saves of one run; see [Note: what a save in the background promises]."""
+    """The saves of one run; see [Note: background saves]."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        #: A save is under way. All ranks agree on it.
+        #: Whether a save is running; the same on all ranks.
         self.busy = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        #: The thread takes no more into its list of what comes afterwards.
+        #: Whether the thread accepts no more actions for `afterwards`.
         self._over = True
         self._error: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._finishes_at_exit = False
-        #: Conversations apart from training's: the thread's, and that of the steps that ask for it.
+        #: Collectives apart from those of training: for the thread, and for the check at each step.
         self._apart: tuple[Collectives, Collectives] | None = None
 
     def connect(self) -> tuple[Collectives, Collectives]:
-        """Return the collectives that saves in the background use; made in the first call. Collective."""
+        """Return the collectives of background saves, created in the first call. Collective."""
         if self._apart is None:
             self._apart = (self._collectives.apart(), self._collectives.apart())
         return self._apart
 
     def submit(self, write: Callable[[Collectives], None], background: bool) -> None:
-        """Call `write` with collectives to use: now, or in the background. Collective.
+        """Call `write` with the collectives to use, now or in the background. Collective.
 
         Raises:
-            whatever `write` raises, if it runs now; whatever the save before this one raised.
+            any error of `write`, if it runs now; any error of the previous save.
         """
         self.wait()
         if not background:
@@ -58,7 +58,7 @@ class Saver:
         self._error, self._afterwards, self._over = None, [], False
         if not self._finishes_at_exit:
             self._finishes_at_exit = True
-            # Later, at atexit, no thread pool takes anything any more, neither ours nor that of an object store.
+            # Not with atexit: then no thread pool accepts tasks any more, neither this one nor an object store's.
             getattr(threading, "_register_atexit", atexit.register)(_finish, weakref.ref(self))
         self._thread = threading.Thread(target=self._work, args=(write, apart[0]), name="stratagem-save")
         self.busy = True
@@ -68,7 +68,7 @@ class Saver:
         error: BaseException | None = None
         try:
             write(collectives)
-        except Exception as caught:  # noqa: BLE001 - it is raised where training goes on
+        except Exception as caught:  # noqa: BLE001 - raised in the training thread
             error = caught
         try:
             collectives.fail_together(error)
@@ -81,7 +81,7 @@ class Saver:
             action()
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Call `action` once the save under way has succeeded; now, if there is none; never, if it fails."""
+        """Call `action` after the running save has succeeded; now if there is none; never if it fails."""
         with self._lock:
             if not self._over:
                 self._afterwards.append(action)
@@ -90,10 +90,10 @@ class Saver:
             action()
 
     def check(self) -> None:
-        """At a step, while `busy`: learn whether the save has ended, on all ranks at once. Collective.
+        """All-reduce at a step, while `busy`, whether the save has ended on all ranks. Collective.
 
         Raises:
-            whatever the save raised.
+            any error of the save.
         """
         assert self._thread is not None
         assert self._apart is not None
@@ -108,10 +108,10 @@ class Saver:
         return thread is not None and thread.is_alive()
 
     def wait(self) -> None:
-        """Return when no save is under way.
+        """Wait for the running save, if there is one.
 
         Raises:
-            whatever the save raised.
+            any error of the save.
         """
         if self._thread is not None:
             self._thread.join()
@@ -122,7 +122,7 @@ class Saver:
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:
-    """Let a script end right after its last save. Nobody is left to catch what went wrong, so it is printed."""
+    """Wait for the last save when a script ends. Its error cannot be caught any more, so it is printed."""
     try:
         if (at_work := saver()) is not None:
             at_work.wait()
@@ -130,4 +130,4 @@ def _finish(saver: weakref.ref[Saver]) -> None:
         print(f"stratagem: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001
         text = str(error).splitlines()[0] if str(error) else "no reason given"
-        print(f"stratagem: the save under way was not finished ({type(error).__name__}: {text})", file=sys.stderr)
+        print(f"stratagem: the last save did not finish ({type(error).__name__}: {text})", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Copies of tensors on the CPU, taken while training waits: for saves in the background."""
+"""Copy tensors to the CPU for saves in the background, while training waits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def is_pinnable(tensor: Tensor) -> bool:
-    """Whether a copy of `tensor` to the CPU goes to pinned memory without the CPU waiting for it."""
+    """Whether `tensor` can be copied to pinned memory asynchronously."""
     return bool(tensor.is_cuda)
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Return once all copies that were queued on `devices` are done."""
+    """Wait until all copies that were queued on `devices` are done."""
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
 
 
 class CPUCopies:
-    """Takes copies of many tensors; those of CUDA tensors are queued, into pinned memory that is kept.
+    """Copies many tensors; copies of CUDA tensors are queued, into pinned memory that is reused.
 
-    Pinning takes longer than copying, so the memory is used again for the next round of tensors, which must begin only
-    when the copies of this one are no longer read.
+    Pinning takes longer than copying, so the next round of tensors uses the same memory. It must begin only when the
+    copies of this round are no longer read.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class CPUCopies:
         self._devices: set[torch.device] = set()
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` on the CPU, which holds its values once `wait` has returned."""
+        """Return a copy of `tensor` on the CPU, which has its values after `wait`."""
         if not is_pinnable(tensor):
             return tensor.to("cpu", copy=True)
         place = len(self._taken)
@@ -44,6 +44,6 @@ class CPUCopies:
         return copy
 
     def wait(self) -> None:
-        """Return once all copies hold their values: the end of a round."""
+        """Wait until all copies have their values, and end this round."""
         wait_for(self._devices)
         self._kept, self._taken, self._devices = self._taken, [], set()

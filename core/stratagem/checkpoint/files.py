@@ -1,10 +1,10 @@
-"""Files that are whole or not there: staged, hashed, fsynced, renamed. Knows nothing of what is in them.
+"""Write files atomically: to a temporary name, hashed, fsynced, renamed. Independent of their content.
 
 [Note: the sidecar]
-Beside ``last.ckpt`` lies ``last.ckpt.sum`` with a line for each content that the file may have: algorithm, digest,
-size. Publishing writes the new content under a temporary name, then a sidecar with the new line *and* the old ones,
-then renames the content into place, then drops the old lines. A crash at any moment leaves a file whose
-digest is in its sidecar.
+``last.ckpt.sum`` beside ``last.ckpt`` has a line for each content that the file may have: algorithm, digest, size.
+Publishing writes the new content under a temporary name, then a sidecar with the new line *and* the old ones,
+then renames the content into place, then drops the old lines. After a crash at any time the
+digest of the file is in its sidecar.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 class Hasher(Protocol):
-    """What `hashlib` and its relatives return."""
+    """A hash object of `hashlib`, or a compatible one."""
 
     @property
     def name(self) -> str: ...
@@ -39,10 +39,10 @@ class Hasher(Protocol):
 
 
 def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callable[[], Hasher]) -> None:
-    """Let `write` fill a file that appears at `path` whole or not at all; see [Note: the sidecar].
+    """Write `path` atomically, with the content that `write` writes; see [Note: the sidecar].
 
     Raises:
-        CheckpointError: the folder or the disk refuses; what was at `path` is untouched and still verifies.
+        CheckpointError: the file system raised an error; the old file at `path` is unchanged and still verifies.
     """
     if is_remote(path):
         _publish_remotely(path, write, hasher)
@@ -58,7 +58,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
             hashing.fill(write)
             file.flush()
             os.fsync(file.fileno())
-            with _claimed(path.parent):  # two runs that write here at once must not mix up content and sidecar
+            with _claimed(path.parent):  # two runs that write here must not mix content and sidecar
                 _write_durably(sidecar(path), [hashing.line(), *_lines(sidecar(path))])
                 os.replace(staged, path)
                 sync_folder(path.parent)
@@ -66,17 +66,17 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object], hasher: Callab
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error.strerror or error})",
-            expected="a writable folder with room",
+            expected="a writable folder with free space",
             do="an older checkpoint there, if any, is intact",
         ) from error
     finally:
-        with contextlib.suppress(OSError):  # what kept it from being written keeps it from being removed
+        with contextlib.suppress(OSError):  # the same error may prevent its removal
             if staged is not None:
                 staged.unlink(missing_ok=True)
 
 
 def _publish_remotely(path: Any, write: Callable[[BinaryIO], object], hasher: Callable[[], Hasher]) -> None:
-    """As `publish_file`: the object appears when all of it has arrived."""
+    """As `publish_file`: the object exists only after a complete upload."""
     with refusals(path):
         hashing = _HashingFile(None, hasher())
 
@@ -92,10 +92,10 @@ def _publish_remotely(path: Any, write: Callable[[BinaryIO], object], hasher: Ca
 
 
 def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
-    """Check `path` against its sidecar; False if it has none (another program wrote it).
+    """Check `path` against its sidecar; return False if it has none (another program wrote it).
 
     Raises:
-        CheckpointError: the file is missing, cut short, or not what was written.
+        CheckpointError: the file is missing, truncated or damaged.
     """
     with refusals(path, "read"):
         if not path.is_file():
@@ -105,7 +105,7 @@ def verify_file(path: Path, hasher: Callable[[], Hasher]) -> bool:
         return False
     if not lines:
         raise CheckpointError(
-            f"{sidecar(path)} holds no checksum", expected="what was written beside the checkpoint",
+            f"{sidecar(path)} has no checksum", expected="the file that was saved with the checkpoint",
             do="use an older checkpoint, or delete that file to read this one unverified",
         )  # fmt: skip
     size, digest = path.stat().st_size, None
@@ -129,12 +129,12 @@ def remove_file(path: Path) -> None:
 
 
 def sidecar(path: Path) -> Path:
-    """Return where the checksum of `path` stands."""
+    """Return the path of the checksum of `path`."""
     return path.with_name(path.name + ".sum")
 
 
 def check_version(state: Mapping[str, Any], path: Path) -> None:
-    """Refuse a state that is no checkpoint's, or that only a newer stratagem understands."""
+    """Refuse a state that is not a checkpoint, or that only a newer stratagem can read."""
     check_structure(state, path)
     tag = state.get("format", {})
     version, writer = tag.get("version", 1), tag.get("stratagem", "of an unknown version")
@@ -146,7 +146,7 @@ def check_version(state: Mapping[str, Any], path: Path) -> None:
 
 
 class _HashingFile:
-    """Hashes and counts what passes through to a file that is written from front to back."""
+    """Passes writes to a sequentially written file, and hashes and counts the bytes."""
 
     def __init__(self, file: Any, hasher: Hasher) -> None:
         self.file, self.hasher, self.size = file, hasher, 0
@@ -162,7 +162,7 @@ class _HashingFile:
             raise
 
     def fill(self, write: Callable[[BinaryIO], object]) -> None:
-        """Let `write` write here; what the file raises comes out as it was (torch.save hides it behind its own)."""
+        """Call `write` with this file; raise the file's own error, which torch.save would replace."""
         try:
             write(self)  # type: ignore[arg-type]
         except Exception as error:
@@ -171,7 +171,7 @@ class _HashingFile:
             raise self.refusal from error
 
     def line(self) -> str:
-        """Return the line of the sidecar for what was written."""
+        """Return the line of the sidecar for the written bytes."""
         return f"{self.hasher.name} {self.hasher.hexdigest()} {self.size}"
 
     def flush(self) -> None:
@@ -203,7 +203,7 @@ def _write_durably(path: Path, lines: list[str]) -> None:
 
 
 def _write_lines(path: Path, lines: list[str]) -> None:
-    """Write an object of lines, at once."""
+    """Write an object with these lines."""
     path.write_bytes("".join(f"{line}\n" for line in lines).encode("ascii"))
 
 
@@ -214,7 +214,7 @@ def _claimed(path: Path) -> Claim:
 
 
 def _clear_away_what_was_killed(path: Path) -> None:
-    """Delete the staged files for `path` that nobody is writing any more."""
+    """Delete the temporary files of `path` that no process writes any more."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{STAGED}"):
         with contextlib.suppress(OSError):
             if (claimed := claim(left, follow=False)) is not None:

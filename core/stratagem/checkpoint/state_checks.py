@@ -1,7 +1,7 @@
-"""Check what a checkpoint holds before any of it is applied: files may be edited by hand, or come from elsewhere.
+"""Check the state of a checkpoint before any of it is applied: files may be edited, or written by other programs.
 
-Every check sees the same content on all ranks, so all of them refuse or none. No value is converted to another kind
-(integers to floats, complex numbers to real ones): that would change it without a message.
+Every check gets the same content on all ranks, so either all ranks refuse it or none. No value is converted to another
+kind (integers to floats, complex numbers to real ones), because that would change it without a message.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stratagem.errors import CheckpointError, StratagemError
 if TYPE_CHECKING:
     from torch import nn
 
-#: State of torch's optimizers that is like its parameter in shape.
+#: State of torch's optimizers that has the shape of its parameter.
 _LIKE_PARAMETERS = {
     "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "acc_delta", "sum",
     "exp_inf",
 }  # fmt: skip
 _MAPPINGS = ("hyper_parameters", "loop", "callbacks", "plugins", "values", "format")
 _LISTS = ("optimizers", "lr_schedulers", "ranks")
-#: What code that reads plain data raises when the data are others than it expects.
+#: Errors of code that gets other data than it expects.
 _CONFUSED = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, AssertionError,
     RuntimeError,
@@ -38,7 +38,7 @@ _DO = "nothing was changed; use another checkpoint, or load the weights alone"
 
 
 def check_structure(state: Any, path: Any) -> None:
-    """Check that `state` has the form of a checkpoint; what is in it beyond that is others' to check.
+    """Check that `state` has the structure of a checkpoint; the other functions check its values.
 
     Raises:
         CheckpointError: names `path` and the key.
@@ -63,7 +63,7 @@ def check_structure(state: Any, path: Any) -> None:
 
 
 def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any = "the checkpoint") -> None:
-    """Check that each tensor of `weights` has the kind and the shape of the one in `module` that it is for.
+    """Check that each tensor of `weights` has the kind of dtype and the shape of the tensor of that name in `module`.
 
     Raises:
         CheckpointError: names the tensor.
@@ -88,22 +88,22 @@ def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any =
 
 
 def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Any, where: str) -> None:
-    """Check the logical `state` of an optimizer: its form, options like those of `optimizer`, its tensors.
+    """Check the logical `state` of an optimizer: its structure, options like those of `optimizer`, its tensors.
 
-    What tensors an optimizer keeps is known of torch's own alone: others keep them in other shapes, in integers, or for
-    some parameters only.
+    Tensors are checked for optimizers of torch only. Others may keep them in other shapes, as integers, or for some
+    parameters only.
 
     Args:
-        weights: the model's, of the same checkpoint.
-        optimizer: the one that it is for.
-        where: names the state in messages.
+        weights: the weights in the same checkpoint.
+        optimizer: the optimizer that the state will be loaded into.
+        where: the name of the state in messages.
 
     Raises:
         CheckpointError: names the entry.
     """
     entries, saved = state.get("state"), state.get("param_groups")
     groups, is_torchs = getattr(optimizer, "param_groups", ()), type(optimizer).__module__.startswith("torch.optim")
-    # The options of every group; those that a user added to one may be missing. None: all of them must be there.
+    # The options of every group. Those that a user added to one group may be missing; if this is None, none may be.
     defaults = getattr(optimizer, "defaults", None)
     _check(where, "state", entries, Mapping, "a mapping by the names of parameters")
     _check(where, "param_groups", saved, list | tuple, "a list of mappings")
@@ -141,7 +141,7 @@ def _check_usable(value: Any, where: str) -> None:
 
 
 def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return `state` with what only the groups of `optimizer` have, as they have it, and a name for each of these."""
+    """Return `state` with options added that only the groups of `optimizer` have, and a sentence for each of them."""
     own, defaults = getattr(optimizer, "param_groups", ()), getattr(optimizer, "defaults", None)
     groups, added = [dict(group) for group in state["param_groups"]], []
     for number, (mine, group) in enumerate(zip(own, groups, strict=False)):
@@ -152,7 +152,7 @@ def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tu
 
 
 def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """Check that the parameters of one group have entries of the same names; one that never had a gradient has none."""
+    """Check that all parameters of one group have the same entries, except those that never had a gradient."""
     for key in {key for entry in entries.values() for key in entry if key == "step" or key in _LIKE_PARAMETERS}:
         lacking = [name for name, entry in entries.items() if entry and key not in entry]
         if lacking:
@@ -162,7 +162,7 @@ def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:
 
 
 def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> None:
-    """Check that `state` is like what `scheduler` has now.
+    """Check that `state` has values like the current state of `scheduler`.
 
     Raises:
         CheckpointError: names the entry.
@@ -175,7 +175,7 @@ def check_scheduler(state: Mapping[str, Any], scheduler: Any, where: str) -> Non
 
 
 def check_like(state: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Check that `state` has every key of `now`, with values like those.
+    """Check that `state` has every key of `now`, with values of the same kind.
 
     Raises:
         CheckpointError: names the key.
@@ -200,7 +200,7 @@ def check_numbers(state: Mapping[str, Any], where: str) -> None:
 
 
 def check_feed(state: Mapping[str, Any], where: str) -> None:
-    """Check what a rank saved of its batches within an epoch.
+    """Check the state of the batches of one rank within an epoch.
 
     Raises:
         CheckpointError: names the key.
@@ -218,7 +218,7 @@ def check_feed(state: Mapping[str, Any], where: str) -> None:
 
 
 def check_similar(now: Any, state: Any, where: str) -> None:
-    """Check that what `state` has is like what `now` has under the same keys.
+    """Check that the values of `state` are of the same kind as those of `now` under the same keys.
 
     Raises:
         CheckpointError: names the key.
@@ -231,7 +231,7 @@ def check_similar(now: Any, state: Any, where: str) -> None:
 
 @contextlib.contextmanager
 def applying(where: str) -> Iterator[None]:
-    """Within: turn what code raises when data are not as it expects into a `CheckpointError` that names `where`."""
+    """Turn errors of code that gets other data than it expects into a `CheckpointError` that names `where`."""
     try:
         yield
     except (StratagemError, torch.OutOfMemoryError):
@@ -242,13 +242,13 @@ def applying(where: str) -> Iterator[None]:
         text = str(error).strip().splitlines()
         raise CheckpointError(
             f"{where} cannot be applied ({type(error).__name__}: {text[0][:120] if text else 'no reason given'})",
-            expected="what this version of the run would save there",
+            expected="a value such as this version of the run saves there",
             do="use another checkpoint, or load the weights alone",
         ) from error  # fmt: skip
 
 
 def together(collectives: Any, act: Callable[[], None]) -> None:
-    """Call `act`, which talks to no other rank; if it raises a `CheckpointError` on one rank, all ranks raise it."""
+    """Call `act`, which calls no collectives; if it raises a `CheckpointError` on one rank, all ranks raise it."""
     error = None
     try:
         act()
@@ -258,7 +258,7 @@ def together(collectives: Any, act: Callable[[], None]) -> None:
 
 
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
-    """Whether values of dtype `theirs` can be put into `mine`: of the same kind, and integers without loss."""
+    """Whether a tensor of dtype `mine` can hold values of dtype `theirs`: the same kind, integers without loss."""
     if mine == theirs:
         return True
     if mine.is_floating_point or theirs.is_floating_point:
@@ -288,7 +288,7 @@ def _check_like(weight: Any, value: Any, where: str) -> None:
 
 
 def _check_similar(mine: Any, theirs: Any, where: str) -> None:
-    """Check that `theirs` can stand for `mine`: flags for flags, numbers for numbers, containers for containers."""
+    """Check that `theirs` is of the kind of `mine`: a flag, a number, text, a list or a mapping."""
     if theirs is None:
         return
     if mine is None:

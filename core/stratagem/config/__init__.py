@@ -1,1 +1,1 @@
-"""What the user asked for: arguments, files, environment variables, devices."""
+"""Settings of a run: arguments, files, environment variables, devices."""

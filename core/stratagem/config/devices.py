@@ -1,19 +1,19 @@
-"""The `devices=` grammar: a count, a list of numbers, or everything there is.
+"""Parse `devices=`: a count, a list of numbers, identifiers, or all.
 
 ===============  ===========================================  =========================
-value            an accelerator with numbered devices (cuda)  one without (cpu)
+value            accelerator with numbered devices (cuda)     accelerator without (cpu)
 ===============  ===========================================  =========================
 "auto"           all                                          one process
 3, "3"           the first three                              three processes
 -1, "-1"         all                                          refused
-[1, 3], "1,3"    exactly those                                refused
+[1, 3], "1,3"    these two                                    refused
 "2,"             device 2                                     refused
-"GPU-8932f937"   the one with that identifier                 refused
+"GPU-8932f937"   the device with that identifier              refused
 0, "0", []       refused                                      refused
 ===============  ===========================================  =========================
 
-Identifiers ("GPU-..." and "MIG-...", as `nvidia-smi -L` prints them, alone or in a list) are looked up among those that
-CUDA_VISIBLE_DEVICES lists.
+Identifiers ("GPU-..." and "MIG-...", as `nvidia-smi -L` prints them; one or a list) are looked up in
+CUDA_VISIBLE_DEVICES.
 
 In the `gpus=` argument of older trainers a digit string was an index: ``gpus="3"`` meant device 3. Here it is a count.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from stratagem.api.kinds import Accelerator
 from stratagem.errors import ConfigError, StratagemError, shown
 
-#: More processes than this on one machine are a slip of the hand.
+#: More processes than this on one machine are taken for a mistake.
 MAX_LOCAL_PROCESSES = 1024
 
 _IDENTIFIER = r"[A-Z]+-[\w/.-]+"
@@ -37,7 +37,7 @@ _GRAMMAR = 'a count, -1 for all, a list of indices such as [0, 2] or "0,2", iden
 
 
 def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
-    """Return the device numbers that the processes of this node use, one each.
+    """Return the device numbers of the processes of this node, one for each process.
 
     Raises:
         ConfigError: `value` is not in the grammar above, or names devices that do not exist.
@@ -57,13 +57,13 @@ def parse_devices(value: Any, accelerator: Accelerator) -> tuple[int, ...]:
 
 
 def devices_of_processes(value: Any, accelerator: Accelerator, running: int, origin: str) -> tuple[int, ...]:
-    """Return the device numbers of the `running` processes of this node, which exist already: one each.
+    """Return the device numbers of the `running` processes of this node, which exist already: one for each process.
 
-    Where each process sees one device alone (a scheduler set CUDA_VISIBLE_DEVICES), it is number 0 to all of them.
+    If each process sees only one device (a scheduler set CUDA_VISIBLE_DEVICES), it has number 0 in all of them.
 
     Args:
-        value: what the user set `devices` to; "auto" is as many as there are processes.
-        origin: what knows about the processes, for messages.
+        value: the argument `devices`; "auto" means one for each process.
+        origin: the environment that found the processes, for messages.
 
     Raises:
         ConfigError: as `parse_devices`; or there are more processes than devices.
@@ -77,7 +77,7 @@ def devices_of_processes(value: Any, accelerator: Accelerator, running: int, ori
     if accelerator.indexed and running > (available := accelerator.count()):
         raise ConfigError(
             f"{origin} has {running} processes on this node, and each of them sees {available} devices",
-            expected="a device for each process, or a single one that it alone sees",
+            expected="a device for each process, or exactly one visible device in each",
             do=f"start at most {available} processes, or give each one device (CUDA_VISIBLE_DEVICES, or the "
             "scheduler's option for GPUs per task)",
         )
@@ -91,7 +91,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Raises:
         ConfigError: `num_devices` is 0, or more than exist.
-        StratagemError: fewer devices than asked for accept a tensor.
+        StratagemError: fewer than `num_devices` devices accept a tensor.
     """
     import torch
 
@@ -105,7 +105,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if len(usable) < max(num_devices, 1):
         raise StratagemError(
             f"{len(usable)} of {available} CUDA devices accept work", expected=f"{max(num_devices, 1)}",
-            do="wait for other jobs, or ask for fewer",
+            do="wait for other jobs to end, or request fewer",
         )  # fmt: skip
     return usable
 
@@ -124,9 +124,9 @@ print("usable:", *filter(accepts, range(int(sys.argv[1]))))
 
 
 def _probe(available: int) -> list[int]:
-    """Return which devices accept a tensor, asked in another process: this one would keep memory on all of them.
+    """Return which devices accept a tensor. Another process tries them, since trying allocates memory on each device.
 
-    (It could not be forked either, and of devices in exclusive mode no other process could use any.)
+    After CUDA was used, this process could not be forked, and devices in exclusive mode would be blocked for others.
     """
     if not available:
         return []
@@ -136,7 +136,7 @@ def _probe(available: int) -> list[int]:
     if result.returncode or not told:
         raise StratagemError(
             f"the process that tried the {available} CUDA devices ended with exit code {result.returncode}",
-            expected="the numbers of those that work", do="look at its messages above, and at nvidia-smi",
+            expected="the numbers of those that work", do="check its messages above and the output of nvidia-smi",
         )  # fmt: skip
     return [int(number) for number in numbers.split()]
 

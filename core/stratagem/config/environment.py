@@ -21,7 +21,7 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
         if name.startswith("TRAINER_"):
             layer.set(name.removeprefix("TRAINER_").lower(), text)
             continue
-        # The longest kind first: no kind's name begins another's today, and none may silently take its options.
+        # The longest kind first, in case the name of one kind is a prefix of another's.
         for kind in sorted(DOTTED, key=len, reverse=True):
             if name.startswith(f"{kind.upper()}_"):
                 layer.set(f"{kind}.{name.removeprefix(f'{kind.upper()}_').lower()}", text)
@@ -33,14 +33,14 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
 
 
 def _check_not_misspelt(variable: str, name: str) -> None:
-    """Refuse a variable that is meant as an argument or an option and is neither."""
+    """Refuse a variable that looks like a misspelt argument or option."""
     from stratagem.config.settings import TrainerSettings, option_names
 
     if name.lower() in option_names(TrainerSettings) and name != "PLUGINS":  # the list of allowed plugins
         raise ConfigError(f"the variable {variable} is set, which nothing reads", do=f"use {PREFIX}TRAINER_{name}")
     if name.startswith("CALLBACK_"):
         raise ConfigError(
-            f"the variable {variable} is set, and there may be several callbacks", expected="options with their names",
+            f"the variable {variable} is set, and there may be several callbacks", expected="each callback by name",
             do=f"use {PREFIX}TRAINER_CALLBACKS with JSON",
         )  # fmt: skip
     first = {word.partition("_")[0] for word in ("TRAINER", *(kind.upper() for kind in DOTTED))}
@@ -53,7 +53,7 @@ def _check_not_misspelt(variable: str, name: str) -> None:
 
 
 def _warn_of_lightning(variables: Mapping[str, str]) -> None:
-    """Warn of variables that Lightning reads, and nothing here; once, where this process is the first of its node."""
+    """Warn of variables that Lightning reads and stratagem does not; only on local rank 0."""
     from stratagem.config.moved_names import moved_argument
     from stratagem.config.settings import TrainerSettings, option_names
 
@@ -72,5 +72,5 @@ def _warn_of_lightning(variables: Mapping[str, str]) -> None:
                       stacklevel=2)  # fmt: skip
 
 
-#: What `lightning run` sets.
+#: The variables that `lightning run` sets.
 _LIGHTNING_RUN = ("LT_ACCELERATOR", "LT_STRATEGY", "LT_DEVICES", "LT_NUM_NODES", "LT_PRECISION")

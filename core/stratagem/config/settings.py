@@ -1,4 +1,4 @@
-"""Every argument of `Run` and `Trainer`, typed: what may be said in code, a file, the environment or a command line."""
+"""The typed arguments of `Run` and `Trainer`, and how they are read from code, files, environment and command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ S = TypeVar("S", bound="RunSettings")
 
 @frozen
 class PluginOption:
-    """An option of a plugin that is yet to be built."""
+    """An option of a plugin that is not built yet."""
 
     value: Any
     origin: str
@@ -38,49 +38,49 @@ class PluginOption:
 
 @define(eq=False, kw_only=True)
 class RunSettings:
-    """Who trains where: the plugins of a run. Each kind takes a name, a mapping with a ``name``, or an instance."""
+    """The plugins of a run, and where it runs. Each kind takes a name, a mapping with a ``name``, or an instance."""
 
-    #: Which device: "auto", a name, or an instance.
+    #: The type of device: "auto", a name, or an instance.
     accelerator: Any = "auto"
-    #: How many devices of this node, or which: a count, -1 for all, a list of indices, "auto".
+    #: The devices of this node: a count, -1 for all, a list of indices, or "auto".
     devices: Any = "auto"
-    #: Machines taking part; each starts the script itself.
+    #: The number of machines; start the script on each of them.
     num_nodes: int = field(default=1, validator=at_least(1))
-    #: How the model is spread over processes; a list stacks outer strategies over the last one.
+    #: How the model is distributed over processes; a list stacks outer strategies around the last one.
     strategy: Any = "auto"
-    #: Which dtypes, where.
+    #: The dtypes of parameters, compute and gradient reduction.
     precision: Any = None
-    #: How gradients travel; a list stacks.
+    #: How gradients are sent; a list stacks hooks, outermost first.
     comm_hook: Any = None
-    #: Who this process is among the others; found by itself under "auto".
+    #: How a process finds its rank; "auto" detects it.
     environment: Any = "auto"
-    #: Who starts the other processes.
+    #: How the processes of this node are started.
     launcher: Any = None
-    #: How state reaches the disk.
+    #: The format of checkpoints.
     checkpoint: Any = None
-    #: Anything else, of any kind.
+    #: More plugins, of any kind.
     plugins: Any = ()
-    #: Where logs and checkpoints go; the current directory by default.
+    #: The folder of logs and checkpoints; the current directory by default.
     default_root_dir: Path = field(factory=Path.cwd)
     #: Give each process its own share of every loader.
     use_distributed_sampler: bool = True
-    #: Let batch normalization see the batches of all processes; on every device and backend.
+    #: Compute the statistics of batch normalization over all processes; on every device and backend.
     sync_batchnorm: bool = False
-    #: Compute these parts of the model again in backward instead of keeping their activations: a set of classes (or of
-    #: their names), a torch policy, or ``{"policy": ..., "mode": "full" | "selective" | "offload"}``. Memory for time;
-    #: "offload" keeps them on the CPU instead.
+    #: Recompute these modules in backward instead of keeping their activations: a set of classes (or of their names), a
+    #: torch policy, or ``{"policy": ..., "mode": "full" | "selective" | "offload"}``. Saves memory and costs time;
+    #: "offload" keeps activations on the CPU.
     activation_checkpointing: Any = None
     #: A ``run.lock`` of an earlier run: plugins, versions, options and arguments must be the same.
     lock: Path | None = None
-    #: Ask torch, cuDNN and cuBLAS for deterministic kernels; slower, and an error where none exists.
+    #: Use deterministic kernels of torch, cuDNN and cuBLAS; slower, and an error for an operation that has none.
     deterministic: bool | Literal["warn"] = False
-    #: Of matrix products in fp32: "high" (TF32 on GPUs that have it) and "medium" are faster and less exact than
-    #: "highest". By default what `torch.set_float32_matmul_precision` was given stays.
+    #: Precision of fp32 matrix products: "high" (TF32 on GPUs that have it) and "medium" are faster and less exact than
+    #: "highest". By default the setting of `torch.set_float32_matmul_precision` is not changed.
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
 
     @property
     def writes_files(self) -> bool:
-        """Whether this run may leave anything on the disk that nobody asked for."""
+        """Whether this run may write files that no argument requests explicitly."""
         return True
 
     @property
@@ -96,53 +96,53 @@ class RunSettings:
 
 @define(eq=False, kw_only=True)
 class TrainerSettings(RunSettings):
-    """How long, how often, how far: the loop of a `Trainer`."""
+    """The arguments of a `Trainer`: those of a run, and those of its loops."""
 
-    #: Act on events, in this order.
+    #: Callbacks, called in this order.
     callbacks: Any = ()
-    #: Where metrics go; True is the default logger, False none.
+    #: The loggers; True is the default logger, False none.
     logger: Any = True
-    #: -1 trains until max_steps, max_time or should_stop.
+    #: The number of epochs; -1 trains until max_steps, max_time or should_stop.
     max_epochs: int | None = field(default=None, validator=at_least_or_unlimited(0))
     min_epochs: int | None = field(default=None, validator=at_least(0))
-    #: Optimizer steps before which nothing but max_epochs and max_steps ends training.
+    #: Optimizer steps before which only max_epochs and max_steps end training.
     min_steps: int | None = field(default=None, validator=at_least(0))
-    #: Optimizer steps; -1 is no limit.
+    #: The most optimizer steps; -1 means no limit.
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
     #: Seconds, a timedelta, or "DD:HH:MM:SS".
     max_time: timedelta | str | None = field(default=None, validator=duration_or_text)
-    #: Batches whose gradients are added up before one optimizer step; ``{0: 8, 5: 4}`` is 8 until epoch 5 and then 4.
+    #: Batches per optimizer step; ``{0: 8, 5: 4}`` accumulates 8 until epoch 5, and 4 from then on.
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
     gradient_clip_val: float | None = field(default=None, validator=more_than(0))
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    #: Batches an epoch: a count, or a share of the loader.
+    #: Batches per epoch: a count (int), or a share of the loader (float).
     limit_train_batches: int | float | None = field(default=None, validator=batch_limit)
     limit_val_batches: int | float | None = field(default=None, validator=batch_limit)
     limit_test_batches: int | float | None = field(default=None, validator=batch_limit)
     limit_predict_batches: int | float | None = field(default=None, validator=batch_limit)
-    #: Validate every so many batches, or after this share of an epoch.
+    #: Validate every n batches (int), or after each such share of an epoch (float).
     val_check_interval: int | float = field(default=1.0, validator=batch_limit)
     check_val_every_n_epoch: int = field(default=1, validator=at_least(1))
-    #: Validation batches tried before training, to find errors early; -1 is all.
+    #: Validation batches that run before training, to find errors early; -1 means all.
     num_sanity_val_steps: int = field(default=2, validator=at_least_or_unlimited(0))
     #: Optimizer steps between two rows of step metrics.
     log_every_n_steps: int = field(default=50, validator=at_least(1))
     enable_progress_bar: bool = True
     enable_checkpointing: bool = True
-    #: Print the layers and their parameters when a fit begins; by default where the output is a terminal.
+    #: Print the layers and their parameters when a fit begins; by default if the output is a terminal.
     enable_model_summary: bool | None = None
-    #: Measure where time goes: ``"simple"`` stands for the callback of that name with ``_profiler``.
+    #: Measure time: ``"simple"`` selects the callback with that name and the suffix ``_profiler``.
     profiler: Any = None
-    #: Run this many batches of everything, once, and write nothing.
+    #: Run this many batches of training, validation, test and prediction, and write no files.
     fast_dev_run: bool | int = field(default=False, validator=at_least(0))
-    #: Train on this many (or this share of the) batches, the same ones every epoch.
+    #: Train on this many batches (int), or this share (float); the same batches in every epoch.
     overfit_batches: int | float = field(default=0, validator=batch_limit)
-    #: Stop at the operation that made a gradient NaN; slow.
+    #: Raise an error at the operation that makes a gradient NaN; slow.
     detect_anomaly: bool = False
-    #: Validate, test and predict under `torch.inference_mode` rather than `torch.no_grad`; sharded strategies cannot.
+    #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not with sharded strategies.
     inference_mode: bool = True
-    #: Nothing but the loop: no logger, bar, checkpoints, lock or sanity check.
+    #: Run the loop only: no logger, progress bar, checkpoints, lock file or sanity check.
     barebones: bool = False
 
     @property
@@ -150,7 +150,7 @@ class TrainerSettings(RunSettings):
         return not (self.barebones or self.fast_dev_run)
 
 
-#: Arguments that choose plugins, with the kind each of them chooses.
+#: Arguments that choose plugins, and the kind that each of them chooses.
 CHOICES = {
     "strategy": "strategy", "precision": "precision", "comm_hook": "comm_hook", "environment": "environment",
     "launcher": "launcher", "accelerator": "accelerator", "checkpoint": "checkpoint", "callbacks": "callback",
@@ -159,7 +159,9 @@ CHOICES = {
 
 
 def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:
-    """Return settings of class `cls` from `layers`, weakest first, and then `code`; None for a path means its default.
+    """Return settings of class `cls` from `layers` and then `code`; later ones override earlier ones.
+
+    None for `default_root_dir` means its default.
 
     Raises:
         ConfigError: an unknown argument, or a value of the wrong type or range, with the origin of the value.
@@ -182,7 +184,7 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
         if is_remote(folder := getattr(settings, name, None) or Path()):
             raise ConfigError(
                 f"{name} is {str(folder)!r} ({origins[name]})", expected="a path on this machine",
-                do=f"give the URL where it is meant, such as ModelCheckpoint(dirpath={str(folder)!r})",
+                do=f"pass the URL to the plugin that writes there, such as ModelCheckpoint(dirpath={str(folder)!r})",
             )  # fmt: skip
     settings.origins.update(origins)
     settings.options.update(options)
@@ -190,13 +192,13 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
 
 
 def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
-    """Return `value` as argument `name` wants it."""
+    """Return `value` converted to the type of argument `name`."""
     known = option_names(cls)
     if name not in known:
         if layer.origin == "code":
-            return convert_options(cls, {name: value}, "")  # says what is known
+            return convert_options(cls, {name: value}, "")  # raises an error that lists the known names
         raise ConfigError(
-            f"{layer.origin} sets {name!r}, which is no argument", expected="an argument of the Trainer",
+            f"{layer.origin} sets {name!r}, which is not an argument", expected="an argument of the Trainer",
             do=moved_argument(name) or nearest(name, known) or "see --help",
         )  # fmt: skip
     if layer.text and (name in CHOICES or name in ("plugins", "profiler")):
@@ -212,11 +214,11 @@ def _convert(cls: type[Any], name: str, value: Any, layer: Source) -> Any:
 def _split_options(
     kind: str, choice: Any, earlier: Any, layer: Source, options: dict[str, dict[str, PluginOption]]
 ) -> Any:
-    """Take the options out of a mapping, so that a stronger layer can set one of them; return the name."""
+    """Move the options out of a mapping, so that a later source can set one of them; return the name."""
     is_mapping = isinstance(choice, Mapping) and isinstance(choice.get("name"), str)
     name = choice["name"] if is_mapping else choice
     if earlier is not None and not _same_name(name, earlier):
-        options.pop(kind, None)  # they were another plugin's
+        options.pop(kind, None)  # they belong to another plugin
     if not is_mapping:
         return choice
     for option, value in choice.items():

@@ -1,6 +1,6 @@
-"""Settings from a file, the environment and a command line; what is said later wins, and each value knows its origin.
+"""Read settings from a file, the environment and a command line. Each value keeps its origin, for messages.
 
-The order, weakest first: default, file, environment, command line, code. Plugin options have their place in each:
+A later source overrides an earlier one: default, file, environment, command line, code. Each has plugin options:
 
 =============  ======================================  ==================================
                an argument of the Trainer              an option of the chosen strategy
@@ -27,13 +27,13 @@ from stratagem.errors import ConfigError, nearest, shown
 
 PREFIX = "STRATAGEM_"
 
-#: Kinds whose options can be set by a dotted name: exactly one plugin answers, so it is clear whose they are.
+#: Kinds whose options can be set by a dotted name. A run may have several callbacks, so theirs would be ambiguous.
 DOTTED = tuple(kind for kind in KINDS if kind != "callback")
 
 
 @define(eq=False)
 class Source:
-    """What one source says."""
+    """Arguments and plugin options from one source."""
 
     #: "file run.yaml", "environment", "command line"
     origin: str
@@ -41,7 +41,7 @@ class Source:
     values: dict[str, Any] = field(factory=dict)
     #: Plugin options by kind and name.
     options: dict[str, dict[str, Any]] = field(factory=dict)
-    #: Values are text, to be parsed by the type of what they set.
+    #: Values are text, to be parsed by the type of the argument or option.
     text: bool = False
 
     def set(self, name: str, value: Any) -> None:
@@ -61,7 +61,7 @@ def from_file(path: str | Path) -> Source:
     """Read a YAML or TOML file whose top level names Trainer arguments.
 
     Raises:
-        ConfigError: no such file, not YAML or TOML, a key that is there twice, or not a mapping at the top.
+        ConfigError: no such file, not YAML or TOML, a duplicate key, or not a mapping at the top level.
     """
     path = as_path(path)
     if not path.is_file():
@@ -71,7 +71,7 @@ def from_file(path: str | Path) -> Source:
         raise ConfigError(f"{path} is empty", expected="a mapping of Trainer arguments")
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path} holds a {type(content).__name__} at its top level", expected="a mapping of Trainer arguments"
+            f"{path} has a {type(content).__name__} at its top level", expected="a mapping of Trainer arguments"
         )
     for key in content:
         if not isinstance(key, str):
@@ -127,14 +127,14 @@ def _yaml(text: str, path: Path) -> Any:
         raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="fix that line") from error
 
 
-#: Values that a file may have, each use of an anchor counted.
+#: The most values that a file may have, with every use of an anchor counted.
 _MOST_VALUES = 100_000
 
 
 def _check_nodes(root: Any, path: Path) -> None:
-    """Refuse what YAML allows and a configuration cannot mean: a key twice, an anchor within itself, or too many uses.
+    """Refuse what YAML allows and a configuration does not: duplicate keys, recursive anchors, too many anchors.
 
-    PyYAML keeps the last of two equal keys, and shares what anchors name, so that what is small here may be huge later.
+    PyYAML keeps the last of two equal keys. It shares the values of anchors, so a small file may become huge later.
     """
     seen, open_nodes, waiting = 0, set(), [(root, False)]
     while waiting:
@@ -172,7 +172,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Source, Path | None, bool]
     """Read ``--name value``, ``--name=value`` and ``--kind.option value``.
 
     Returns:
-        The layer, the path after ``--config`` if any, and whether ``--help`` was asked for.
+        The source, the path after ``--config`` if any, and whether ``--help`` is in the arguments.
     """
     layer, config, wants_help = Source("command line", text=True), None, False
     for name, value in _pairs(arguments):
@@ -194,7 +194,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"command line argument {flag!r}", expected="--name value", do="see --help")
         name, equals, value = flag.removeprefix("--").partition("=")
-        # A negative number is a value; anything else that begins with a dash is the next flag.
+        # A negative number is a value; everything else that begins with a dash is the next flag.
         if not equals and rest and not (rest[0].startswith("-") and not _is_number(rest[0])):
             value, equals = rest.pop(0), "="
         kind, dot, option = name.partition(".")

@@ -1,1 +1,1 @@
-"""Which plugins a run consists of: the registry of installed ones, the resolver that chooses, and descriptions."""
+"""The registry of installed plugins, the resolver that chooses those of a run, and descriptions of them."""

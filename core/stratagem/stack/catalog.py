@@ -29,7 +29,7 @@ def automatic() -> list[str]:
 
 
 def moved(name: str) -> str:
-    """Return what to write instead of `name`, a spelling of a dtype or a name of other trainers; "" for others."""
+    """Return what to use instead of `name`, a spelling of a dtype or a name of other trainers; "" for others."""
     return str(_catalog()["spellings"].get(name, "")) or moved_plugin(name)
 
 

@@ -1,4 +1,4 @@
-"""Whether the plugins of a stack go together: hooks, order, capabilities."""
+"""Check that the plugins of a stack can be combined: hooks, order, capabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratagem.stack.plugin_hooks import hook_implementations, hook_specificatio
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Choice, Stack
-#: What each kind must answer to be of any use.
+#: The hooks that a plugin of each kind must implement.
 _DUTIES = {
     "strategy": ("wrap_model",),
     "environment": ("setup_environment",),
@@ -58,13 +58,13 @@ def check_hooks(stack: Stack) -> None:
 
 
 def check_order(stack: Stack) -> None:
-    """Refuse strategies and comm hooks that cannot stand where they were put."""
+    """Refuse strategies and comm hooks in an order that cannot work."""
     for outer, inner in itertools.pairwise(stack.strategies):
         if not outer.plugin.outer:
             raise ConfigError(
-                f"strategy is {[choice.name for choice in stack.strategies]}, and {outer} wraps no other",
-                expected="strategies that do, and one inside them",
-                do=f"put {inner} before it, if that one does" if inner.plugin.outer else "drop one of them",
+                f"strategy is {[choice.name for choice in stack.strategies]}, and {outer} cannot wrap another strategy",
+                expected="outer strategies, and one strategy inside them",
+                do=f"put {inner} before it" if inner.plugin.outer else "drop one of them",
             )
     names = [choice.name for choice in stack.comm_hooks]
     for word in ("outermost", "innermost"):
@@ -78,40 +78,41 @@ def check_order(stack: Stack) -> None:
     for place, choice in enumerate(stack.comm_hooks):
         if choice.plugin.outermost and place > 0:
             raise ConfigError(
-                f"comm_hook is {names}, and {choice} needs the shapes of the gradients, which only the first one sees",
+                f"comm_hook is {names}, and {choice} needs the shapes of the gradients, which only the first hook gets",
                 expected=f"{[choice.name, *(name for name in names if name != choice.name)]}",
             )
         if choice.plugin.innermost and place + 1 < len(names):
             raise ConfigError(
-                f"comm_hook is {names}, and {choice} sends by itself: {stack.comm_hooks[place + 1]} would get nothing",
+                f"comm_hook is {names}, and {choice} calls its own collectives, so {stack.comm_hooks[place + 1]} would "
+                "get nothing",
                 expected=f"{[*(name for name in names if name != choice.name), choice.name]}",
             )
 
 
 def check_sync_batchnorm(settings: Any, stack: Stack) -> None:
-    """Refuse to synchronize what processes compute where a process has several devices."""
+    """Refuse `sync_batchnorm` under a strategy with several devices in one process."""
     if getattr(settings, "sync_batchnorm", False) and len(stack.devices) > stack.num_processes:
         raise ConfigError(
             f"sync_batchnorm is True, and {stack.strategies[-1]} trains on {len(stack.devices)} devices in one process",
-            expected="a process for each device",
-            do="drop it, or choose a strategy that has one",
+            expected="one process for each device",
+            do="drop it, or choose a strategy with one process for each device",
         )
 
 
 def check_absorbed(stack: Stack) -> None:
-    """Refuse options of a precision that a strategy applies by itself: nobody would read them."""
+    """Refuse options of a precision that a strategy applies itself: they would have no effect."""
     precision = stack.precision
     if stack.precision_absorbed and precision.origins:
         option, origin = next(iter(precision.origins.items()))
         raise ConfigError(
             f"precision.{precision.name}.{option} is set ({origin}), and {stack.strategies[-1]} applies the precision "
-            "by itself",
-            expected="the precision by its name alone", do="set an option of the strategy's, if it has one for that",
+            "itself",
+            expected="only the name of the precision", do="set an option of the strategy, if it has one for that",
         )  # fmt: skip
 
 
 def needs_of(settings: Any, stack: Stack) -> dict[str, str]:
-    """Return what the settings ask of the plugins: capability to the words the user wrote."""
+    """Return the capabilities that `settings` need, each with the arguments that need it, for messages."""
     needs = {}
     running = stack.environment.plugin.local_processes() or 1
     if stack.num_processes * settings.num_nodes > 1 or running > 1:
@@ -130,7 +131,7 @@ def _capabilities(choice: Choice) -> Capabilities:
         raise PluginError(
             f"the capabilities of {choice} are a {type(capabilities).__name__}",
             expected="stratagem.Capabilities(provides=..., requires=..., conflicts=...)",
-            do="its author should make them one",
+            do="report it to its author",
         )
     return capabilities
 
@@ -156,7 +157,7 @@ def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
 
 
 def _alternatives(word: str, asker: Choice | None) -> str:
-    """Name the installed strategies that provide `word`, without presets; imports them, which only an error may."""
+    """Name the installed strategies that provide `word`, without presets. It imports them: only for an error."""
     entries = registry.entries("strategy")
     able = [entry.name for entry in entries if word in _provided_without_options(entry, registry.generation())]
     if not able:
@@ -166,7 +167,7 @@ def _alternatives(word: str, asker: Choice | None) -> str:
 
 @functools.cache
 def _provided_without_options(entry: registry.Entry, generation: int) -> frozenset[str]:  # noqa: ARG001 - a cache's key
-    """Return what a strategy provides; nothing for a preset, or a package that cannot be imported or needs options."""
+    """Return what a strategy provides; empty for a preset, or a package that cannot be imported or needs options."""
     try:
         return make(entry, {}).capabilities.provides if isinstance(entry.load(), type) else frozenset()
     except Exception:  # noqa: BLE001 - a broken package is not an alternative

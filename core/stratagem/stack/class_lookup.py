@@ -1,4 +1,4 @@
-"""Resolve ``from stratagem.strategies import DDPStrategy`` through entry points, importing nothing else."""
+"""Resolve ``from stratagem.strategies import DDPStrategy`` through entry points; import only that package."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stratagem.stack import registry
 def class_finder(kind: str) -> Callable[[str], Any]:
     """Return a module ``__getattr__`` that finds a plugin class of `kind` by its class name.
 
-    An entry point's value spells the class (``module:Class``), so metadata alone tells which package to import. A class
-    without an entry point of its own is looked up in the modules that provide this kind.
+    The value of an entry point names the class (``module:Class``), so metadata is enough to find its package. A
+    class without an entry point is looked up in the modules that provide this kind.
     """
 
     def find(name: str) -> Any:
@@ -27,7 +27,7 @@ def class_finder(kind: str) -> Callable[[str], Any]:
         for entry in entries:
             if entry.value.partition(":")[2] == name:
                 return entry.load()
-        for entry in entries:  # a class that is only used by presets: look into the modules of this kind, one by one
+        for entry in entries:  # a class that only presets use: search the modules of this kind
             with contextlib.suppress(PluginError):
                 module = sys.modules[entry.load().__module__]
                 if isinstance(getattr(module, name, None), type):
@@ -46,7 +46,7 @@ def class_finder(kind: str) -> Callable[[str], Any]:
 
 
 def class_names(kind: str) -> list[str]:
-    """Return the names of the classes that the entry points of `kind` spell."""
+    """Return the names of the classes in the entry points of `kind`."""
     names = {entry.value.partition(":")[2] for entry in registry.entries(kind)}
     return sorted(name for name in names if name[:1].isupper())
 
@@ -56,5 +56,5 @@ class NoSuchClassError(PluginError, ImportError):
 
 
 def _is_import(frame: FrameType) -> bool:
-    """Whether `frame` is at a ``from ... import``, which would replace an AttributeError by one that says less."""
+    """Whether `frame` executes ``from ... import``, which would replace an AttributeError by a shorter error."""
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]

@@ -1,4 +1,4 @@
-"""Make a plugin from an entry point and options."""
+"""Build a plugin from an entry point and options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check_kind(plugin: Any, entry: registry.Entry) -> Any:
         raise PluginError(
             f"{entry.kind} {entry.name!r} of {entry.distribution} is a {type(plugin).__name__}",
             expected=f"a stratagem.{base.__name__}",
-            do="its author should name it in the entry-point group of its kind",
+            do="its author should declare it in the entry-point group of its kind",
         )
     return plugin
 

@@ -1,4 +1,4 @@
-"""What is chosen where the user chose nothing: by the catalog, and by what this machine has."""
+"""The default plugins: from the catalog, and from what this machine has."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def default_strategy(processes: int, num_nodes: int, environment: Environment) -
     return default("strategy", "strategy_distributed", "the default for several processes")
 
 
-# --- Asking the machine ------------------------------------------------------------------------------------------
+# --- Detection ---------------------------------------------------------------------------------------------------
 
 
 def _candidates(kind: str) -> list[tuple[registry.Entry, Any]]:
-    """Return the installed plugins of `kind` that can be built, highest precedence first; broken ones are passed by."""
+    """Return the installed plugins of `kind` that can be built, highest precedence first; broken ones are skipped."""
     found = []
     for entry in registry.entries(kind):
         try:
             target = entry.load()
-            if isinstance(target, type):  # presets ("gpu") are other names for what is asked anyway
+            if isinstance(target, type):  # presets ("gpu") are other names for the same plugins
                 found.append((entry, make(entry, {})))
-        except Exception:  # noqa: BLE001, S112 - one broken package must not touch a run that does not name it
+        except Exception:  # noqa: BLE001, S112 - a broken package must not affect a run that does not name it
             continue
     return sorted(found, key=lambda pair: -pair[1].precedence)
 
@@ -61,7 +61,7 @@ def detect_environment() -> Choice:
 def _ask(question: Any) -> Any:
     try:
         return question()
-    except Exception:  # noqa: BLE001 - asked in isolation: a plugin that cannot answer is not present
+    except Exception:  # noqa: BLE001 - a plugin that raises is not present
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a plugin looks like from outside: options with types, defaults and their ``#:`` docs, capabilities, hooks."""
+"""Describe plugins: options with types, defaults and their ``#:`` docs, capabilities, hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def describe(entry: Entry) -> dict[str, Any]:
-    """Load the plugin of `entry` and return everything a user may want to know, as plain data."""
+    """Load the plugin of `entry` and return its description as plain data."""
     target = entry.load()
     is_class = isinstance(target, type)
     plugin = None if is_class else make(entry, {})
@@ -61,7 +61,7 @@ def capabilities_of(plugin: Any) -> Capabilities:
 
 
 def option_docs(cls: type[Any]) -> dict[str, str]:
-    """Return the ``#:`` comments over the fields of `cls` and its bases, by field name; no source, no docs."""
+    """Return the ``#:`` comments above the fields of `cls` and its bases, by field name; empty without source code."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docs |= _own_docs(base)
@@ -82,7 +82,7 @@ def _own_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def explain_stack(stack: Stack, settings: RunSettings) -> dict[str, Any]:
-    """Return the resolved stack of `run` as plain data, plugins in the order in which they act."""
+    """Return the resolved stack as plain data, plugins in the order in which they act."""
     return {
         "processes": {
             "per_node": stack.num_processes,
@@ -113,7 +113,7 @@ def render_stack(explained: dict[str, Any]) -> str:
             if plugin[title]:
                 lines.append(f"|   {title}: {', '.join(plugin[title])}")
         if plugin["stands_down"]:
-            lines.append("|   its hooks stand down: the strategy applies this precision by itself")
+            lines.append("|   its hooks are not called: the strategy applies this precision itself")
     return "\n".join(lines)
 
 
@@ -148,7 +148,7 @@ def _explain_choice(choice: Choice, stack: Stack) -> dict[str, Any]:
 
 
 def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) -> list[str]:
-    """Return a sentence for each Trainer argument in `words` of the command line that has not reached `run`."""
+    """Return a sentence for each Trainer argument in `words` of the command line that the run does not use."""
     sentences = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, text = word.removeprefix("--").partition("=")
@@ -170,7 +170,7 @@ def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) 
         error = ConfigError(
             f"the command line has {word if equals else f'{word} {text}'} and the run uses {used}",
             expected="a script that reads it",
-            do="make the trainer with stratagem.Trainer.from_cli(), or pass the value to Trainer(...)",
+            do="create the trainer with stratagem.Trainer.from_cli(), or pass the value to Trainer(...)",
         )
         sentences.append(str(error))
     return sentences
@@ -208,7 +208,7 @@ def check_entry(entry: Entry) -> str | None:
         target = entry.load()
         cls = target if isinstance(target, type) else type(make(entry, {}))
     except ConfigError:
-        return None  # a preset that cannot be made on this machine
+        return None  # a preset that cannot be built on this machine
     except StratagemError as error:
         return str(error)
     return check_class(cls, entry.kind)
@@ -218,7 +218,7 @@ def check_class(cls: type[Any], kind: str) -> str | None:
     """Return what is wrong with a plugin class of `kind`, in a sentence; None if nothing is."""
     base = KINDS[kind].base
     if not issubclass(cls, base):
-        return f"{cls.__name__} is no stratagem.{base.__name__}."
+        return f"{cls.__name__} is not a stratagem.{base.__name__}."
     if problem := _check_options(cls):
         return problem
     known = hook_specifications()
@@ -242,11 +242,11 @@ def _check_options(cls: type[Any]) -> str | None:
     for owner in cls.__mro__:
         for name, annotation in inspect.get_annotations(owner).items():
             if issubclass(owner, Plugin) and name not in fields and "ClassVar" not in str(annotation):
-                return f"{owner.__name__}.{name} is annotated and no attrs field; {decorate}, or make it a ClassVar."
+                return f"{owner.__name__}.{name} is annotated, but not an attrs field; {decorate}, or use ClassVar."
     if "__init__" in vars(cls) and "__attrs_attrs__" not in vars(cls):
-        return f"{cls.__name__} writes its own __init__, so its options are unknown; {decorate}."
+        return f"{cls.__name__} has its own __init__, so its options are unknown; {decorate}."
     if cls.__eq__ is not object.__eq__:
-        return f"two equal {cls.__name__} would be taken for one plugin; {decorate}."
+        return f"{cls.__name__} defines __eq__, so two equal ones would count as one plugin; {decorate}."
     return None
 
 

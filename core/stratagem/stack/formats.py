@@ -1,4 +1,4 @@
-"""Which installed checkpoint format reads a file, and the newest whole checkpoint of a folder."""
+"""Find the installed checkpoint format that reads a file, and the newest complete checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
     """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
 
-    Damaged ones are warned about. `checkpoint_format` is asked first; other formats are imported only if there is
-    something that it does not recognise.
+    Warns about damaged ones. `checkpoint_format` is tried first; others are imported only for a path that it does not
+    recognise.
     """
     with refusals(folder, "listed"):
         if not folder.is_dir():
@@ -36,18 +36,18 @@ def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | No
 
 
 def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
-    """Return when `path` was saved, in seconds since 1970; 0 if it does not tell."""
+    """Return when `path` was saved, in seconds since 1970; 0 if unknown."""
     return _age(path, format_of(path, checkpoint_format))
 
 
 def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
-    """Read a checkpoint in this process alone, in whichever installed format recognises it.
+    """Read a checkpoint in this process, with the installed format that recognises it.
 
     Args:
-        trust: also one that cannot be read without executing what pickles in it say.
+        trust: also read one with pickles, which may execute code.
 
     Raises:
-        CheckpointError: no such file, none of the formats, damaged, or not to be read without trust.
+        CheckpointError: no such file, no format recognises it, it is damaged, or it has pickles and `trust` is False.
     """
     path = as_path(path)
     with refusals(path, "read"):
@@ -57,13 +57,13 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     if name is None and path.is_dir():
         check_is_no_folder(path)
     if name is None:
-        raise CheckpointError(f"{path} is in no format that is installed", do="see `stratagem plugins list`")
+        raise CheckpointError(f"{path} is not in an installed checkpoint format", do="see `stratagem plugins list`")
     checkpoint_format = format_named(name)
     if checkpoint_format.reads_pickles and not trust:
         raise CheckpointError(
-            f"{path} holds pickles, and whoever wrote a pickle can make its reader do anything",
+            f"{path} contains pickles, and loading a pickle can execute any code",
             expected="files that only you, or people you trust, have written",
-            do="if they are, `stratagem checkpoint consolidate --trust DIR FILE` makes a file without pickles of it",
+            do="if you trust them, `stratagem checkpoint consolidate --trust DIR FILE` writes a file without pickles",
         )
     if checkpoint_format.reads_pickles:
         state = checkpoint_format.consolidate(path)
@@ -74,14 +74,14 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
 
 
 def check_is_no_folder(path: Path) -> None:
-    """Refuse a folder, which no format recognises, and name the checkpoints in it."""
+    """Refuse a folder that no format recognises, and name the checkpoints in it."""
     with refusals(path, "read"):
         if not path.is_dir():
             return
         inside = sorted(each.name for each in path.iterdir() if name_of_format(each) is not None)
     raise CheckpointError(
-        f"{path} is a folder and no checkpoint", expected="a checkpoint that an installed format wrote",
-        do=f"give one of those in it: {', '.join(inside)}" if inside else "check the path",
+        f"{path} is a folder and not a checkpoint", expected="a checkpoint that an installed format wrote",
+        do=f"pass one of those in it: {', '.join(inside)}" if inside else "check the path",
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def name_of_format(path: Path) -> str | None:
     from stratagem.stack import registry
 
     for entry in registry.entries("checkpoint"):
-        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+        with contextlib.suppress(PluginError):  # a broken package must not hide the others
             if _recognises(format_named(entry.qualified_name), path):
                 return entry.qualified_name
     return None
@@ -114,26 +114,26 @@ def format_named(name: str) -> CheckpointFormat:
 
 
 def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
-    """Have a format that is not the run's own read `path`."""
+    """Read `path` with a format that is not the run's own."""
     state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
     return state
 
 
 def write_with(checkpoint_format: CheckpointFormat, state: dict[str, Any], path: Path, run: Any) -> None:
-    """Have a format that is not the run's own write `state` to `path`."""
+    """Write `state` to `path` with a format that is not the run's own."""
     _call(checkpoint_format, "save_checkpoint", state=state, path=path, run=run)
     run.wait_for_saves()
 
 
 def _call(plugin: Any, hook: str, **given: Any) -> Any:
-    """Call an implementation of `hook` as its caller would, with the arguments that it takes."""
+    """Call an implementation of `hook` with those of the `given` arguments that it takes."""
     function = getattr(plugin, hook)
     accepted = inspect.signature(function).parameters
     return function(**{name: value for name, value in given.items() if name in accepted})
 
 
 def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
-    """Yield what is in `folder` and recognised by a format, with that format."""
+    """Yield the checkpoints in `folder`, each with the format that recognises it."""
     formats = [checkpoint_format]
     for path in folder.iterdir():
         if path.name.endswith((STAGED, ".sum")):
@@ -146,7 +146,7 @@ def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[t
 
 
 def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:
-    with contextlib.suppress(OSError):  # what cannot be looked into is not taken for a checkpoint
+    with contextlib.suppress(OSError):  # an unreadable path does not count as a checkpoint
         return checkpoint_format.recognises(path)
     return False
 
@@ -155,11 +155,11 @@ def _installed_formats() -> Iterator[CheckpointFormat]:
     from stratagem.stack import registry
 
     for entry in registry.entries("checkpoint"):
-        with contextlib.suppress(PluginError):  # one broken package must not hide the others
+        with contextlib.suppress(PluginError):  # a broken package must not hide the others
             yield format_named(entry.qualified_name)
 
 
 def _age(path: Path, checkpoint_format: CheckpointFormat) -> float:
-    with contextlib.suppress(OSError):  # another process may be tidying up
+    with contextlib.suppress(OSError):  # another process may be deleting it
         return checkpoint_format.saved_at(path)
     return 0

@@ -1,4 +1,4 @@
-"""Under which key a plugin's state is saved, and which plugin gets it back.
+"""The key under which a plugin's state is saved, and the plugin that gets a saved state.
 
 [Note: state keys]
 A key is ``<kind>.<class> {options} #n``::
@@ -6,15 +6,15 @@ A key is ``<kind>.<class> {options} #n``::
     precision.some_package:ScaledPrecision
     callback.some_package.checkpoints:Keeper {"monitor": "val_loss"}
 
-The class is the nearest one, from the plugin's own up to its bases, that defines the state or that an installed entry
-point names: an alias, a preset, a mapping with options, an instance and a subclass that adds no state all have the same
-key. For kinds of which a run has several of one class, the options follow that are not at their defaults. ``#n`` counts
-plugins that are equal in all of that.
+The class is the first one in the plugin's MRO that defines the state or that an installed entry point names. So an
+alias, a preset, a mapping with options, an instance and a subclass without new state all have the same key. For kinds
+of which a run may have several of one class, the options that are not at their defaults follow. ``#n`` numbers plugins
+with equal keys.
 
-A plugin gets the state of its own key. What is left is matched within one class: a plugin and a state whose options
-differ least, if no other pair of either of them differs as little. So an option may change between two runs, and the
-order of callbacks may, too. Nothing is guessed: state without a plugin is warned about, and with it the plugins of its
-kind that find none. A plugin that is new to the run is not: the checkpoint holds nothing that was its own.
+A plugin gets the state of its own key. The others are matched within one class: a plugin and a state whose options
+differ least, if the match is unique. So options and the order of callbacks may change between two runs. A state without
+a plugin causes a warning, which also names the plugins of its kind without a state. A plugin that is new to the run
+does not.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _KEY = re.compile(r"(?P<class>\S+)(?: (?P<options>\{.*\}))?(?: #\d+)?")
 
 
 def class_key(cls: type[Any]) -> str:
-    """Return the name of the class that defines what instances of `cls` save; see [Note: state keys]."""
+    """Return the name of the class that defines the state of `cls`; see [Note: state keys]."""
     named = [entry.value.partition(":") for entry in registry.entries(hidden=True)]
     owner = next((each for each in cls.__mro__ if _defines_state(each) or _is_named(each, named)), cls)
-    # A process that was spawned knows the user's script by another name.
+    # In a spawned process the user's script has another name.
     module = "__main__" if owner.__module__ == "__mp_main__" else owner.__module__
     return f"{module}:{owner.__qualname__}"
 
 
 def _default_key(plugin: Any) -> str:
-    """Return the key of a plugin that defines none; a callback may be any object with hooks."""
+    """Return the key of a plugin without a `state_key`; a callback may be any object with hooks."""
     options = options_key(plugin) if getattr(plugin, "identified_by_options", True) else ""
     return class_key(type(plugin)) + options
 
@@ -78,12 +78,12 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
 
 
 def stateful(stack: Stack) -> list[tuple[str, Any]]:
-    """Return the plugins with state to survive a restart, by the key that it is saved under."""
+    """Return the plugins with a `state_dict`, each with its key."""
     return keyed(stack, "state_dict")
 
 
 def stateful_by_rank(stack: Stack) -> list[tuple[str, Any]]:
-    """Return the plugins with state that differs from rank to rank, by the key that it is saved under."""
+    """Return the plugins with a `rank_state`, which differs between ranks, each with its key."""
     return keyed(stack, "rank_state")
 
 
@@ -98,7 +98,7 @@ def restore(stack: Stack, saved: Mapping[str, Any]) -> None:
 
 
 def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """Return for each key of `wanted` the key in `saved` whose state is the same plugin's, where there is one."""
+    """Return for each key of `wanted` the matching key in `saved`, if there is one; see [Note: state keys]."""
     saved = list(saved)
     found = {key: key for key in wanted if key in saved}
     wanted, saved = [key for key in wanted if key not in found], [key for key in saved if key not in found]
@@ -110,9 +110,9 @@ def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
-    """Warn of state in the checkpoint `state` that no plugin of `stack` takes, and of plugins that it may be for.
+    """Warn of state in the checkpoint `state` that no plugin of `stack` uses, and of plugins that it may belong to.
 
-    A plugin that took part in the run that saved, and has no state in the checkpoint, is warned of as well.
+    Warn as well of a plugin that was in the run that saved, and has no state in the checkpoint.
     """
     saved = _saved(state)
     here = {key: plugin for method in _METHODS for key, plugin in keyed(stack, method)}
@@ -128,23 +128,21 @@ def warn_of_differences(stack: Stack, state: Mapping[str, Any]) -> None:
         for choice in asked_for
         if choice.kind in kinds or (choice.entry is not None and f"{choice.kind}.{choice.entry.name}" in wrote)
     ]
-    parts = [f"has no state of {' and of '.join(missing)}, which begins without it"] if missing else []
-    parts += (
-        [f"holds state of {' and of '.join(left)}, which no plugin of this run takes: it is dropped"] if left else []
-    )
+    parts = [f"has no state of {' and of '.join(missing)}, which starts without it"] if missing else []
+    parts += [f"has state of {' and of '.join(left)}, which no plugin of this run uses: it is dropped"] if left else []
     if parts:
         warnings.warn(f"the checkpoint {', and '.join(parts)}", stacklevel=2)
     for key in (key for key, plugin in here.items() if key.endswith(" #1") and not _has_options(plugin)):
         name = key.removesuffix(" #1")
         warnings.warn(
-            f"the checkpoint tells plugins ({name}) apart by their order alone: give the class a property state_key "
-            "that returns a text for each",
+            f"the checkpoint distinguishes plugins ({name}) only by their order: add a property state_key to the "
+            "class, which returns a different text for each",
             stacklevel=2,
         )
 
 
 def _has_options(plugin: Any) -> bool:
-    """Whether the class of `plugin` is an attrs class itself: what its instances were given is known."""
+    """Whether the class of `plugin` is an attrs class itself, so that the options of its instances are known."""
     return "__attrs_attrs__" in vars(type(plugin))
 
 
@@ -153,7 +151,7 @@ def _defines_state(cls: type[Any]) -> bool:
 
 
 def _is_named(cls: type[Any], named: list[tuple[str, str, str]]) -> bool:
-    """Whether an entry point names `cls`, where it is defined or where a package around it has it again."""
+    """Whether an entry point names `cls`, in its own module or in a package that re-exports it."""
     return any(
         attribute == cls.__qualname__ and (cls.__module__ == module or cls.__module__.startswith(f"{module}."))
         for module, _, attribute in named
@@ -161,7 +159,7 @@ def _is_named(cls: type[Any], named: list[tuple[str, str, str]]) -> bool:
 
 
 def _closest(wanted: list[str], saved: list[str]) -> tuple[str, str] | None:
-    """Return a plugin and a state that differ less than either does from any other; None if there are none."""
+    """Return a plugin and a state whose distance is smaller than that of any other pair of either; None if none."""
     distances = {(one, other): d for one in wanted for other in saved if (d := _distance(one, other)) is not None}
     for pair, distance in sorted(distances.items(), key=lambda item: item[1]):
         rivals = [d for other, d in distances.items() if other != pair and (other[0] == pair[0] or other[1] == pair[1])]
@@ -171,7 +169,7 @@ def _closest(wanted: list[str], saved: list[str]) -> tuple[str, str] | None:
 
 
 def _distance(one: str, other: str) -> int | None:
-    """Return in how many options two keys differ; None if they are of different classes."""
+    """Return the number of options in which two keys differ; None for different classes."""
     mine, theirs = _KEY.fullmatch(one), _KEY.fullmatch(other)
     if mine is None or theirs is None or mine["class"] != theirs["class"]:
         return None

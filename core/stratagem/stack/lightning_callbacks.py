@@ -1,4 +1,4 @@
-"""Names of Lightning's callback API that a plugin may define and nothing calls; and arguments that hooks do not get."""
+"""Names of Lightning's callback API that stratagem does not call, and arguments that its hooks do not have."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stratagem.stack.plugin_hooks import hook_implementations, hook_specificatio
 
 @frozen
 class Instead:
-    """What to write instead of a method that is not called."""
+    """The replacement of a method that is not called."""
 
-    #: The method or argument that does it.
+    #: The method or argument to use.
     expected: str
-    #: What else to know, in the imperative.
+    #: What to do, in the imperative.
     do: str = "move the code there"
 
 
-#: Not called on a callback, or on another plugin.
+#: Methods that are not called on a callback or another plugin.
 CALLBACK: Final[dict[str, Instead]] = {
     "on_init_start": Instead("__init__(self)"),
     "on_init_end": Instead("setup(self, trainer, module, stage)"),
@@ -37,10 +37,10 @@ CALLBACK: Final[dict[str, Instead]] = {
     "on_keyboard_interrupt": Instead("on_exception(self, trainer, module, exception)"),
 }
 
-#: Names of arguments of Lightning's callbacks, and what they are called here.
+#: Arguments of Lightning's callbacks, and their names here.
 CALLBACK_ARGUMENTS: Final[dict[str, str]] = {"pl_module": "name it `module`"}
 
-#: Hooks that are called at another time than the method of this name of Lightning's callbacks.
+#: Hooks that are called at another time than Lightning's method of the same name.
 HOOKS: Final[dict[str, str]] = {
     "teardown": "take `run` alone: it is called once, when the run closes; for the end of a call define on_fit_end, "
     "on_validation_end, on_test_end or on_predict_end",
@@ -48,10 +48,10 @@ HOOKS: Final[dict[str, str]] = {
 
 
 def check_hook_arguments(choice: Any) -> None:
-    """Refuse hooks of a plugin that name an argument which they do not get.
+    """Refuse hooks of a plugin that name an argument which the hook does not have.
 
     Raises:
-        PluginError: there is one.
+        PluginError: names the hook and the argument.
     """
     for hook in hook_implementations(choice.plugin):
         if hook not in hook_specifications():

@@ -1,4 +1,4 @@
-"""Which hooks exist, and which of them a plugin implements."""
+"""List the hooks that exist, and those that a plugin implements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratagem.api import hooks
 
 
 def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, dict[str, Any]]:
-    """Return what `plugin` (or, with `of_class`, a class) marks with ``@hookimpl``: the marker's options by name."""
+    """Return the methods of `plugin` (or, with `of_class`, of a class) with ``@hookimpl``: its options by hook name."""
     if isinstance(plugin, type) and not of_class:
         return {}
     cls = plugin if of_class else type(plugin)
@@ -19,5 +19,5 @@ def hook_implementations(plugin: Any, *, of_class: bool = False) -> dict[str, di
 
 
 def hook_specifications() -> dict[str, dict[str, Any]]:
-    """Return every hook of the contract by name, with its options."""
+    """Return every hook of `stratagem.api.hooks` by name, with its options."""
     return {name: value.stratagem_spec for name, value in vars(hooks).items() if hasattr(value, "stratagem_spec")}

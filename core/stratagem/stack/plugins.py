@@ -1,4 +1,4 @@
-"""The plugins of a run, resolved: `Choice` is one of them, `Stack` is all."""
+"""The resolved plugins of a run: `Choice` is one of them, `Stack` is all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stratagem.stack import registry
 
 @frozen(kw_only=True)
 class Choice:
-    """One plugin of the stack, and how it came to be there."""
+    """One plugin of the stack, and why it was chosen."""
 
     kind: str
-    #: As a user would write it; a class name for an instance that no entry point names.
+    #: The name that users type; the class name for an instance that no entry point names.
     name: str
     plugin: Any
-    #: Why it is here: "asked for", "the default for one process", "RANK is set" ...
+    #: Why it was chosen: "asked for", "the default for one process", "RANK is set" ...
     reason: str
     entry: registry.Entry | None = None
     #: The options that were set, each with its origin ("code", "file run.yaml", ...).
@@ -35,7 +35,7 @@ class Choice:
 
 @define(eq=False, kw_only=True)
 class Stack:
-    """The plugins of a run, resolved: in the order in which they act."""
+    """The resolved plugins of a run, in the order in which they act."""
 
     strategies: list[Choice]
     precision: Choice
@@ -49,29 +49,29 @@ class Stack:
     others: list[Choice]
     #: Callbacks of every run, where they are installed.
     automatic: list[Choice]
-    #: Device numbers that this node's processes use: one each, or all of them the only process.
+    #: Device numbers of this node's processes: one for each process, or all of them for the only process.
     devices: tuple[int, ...]
-    #: The user set `devices`, rather than leaving it to "auto".
+    #: Whether the user set `devices` to anything but "auto".
     devices_given: bool
     policy: PrecisionPolicy
-    #: The strategy applies the precision by itself: the precision's own hooks stand down.
+    #: Whether the strategy applies the precision itself: the hooks of the precision are then not called.
     precision_absorbed: bool
 
     @property
     def strategy(self) -> Strategy:
-        """The innermost strategy: the one that answers."""
+        """The innermost strategy, which answers the hooks."""
         strategy: Strategy = self.strategies[-1].plugin
         return strategy
 
     def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others: the outermost strategy that was told decides, else the backend."""
+        """How long a rank waits for the others: that of the outermost strategy with a timeout, else the backend's."""
         answers = [choice.plugin.join_timeout() for choice in self.strategies]
         default = NCCL_TIMEOUT if "nccl" in self.accelerator.plugin.backend else DEFAULT_TIMEOUT
         return next((answer for answer in answers if answer is not None), default)
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """The number of processes on this node."""
         return len(self.devices) if self.strategy.process_per_device else 1
 
     def devices_of(self, local_rank: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Stack:
             raise ConfigError(
                 f"{self.environment} gave this process the local rank {local_rank}, and the run has "
                 f"{len(self.devices)} devices on this node",
-                expected="a device for each process", do="start as many processes on each node as devices",
+                expected="one device for each process", do="start as many processes on each node as devices",
             )  # fmt: skip
         return self.devices[local_rank : local_rank + 1]
 
@@ -99,7 +99,7 @@ class Stack:
         ]  # fmt: skip
 
     def preload(self) -> None:
-        """Import what all plugins import late, so that copies of this process need not do it each for itself."""
+        """Call `preload` of all plugins, so that forks of this process need not import the same modules again."""
         device_type = self.accelerator.plugin.device(0).type
         for choice in self.choices():
             if isinstance(choice.plugin, Plugin):

@@ -1,7 +1,7 @@
-"""Which plugins are installed: list them without importing any, find one by name, load it when it is chosen.
+"""List the installed plugins without importing any, find one by name, load it when it is chosen.
 
-Discovered means available, never active: a package is imported only when a run names its plugin. The two exceptions,
-accelerators and environments under "auto", are asked one by one, so that a broken package is skipped, not fatal.
+An installed plugin is not active: its package is imported only if a run names it. The exceptions are accelerators and
+environments under "auto", which are imported one by one; a broken package among them is skipped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from attrs import frozen
 from stratagem.errors import PluginError, nearest
 from stratagem.stack import catalog
 
-#: Comma-separated plugin or distribution names: only these exist for this process.
+#: Comma-separated plugin or distribution names: only these are available in this process.
 ALLOW_VARIABLE = "STRATAGEM_PLUGINS"
-#: Comma-separated plugin or distribution names that do not exist for this process.
+#: Comma-separated plugin or distribution names that are not available in this process.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 
 
 @frozen(kw_only=True)
 class Entry:
-    """An installed plugin, as its package's metadata describes it."""
+    """An installed plugin, as described by the metadata of its package."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Entry:
     value: str
     distribution: str
     version: str
-    #: The requirements of the distribution that name the core, such as ``stratagem>=0.1``, as its metadata spells them.
+    #: The requirements of the distribution on the core, such as ``stratagem>=0.1``, as written in its metadata.
     core_requirements: tuple[str, ...] = ()
 
     @property
@@ -44,12 +44,12 @@ class Entry:
         """Import the plugin and return its class or factory.
 
         Raises:
-            PluginError: the package was made for another core version, or its import fails (chained).
+            PluginError: the package requires another version of the core, or its import fails (chained).
         """
         check_core_version(self)
         try:
             return EntryPoint(self.name, self.value, f"stratagem.{self.kind}").load()
-        except (Exception, SystemExit) as error:  # a module that exits must not take the program with it
+        except (Exception, SystemExit) as error:  # a module that exits must not end the program
             raise PluginError(
                 f"{self.kind} {self.name!r} of {self.distribution} {self.version} cannot be imported "
                 f"({type(error).__name__}: {error})",
@@ -58,13 +58,13 @@ class Entry:
 
 
 def entries(kind: str | None = None, hidden: bool = False) -> list[Entry]:
-    """Return the installed plugins (of one `kind`), sorted; `hidden` also those that allow and deny lists hide."""
+    """Return the installed plugins (of one `kind`), sorted; with `hidden` also those that allow and deny lists hide."""
     listed = _scan() if hidden else _visible(os.environ.get(ALLOW_VARIABLE, ""), os.environ.get(DENY_VARIABLE, ""))
     return [entry for entry in listed if kind in (None, entry.kind)]
 
 
 def refresh() -> None:
-    """Forget what was discovered: packages were installed or removed while this process runs."""
+    """Clear the caches of discovery, after packages were installed or removed while this process runs."""
     global _generation
     _generation += 1
     _scan.cache_clear()
@@ -72,7 +72,7 @@ def refresh() -> None:
 
 
 def generation() -> int:
-    """Return how often discovery was refreshed: what was computed from installed plugins holds for one number."""
+    """Return how often `refresh` was called: a key for caches of values that depend on the installed plugins."""
     return _generation
 
 
@@ -83,7 +83,7 @@ def find(kind: str, name: str) -> Entry:
     """Return the installed plugin of `kind` called `name` (any case, or ``distribution:name``).
 
     Raises:
-        PluginError: nothing, or more than one package, answers to `name`.
+        PluginError: no package, or more than one, provides `name`.
     """
     wanted = name.lower()
     matches = [entry for entry in entries(kind) if wanted in (entry.name.lower(), entry.qualified_name.lower())]
@@ -93,7 +93,7 @@ def find(kind: str, name: str) -> Entry:
         choices = " or ".join(repr(entry.qualified_name) for entry in matches)
         raise PluginError(
             f"{kind} {name!r} is provided by {' and '.join(entry.distribution for entry in matches)}",
-            expected="one package to answer to that name",
+            expected="one package that provides that name",
             do=f"write {choices}, or uninstall one of them",
         )
     raise _unknown(kind, wanted, name)
@@ -124,7 +124,7 @@ def _scan() -> tuple[Entry, ...]:
         for point in distribution.entry_points:
             if point.group.startswith("stratagem."):
                 entry = _describe(point, distribution)
-                # The first on the path wins, as in an import; an editable install may leave its metadata there twice.
+                # The first one on the path is used, as in an import. An editable install may have its metadata twice.
                 found.setdefault((entry.kind, entry.qualified_name), entry)
     return tuple(sorted(found.values(), key=lambda entry: (entry.kind, entry.name, entry.distribution)))
 
@@ -140,18 +140,18 @@ def _describe(point: EntryPoint, distribution: Distribution) -> Entry:
     )
 
 
-#: Begins a requirement of the core. It is parsed when the plugin is loaded: a listing imports no parser.
+#: Matches a requirement on the core. It is parsed when the plugin is loaded, so that listing imports no parser.
 _NAMES_CORE = re.compile(r"stratagem(?![-.\w])", re.IGNORECASE)
 
 
 @cache
 def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
-    """Return what the allow and deny lists, as they are in the environment, leave of the installed plugins."""
+    """Return the installed plugins that the allow and deny lists of the environment do not hide."""
     allowed, denied = _names(allow), _names(deny)
     found = []
     for entry in _scan():
         titles = {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
-        # The allow list is about runs; the commands that find out what a run lacks stay.
+        # The allow list limits runs. Commands stay available, to find out what a run lacks.
         if not titles & denied and (not allowed or titles & allowed or entry.kind == "command"):
             found.append(entry)
     return tuple(found)
@@ -162,10 +162,10 @@ def _names(text: str) -> set[str]:
 
 
 def check_core_version(entry: Entry) -> None:
-    """Refuse a plugin whose package was made for other versions of the core.
+    """Refuse a plugin whose package requires another version of the core.
 
     Raises:
-        PluginError: both versions are in it.
+        PluginError: names both versions.
     """
     from stratagem._version import __version__
 
@@ -188,7 +188,7 @@ def check_core_version(entry: Entry) -> None:
 
 @cache
 def _unmet(requirement: str, version: str) -> str:
-    """Return the versions that `requirement` allows (``>=0.1``) if `version` is not one of them; otherwise nothing."""
+    """Return the versions that `requirement` allows (``>=0.1``) if `version` is not one of them; otherwise ""."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 

@@ -1,7 +1,7 @@
 """Turn names and options into an ordered, validated stack of plugins, before any process starts.
 
-Everything here is decided from data: settings, package metadata, options, capabilities. No plugin hook runs, and no
-plugin is known by name (`catalog.toml` holds the defaults).
+The resolver uses data only: settings, package metadata, options, capabilities. It calls no hook of a plugin, and knows
+no plugin by name (`catalog.toml` has the defaults).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resolve(settings: Any) -> Stack:
     """Return the validated stack that `settings` (a `RunSettings`) describes.
 
     Raises:
-        ConfigError, PluginError: a name, option or combination that cannot work; nothing has been started.
+        ConfigError, PluginError: a name, option or combination that cannot work. No process was started.
     """
     chooser = _Chooser(settings)
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(detect_accelerator())
@@ -85,11 +85,11 @@ def resolve(settings: Any) -> Stack:
 def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
     """Return the callbacks of `stack` with `values` (one or a list, as for ``callbacks=``) added.
 
-    One of `values` replaces those of its class, and of classes that its class derives from. What keeps checkpoints
-    stays last.
+    One of `values` replaces those of its class, and of classes that its class derives from. Callbacks that keep
+    checkpoints stay last.
 
     Raises:
-        ConfigError, PluginError: no such callback, or one that does not fit the stack.
+        ConfigError, PluginError: no such callback, or one that cannot be combined with the stack.
     """
     chooser = _Chooser(settings)
     chooser.extras, chooser.options = {kind: [] for kind in chooser.extras}, {}
@@ -106,7 +106,7 @@ def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
 
 
 class _Chooser:
-    """Turns what the user wrote for a kind into choices; `plugins=` adds to every kind."""
+    """Turns the arguments for a kind into choices; `plugins=` adds to every kind."""
 
     def __init__(self, settings: Any) -> None:
         self.origins, self.options = settings.origins, dict(settings.options)
@@ -143,7 +143,7 @@ class _Chooser:
             return self._named(kind, chosen.pop("name"), chosen, alone)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
             return self._named(kind, str(value), {}, alone)
-        if moved := catalog.moved(str(value).lower()):  # a dtype, say
+        if moved := catalog.moved(str(value).lower()):  # for example a dtype
             raise ConfigError(f"{path} is {shown(value)}", expected="a name", do=moved)
         if isinstance(value, type):
             raise ConfigError(f"{path} is the class {value.__name__}", expected="an instance", do="call the class")
@@ -165,12 +165,12 @@ class _Chooser:
         entry = registry.find(kind, name)
         source = self.origins.get(kind, self.origins.get(f"{kind}s", "code"))
         given = {option: PluginOption(value, source, text=False) for option, value in values.items()}
-        if alone:  # otherwise, whose option would it be?
+        if alone:  # with several plugins an option would be ambiguous
             given |= self.options.pop(kind, {})
         return self._build(entry, given, f"asked for ({source})")
 
     def refine(self, choice: Choice) -> Choice:
-        """Apply the options that were set for this kind by a dotted name or beside the plugin's name."""
+        """Apply the options that were set for this kind by a dotted name or in a mapping with the plugin's name."""
         options = self.options.pop(choice.kind, {})
         return self._build(choice.entry, options, choice.reason) if options and choice.entry else choice
 
@@ -189,7 +189,7 @@ class _Chooser:
         return Choice(kind=entry.kind, name=entry.name, plugin=plugin, reason=reason, entry=entry, origins=origins)
 
     def check_all_used(self) -> None:
-        """Refuse options that nothing took: they were set for an instance, or for several plugins at once."""
+        """Refuse options that no plugin used: they were set for an instance, or for several plugins at once."""
         for kind, options in self.options.items():
             name, option = next(iter(options.items()))
             raise ConfigError(
@@ -221,7 +221,7 @@ class _Chooser:
 
 
 def _entry_of(kind: str, cls: type[Any]) -> tuple[str, registry.Entry | None]:
-    """Return the name that users type for `cls`, if an entry point spells it."""
+    """Return the name and the entry of `cls`, if an entry point names it; otherwise the class name and None."""
     for entry in registry.entries(kind) if kind in KINDS else ():
         module, _, attribute = entry.value.partition(":")
         if attribute == cls.__qualname__ and cls.__module__.partition(".")[0] == module.partition(".")[0]:
@@ -242,7 +242,7 @@ def _is_default(option: attrs.Attribute[Any], value: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; arrays and tensors of several elements are equal to nothing."""
+    """Whether two values are equal; False for arrays and tensors of several elements."""
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):
@@ -269,26 +269,26 @@ def _comm_hooks(chooser: _Chooser, settings: Any, strategy: Choice) -> list[Choi
     asked, wanted = chooser.many("comm_hook", settings.comm_hook), strategy.plugin.default_comm_hooks()
     if asked and wanted:
         raise ConfigError(
-            f"comm_hook is {[choice.name for choice in asked]} and {strategy} asks for comm hooks of its own",
+            f"comm_hook is {[choice.name for choice in asked]} and {strategy} has comm hooks of its own",
             expected="one of the two",
         )
-    reason = f"{strategy} asks for it"
+    reason = f"{strategy} needs it"
     return asked or [attrs.evolve(choice, reason=reason) for choice in chooser.many("comm_hook", wanted or None)]
 
 
 def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wanted: str | None) -> Choice:
-    """Return what the user chose for `kind`, else what `strategy` wants, else the default."""
+    """Return the plugin of `kind` that the user chose, else the one that `strategy` needs, else the default."""
     asked = chooser.one(kind, value)
     if asked is None and wanted is None:
         return chooser.refine(default(kind, kind))
     if asked is None:
         entry = registry.find(kind, wanted or "")
-        reason = f"{strategy} asks for it"
+        reason = f"{strategy} needs it"
         return chooser.refine(Choice(kind=kind, name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry))
     if wanted is not None and wanted != asked.name:
         raise ConfigError(
-            f"{asked} was chosen and {strategy} asks for the {kind} {wanted!r}",
-            do=f"drop the {kind}, or choose a strategy or an option of it that leaves it open",
+            f"{asked} was chosen and {strategy} needs the {kind} {wanted!r}",
+            do=f"drop the {kind}, or choose a strategy or an option of it that allows any",
         )
     return asked
 
@@ -352,7 +352,7 @@ def _transforms(settings: Any) -> list[Choice]:
 
 
 def _names(value: Any, entry: registry.Entry) -> bool:
-    """Whether the user's `value` already chooses the plugin of `entry`, or one of a class derived from it."""
+    """Whether `value` already chooses the plugin of `entry`, or one of a class derived from it."""
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
         if name.lower() == entry.name:
@@ -363,7 +363,7 @@ def _names(value: Any, entry: registry.Entry) -> bool:
 
 
 def _profiler(settings: Any, chooser: _Chooser) -> list[Choice]:
-    """Return the callback that ``profiler=`` stands for."""
+    """Return the callback that ``profiler=`` selects."""
     value = getattr(settings, "profiler", None)
     if value is None or value is False:
         return []
@@ -395,7 +395,7 @@ def _loggers(settings: Any, chooser: _Chooser) -> list[Choice]:
 
 
 def _devices(settings: Any, accelerator: Choice, environment: Choice, *, one_each: bool) -> tuple[int, ...]:
-    """Return what `devices` means; of processes that exist already, each has one if the strategy uses `one_each`."""
+    """Return the device numbers of this node; with `one_each`, one for each process that exists already."""
     if accelerator.plugin.count() == 0:
         raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
     wanted = "auto" if settings.devices is None else settings.devices
