@@ -1,9 +1,9 @@
-"""What callbacks add to a training step: CPU time per step over the raw PyTorch loop, one callback at a time.
+"""Overhead of callbacks: CPU time per step above a plain PyTorch loop, with one callback at a time.
 
     python benchmarks/callbacks.py [--steps 2000] [--rounds 5]
 
-The model and the method are those of overhead.py; every variant logs the loss on each step, with bar, CSV logger
-and checkpoints on.
+Model and method are those of overhead.py. Every variant logs the loss in each step, with progress bar, CSV logger and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
         for name, options in VARIANTS.items():
             over[name].append((variant(options)(batches) - base) / arguments.steps * 1e6)
     print(f"torch {torch.__version__}, {arguments.steps} steps, {arguments.rounds} rounds; CPU microseconds per step\n")
-    print("| | over raw, median | min | max |\n|---|---|---|---|")
+    print("| | above plain PyTorch, median | min | max |\n|---|---|---|---|")
     for name, values in over.items():
         print(f"| {name} | {statistics.median(values):+.0f} | {min(values):+.0f} | {max(values):+.0f} |")
 

@@ -1,10 +1,10 @@
-"""Saving and loading 500 MB of model and Adam: stratagem's formats beside torch.save and raw DCP, all with fsync.
+"""Time to save and load 500 MB of model and Adam state: stratagem, torch.save and raw DCP, all with fsync.
 
     python benchmarks/checkpoints.py [--ranks 2] [--rounds 9] [--dir FOLDER]
 
-A disk may swing by a multiple from one second to the next, so the ways take turns within a round, what counts is the
-median of each round's ratio to raw DCP, and CPU seconds (of rank 0) stand beside the clock's. `--dir /dev/shm` takes
-the disk out of it.
+The speed of a disk may vary by a multiple from one second to the next. So the methods alternate within a round, the
+result is the median of each round's ratio to raw DCP, and CPU seconds (of rank 0) are printed besides wall time.
+`--dir /dev/shm` measures without a disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH, LAYERS = 2048, 10
 
 
 def sync(folder):
-    """Make names durable, as stratagem does."""
+    """Fsync the entries of a folder, as stratagem does."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -48,7 +48,7 @@ def build(run):
 
 
 class Raw:
-    """torch.distributed.checkpoint as its tutorial has it."""
+    """torch.distributed.checkpoint as in its tutorial."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model.module, optimizer
@@ -144,7 +144,7 @@ def runs(ranks, rounds, folder):
             run.collectives.barrier()
             _, *row[name, "load"] = measured(ways[name].load, path)
             run.collectives.barrier()
-        if turn:  # the first warms up
+        if turn:  # the first is a warm-up
             rows.append(row)
     return rows
 

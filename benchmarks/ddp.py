@@ -1,4 +1,4 @@
-"""Steps per second of two gloo ranks on a 9.9M-parameter model: raw DDP and stratagem's, interleaved.
+"""Steps per second of two gloo ranks with a model of 9.9M parameters: plain DDP and stratagem, alternating.
 
 python benchmarks/ddp.py [--steps 40] [--rounds 5]
 """
@@ -72,13 +72,13 @@ def measure(steps: int, rounds: int) -> dict[str, list[float]]:
     for round_number in range(rounds + 1):
         for name, variant in variants.items():
             took = variant(batches)
-            if round_number:  # the first round warms everything up
+            if round_number:  # the first round is a warm-up
                 seconds[name].append(took)
     return {name: [steps / took for took in values] for name, values in seconds.items()}
 
 
 class Measure:
-    """What each process does; a class, so that it could be pickled."""
+    """The function of each process; a class, so that it can be pickled."""
 
     def __init__(self, steps: int, rounds: int) -> None:
         self.steps, self.rounds = steps, rounds
@@ -86,7 +86,7 @@ class Measure:
     def __call__(self, run: sg.Run):
         import os
 
-        # The trainers that are measured take this process group as it is.
+        # The measured trainers use this process group.
         os.environ["LOCAL_RANK"] = str(run.world.local_rank)
         return measure(self.steps, self.rounds)
 
@@ -101,7 +101,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in network().parameters())
     base = statistics.median(rates["raw DDP"])
     print(f"torch {torch.__version__}, {parameters / 1e6:.1f}M parameters, 2 gloo ranks, one thread each\n")
-    print("| | steps/s, median | min | max | of raw |\n|---|---|---|---|---|")
+    print("| | steps/s, median | min | max | relative to raw DDP |\n|---|---|---|---|---|")
     for name, values in rates.items():
         middle = statistics.median(values)
         print(f"| {name} | {middle:.2f} | {min(values):.2f} | {max(values):.2f} | {middle / base:.3f} |")

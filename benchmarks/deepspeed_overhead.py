@@ -1,9 +1,9 @@
-"""What a step costs over a loop by hand around ``deepspeed.initialize``: CPU time, on a model of 10 million parameters.
+"""Overhead per step above a plain loop around ``deepspeed.initialize``: CPU time, a model of 10 million parameters.
 
     python benchmarks/deepspeed_overhead.py [--steps 10] [--rounds 7] [--stages 1 2 3]
 
-Two processes of one thread each on gloo; an MLP in fp32, AdamW, batch 32. The loop by hand has the engine that the
-strategy makes, clips nothing and logs nothing. Variants run in turn; each round's ratio is that of the same round.
+Two processes of one thread each on gloo; an MLP in fp32, AdamW, batch 32. The plain loop uses the engine of the
+strategy, without clipping and logging. Variants alternate; a ratio compares times of the same round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem_testing import run_in_processes
 
 WIDTH = 1024
-#: The first steps make connections and trace the order of parameters.
+#: The first steps connect and trace the order of parameters.
 _WARM_UP = 3
 
 
@@ -77,7 +77,7 @@ def by_trainer(rank: int, world_size: int, stage: int, steps: int) -> float:
 
 
 def by_hand(rank: int, world_size: int, stage: int, steps: int) -> float:
-    """The engine that the strategy would make, in a loop of its own."""
+    """The engine of the strategy in a plain loop."""
     from stratagem_deepspeed.engine_config import engine_config
 
     run = sg.Run(strategy=f"deepspeed_stage_{stage}", devices=world_size, accelerator="cpu")
@@ -112,7 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     size = sum(parameter.numel() for parameter in network().parameters())
     print(f"{size / 1e6:.1f} M parameters, 2 processes, torch {torch.__version__}, {platform.processor()}")
-    print("| stage | by hand, ms CPU a step | trainer, ms CPU a step | overhead, median | min | max |")
+    print("| stage | plain loop, ms CPU per step | trainer, ms CPU per step | overhead, median | min | max |")
     print("|---|---|---|---|---|---|")
     for stage in arguments.stages:
         pairs = []

@@ -1,10 +1,10 @@
-"""Steps of a tiny model and of a GPT on one GPU, beside the raw PyTorch loop of the same setting.
+"""Time of steps of a tiny model and of a GPT on one GPU, compared with a plain PyTorch loop with the same settings.
 
     python benchmarks/gpu.py [--json gpu-bench.json] [--rounds 5] [--only NAME ...] [--device cpu --small]
 
-Wall time of synchronized steps after a warm-up, ours and the raw loop in turn within each round; a ratio is that of the
-two medians. The raw loop shards and offloads nothing. MFU is the share of the GPU's dense peak for the dtype of its
-matrix products, where that peak is known.
+Wall time of synchronized steps after a warm-up; the trainer and the raw loop alternate within each round, and the
+ratio is that of the two medians. The raw loop does not shard or offload. MFU is the share of the GPU's dense peak for
+the dtype of the matrix products, if that peak is known.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 in its smallest published size, unless told otherwise."""
+    """A GPT, by default GPT-2 in its smallest published size."""
 
     def __init__(self, vocabulary: int, context: int, width: int, depth: int, num_heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 class Language(sg.Module):
-    """The next token, by AdamW."""
+    """Predicts the next token; trained by AdamW."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Language(sg.Module):
 
 
 class Tiny(sg.Module):
-    """An MLP whose step is as cheap as steps get: what is left is the loop."""
+    """An MLP with a cheap step, to measure the loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Tiny(sg.Module):
 
 @frozen(kw_only=True)
 class Case:
-    """One row: what the trainer is given, and the setting of the raw loop beside it."""
+    """One row of the table: the arguments of the trainer, and the settings of the raw loop."""
 
     name: str
     model: Callable[[], Any]
@@ -119,12 +119,12 @@ class Case:
     steps: int
     warmup: int
     arguments: dict[str, Any] = field(factory=dict)
-    #: autocast's dtype in the raw loop.
+    #: The dtype of autocast in the raw loop.
     dtype: torch.dtype | None = None
     tf32: bool = False
     compiled: bool = False
     pinned: bool = True
-    #: Tokens of a step, and the FLOPs of forward and backward for each; 0 where that means nothing.
+    #: Tokens per step, and FLOPs of forward and backward per token; 0 for models without tokens.
     tokens: int = 0
     flops_per_token: float = 0.0
 
@@ -200,7 +200,7 @@ def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
                 # A compiled model is compiled once; a sharded one is not sharded again.
                 model = case.model() if shards and loop is ours else kept[loop]
                 taken = loop(case, model, batches, device)
-                if number:  # the first round warms everything up
+                if number:  # the first round is a warm-up
                     seconds[loop].append(taken)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -225,7 +225,7 @@ def row(case: Case, plain: list[float], timed: list[float], device: torch.device
 
 
 def peak_flops(case: Case, device: torch.device) -> float | None:
-    """Return the peak for the dtype that the products of `case` have; None where it is not known."""
+    """Return the peak for the dtype of the matrix products of `case`; None if unknown."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -276,16 +276,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names contain one of these")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="small models: to try this file, not to measure")
+    parser.add_argument("--small", action="store_true", help="small models: to test this program, not to measure")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device is visible: nothing is measured (--device cpu --small tries the program)")
+        print("no CUDA device is visible: nothing is measured (--device cpu --small tests the program)")
         arguments.json.write_text(json.dumps({"machine": machine(device), "rows": []}, indent=1) + "\n")
         return
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    print("| | ms a step | raw loop | ratio | min | max | tokens/s | TFLOP/s | MFU |\n" + "|---" * 9 + "|")
+    print("| | ms per step | raw loop | ratio | min | max | tokens/s | TFLOP/s | MFU |\n" + "|---" * 9 + "|")
     rows = []
     for case in cases(arguments.small):
         if not any(part in case.name for part in arguments.only):
@@ -293,7 +293,7 @@ def main() -> None:
         try:
             rows.append(measure(case, arguments.rounds, device))
             print(line(rows[-1]), flush=True)
-        except Exception as error:  # noqa: BLE001 - one case must not cost the others
+        except Exception as error:  # noqa: BLE001 - an error in one case must not end the others
             rows.append({"name": case.name, "error": traceback.format_exc()})
             print(f"| {case.name} | {type(error).__name__}: {str(error).partition(chr(10))[0]} |", flush=True)
         if device.type == "cuda":
@@ -312,7 +312,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return the machine and the versions, on which the numbers depend."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""What importing costs on top of torch, and how long listing plugins takes: fresh processes, CPU seconds.
+"""Time of imports in addition to torch, and of listing plugins: new processes, CPU seconds.
 
 python benchmarks/imports.py [--rounds 7]
 """
@@ -25,7 +25,7 @@ SNIPPETS = {
 
 
 def measure(code: str) -> tuple[float, float]:
-    """Return CPU and wall seconds of `code` in a process of its own."""
+    """Return CPU and wall seconds of `code` in a new process."""
     program = (
         "import time, json; w = time.perf_counter(); c = time.process_time()\n"
         f"{code}\n"

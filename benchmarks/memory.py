@@ -1,9 +1,9 @@
-"""Peak memory of a rank: DDP beside each way of sharding, on a transformer with AdamW in fp32, two CPU processes.
+"""Peak memory of a rank under DDP and FSDP: a transformer with AdamW in fp32, two CPU processes.
 
     MALLOC_MMAP_THRESHOLD_=1048576 python benchmarks/memory.py
 
-The variable gives every strategy the allocator that FSDP asks for itself. What is reported is the largest resident
-memory above what the process had before the model was built.
+The variable sets for every strategy the allocator option that FSDP sets itself. Reported is the peak of resident memory
+above the memory of the process before the model was built.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def resident(name: str) -> int:
 
 
 def peak(rank, world_size, arguments):
-    Path("/proc/self/clear_refs").write_text("5")  # forget the parent's peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the parent
     before = resident("VmRSS")
     trainer = sg.Trainer(max_epochs=1, devices=world_size, accelerator="cpu", barebones=True, **arguments)
     batches = [torch.randint(VOCABULARY, (BATCH, LENGTH)) for _ in range(STEPS)]

@@ -1,10 +1,10 @@
-"""What a training step costs over the raw PyTorch loop: CPU time per step, beside the trainers that are installed.
+"""Overhead per training step above a plain PyTorch loop: CPU time, compared with other installed trainers.
 
     python benchmarks/overhead.py [--steps 2000] [--rounds 9]
 
-A tiny MLP (32-32-1), batch 8, SGD, one thread, so that the step itself is as cheap as steps get. The variants run
-interleaved; each round's overhead is taken against the raw loop of the same round. Peers that are not installed are
-left out (pip install lightning accelerate).
+A tiny MLP (32-32-1), batch 8, SGD, one thread, so that the step itself is cheap. The variants alternate; the overhead
+is the difference to the raw loop of the same round. Trainers that are not installed are left out (pip install
+lightning accelerate).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import stratagem as sg
 
 
 class Batches:
-    """Ready-made batches: nobody's loader is measured. No list, which some trainers take for several loaders."""
+    """Precomputed batches, so that no loader is measured. Not a list, which some trainers take for several loaders."""
 
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.batches = batches
@@ -212,14 +212,14 @@ def main() -> None:
         for name, run in variants.items():
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 seconds = run(batches)
-            if round_number:  # the first round warms everything up
+            if round_number:  # the first round is a warm-up
                 overheads[name].append((seconds - base) / arguments.steps * 1e6)
         if round_number:
             raws.append(base / arguments.steps * 1e6)
     cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line), "")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {cpu}, one thread")
     print(f"{arguments.steps} steps, {arguments.rounds} rounds; CPU microseconds per step\n")
-    print("| | over raw, median | min | max |\n|---|---|---|---|")
+    print("| | above the raw loop, median | min | max |\n|---|---|---|---|")
     print(f"| raw loop itself | {statistics.median(raws):.0f} | {min(raws):.0f} | {max(raws):.0f} |")
     for name, values in overheads.items():
         print(f"| {name} | {statistics.median(values):+.0f} | {min(values):+.0f} | {max(values):+.0f} |")

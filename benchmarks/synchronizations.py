@@ -1,9 +1,9 @@
-"""How often a training step makes the host wait for a GPU: by strategy, precision and comm hook. Needs no GPU.
+"""Count how often a training step makes the host wait for a GPU, by strategy, precision and comm hook. Needs no GPU.
 
     python benchmarks/synchronizations.py [--where]
 
-Two processes train a small model on a stand-in device, on the CPU; a recorder counts in the steps after the first ones
-(see `stratagem_testing.synchronizations`). Prints the tables of docs/synchronization.md. ``--where`` adds the lines
+Two processes train a small model on a fake device, on the CPU. A recorder counts in the steps after the warm-up (see
+`stratagem_testing.synchronizations`). Prints the tables of docs/synchronization.md. ``--where`` adds the source lines
 that wait.
 """
 
@@ -39,14 +39,14 @@ HOOKS: dict[str, dict[str, Any]] = {
 
 
 class Fused(Net):
-    """Stepped by an optimizer that can skip a step on the device."""
+    """A model with an optimizer that can skip a step on the device."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 def count(rank: int, world_size: int, cases: list[tuple[type[Net], dict[str, Any]]]) -> list[tuple[str, list[str]]]:
-    """Return for each case the largest count of a step, or "-" where it is refused, and the lines that wait."""
+    """Return for each case the largest count of a step, or "-" if it is refused, and the lines that wait."""
     results = []
     for make, arguments in cases:
         try:
@@ -54,7 +54,7 @@ def count(rank: int, world_size: int, cases: list[tuple[type[Net], dict[str, Any
                 warnings.simplefilter("ignore")
                 loader = part(BATCHES, rank, world_size)
                 steps = synchronizations_per_step(make(), loader, devices=world_size, **QUIET, **arguments)
-        except ValueError:  # what does not go together
+        except ValueError:  # plugins that cannot be combined
             results.append(("-", []))
             continue
         results.append((str(max(map(len, steps))), sorted({str(found) for step in steps for found in step})))
@@ -76,7 +76,7 @@ def table(head: str, rows: dict[str, list[tuple[type[Net], dict[str, Any]]]], wo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--where", action="store_true", help="print the lines that wait")
+    parser.add_argument("--where", action="store_true", help="print the source lines that wait")
     options = parser.parse_args()
     lines = table(
         "strategy",

@@ -1,16 +1,17 @@
-"""Memory of a rank under DeepSpeed's ZeRO, beside what the paper predicts; and what trains under a limit.
+"""Memory of a rank under DeepSpeed's ZeRO compared with the paper, and which strategies train under a memory limit.
 
     MALLOC_MMAP_THRESHOLD_=1048576 python benchmarks/zero_memory.py peak [processes]
     MALLOC_MMAP_THRESHOLD_=1048576 python benchmarks/zero_memory.py limit [MB]
 
-The model and what is measured are those of memory.py. For each parameter in fp32 there are 4 bytes of weight, 4 of
-gradient and 8 of AdamW's state; a stage of ZeRO divides the last, the last two, or all by the number of processes
-(Rajbhandari et al., 2020, figure 1). DeepSpeed keeps a copy of each rank's share of the weights besides (stages 1 and
-2), and buckets that gradients and weights are sent in, made small here: their default size is 800 MB each. An optimizer
-of torch's makes two temporary tensors as large as what it steps at a time, which at stages 1 and 2 is the whole share.
+The model and the measurement are those of memory.py. A parameter in fp32 needs 4 bytes for the weight, 4 for the
+gradient and 8 for AdamW's state; a stage of ZeRO divides the last, the last two, or all of these by the number of
+processes (Rajbhandari et al., 2020, figure 1). DeepSpeed also keeps a copy of each rank's partition of the weights
+(stages 1 and 2), and buckets for gradients and weights, made small here: their default size is 800 MB each. torch's
+optimizers allocate two temporary tensors of the size of what they step at a time, which at stages 1 and 2 is the whole
+partition.
 
-`limit` gives each process that much more memory (RLIMIT_DATA) than it has before the model is built. Offloading to the
-CPU saves nothing where the CPU is the device; offloading to a disk does.
+`limit` limits the memory of each process (RLIMIT_DATA) to that much above its memory before the model is built.
+Offloading to the CPU saves nothing if the CPU is the device; offloading to a disk does.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from stratagem_testing.processes import ProcessesFailed
 
 BATCH, LENGTH, VOCABULARY, STEPS = 2, 128, 8192, 4
 BUCKETS = {"allgather_bucket_size": 5_000_000, "reduce_bucket_size": 5_000_000}
-#: As long as a model has fewer than a billion parameters, stage 3 keeps what it gathered, and steps all at a time.
+#: For models with fewer than a billion parameters, stage 3 keeps gathered parameters, and steps all of them at a time.
 IN_PIECES = {
     "sub_group_size": 3_000_000,
     "stage3_max_live_parameters": 5_000_000, "stage3_max_reuse_distance": 5_000_000,
     "stage3_prefetch_bucket_size": 5_000_000,
 }  # fmt: skip
-#: Pieces and buffers of the size of the largest layers.
+#: Parts and buffers of the size of the largest layers.
 PARAMETERS_ON_DISK = {"device": "nvme", "buffer_size": 3_200_000, "buffer_count": 6, "max_in_cpu": 1}
 
 
@@ -56,7 +57,7 @@ ON_CPU = at_stage(3, offload_optimizer={"device": "cpu"}, offload_param={"device
 
 
 def bytes_per_parameter(stage: int, processes: int) -> float:
-    """Return what the paper predicts for fp32 and AdamW, of weights, gradients and optimizer state."""
+    """Return the bytes per parameter in the paper for fp32 and AdamW: weights, gradients and optimizer state."""
     divided = {0: 0, 1: 8, 2: 12, 3: 16}[stage]
     return 16 - divided + divided / processes
 
@@ -64,7 +65,7 @@ def bytes_per_parameter(stage: int, processes: int) -> float:
 def train(rank, world_size, strategy, limit=None):
     from pathlib import Path
 
-    Path("/proc/self/clear_refs").write_text("5")  # forget the parent's peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the parent
     before = resident("VmRSS")
     if limit is not None:
         allowed = (resident("VmData") + limit) * 2**20

@@ -75,7 +75,7 @@ class Digits(sg.Module):
         return self.net(images)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what is to become smaller; backward and the optimizer's step follow by themselves."""
+        """Return the loss; the trainer calls backward and steps the optimizer."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss)

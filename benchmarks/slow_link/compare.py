@@ -1,11 +1,12 @@
-"""What training costs on a slow wire, and what each way to send less costs in loss. Needs root: see hosts.py.
+"""Time and loss of training over a slow network, with comm hooks and local updates. Needs root: see hosts.py.
 
     python benchmarks/slow_link/compare.py [--links 100 1000 100+5 1000+5] [--only none int8] [--out results.jsonl]
 
-A link is its rate in Mbit/s, "+" its delay in milliseconds each way. Two hosts with a process of one thread each train
-an MLP of 2.4M parameters in fp32 to tell ten classes of noisy points apart; all configurations in turn, several rounds.
-Step times are medians, or means over whole periods where not every step sends; bytes are those that left the interface
-of host 1; losses are of host 1's model on a fixed held-out batch, whose evaluation the clock leaves out.
+A link is given by its rate in Mbit/s, and after "+" its delay in milliseconds each way. Two hosts with one process of
+one thread each train an MLP of 2.4M parameters in fp32 to classify noisy points in ten classes; the configurations
+alternate for several rounds. Step times are medians, or means over whole periods if not every step sends. Bytes are
+those that left the interface of host 1. Losses are of host 1's model on a fixed held-out batch; evaluation is not
+timed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import stratagem as sg
 
 Record = dict[str, Any]
 
-#: Name: arguments of the Trainer, and after how many steps its pattern of sending repeats.
+#: By name: arguments of the Trainer, and the period of its communication in steps.
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "none": ({"strategy": "ddp"}, 1),
     "fp16_compress": ({"strategy": "ddp", "comm_hook": "fp16_compress"}, 1),
@@ -43,11 +44,11 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "local_sgd": ({"strategy": [{"name": "local_sgd", "period": 8}, "single_device"]}, 8),
     "diloco": ({"strategy": [{"name": "diloco", "period": 16}, "single_device"]}, 16),
 }
-#: Training ends at multiples of this: of every period above.
+#: Training ends at multiples of this number, which is a multiple of every period above.
 CHUNK = 16
-#: Left out of times and bytes: the first steps build buckets, or still send all.
+#: Not measured: the first steps build buckets, or send uncompressed gradients.
 WARM_UP = CHUNK
-#: Steps between two looks at the loss.
+#: Steps between two evaluations of the loss.
 LOOK_EVERY = 4
 BATCH_SIZE = 64
 RESULT = "RESULT "
@@ -57,7 +58,7 @@ RESULT = "RESULT "
 
 
 def measure(link: str, asked: argparse.Namespace) -> list[Record]:
-    """Make two hosts, train on them with every configuration, and return a record for each training."""
+    """Create two hosts, train on them with every configuration, and return a record for each training."""
     mbit, _, delay = link.partition("+")
     with Hosts.up(2, float(delay or 0), f"compare{os.getpid()}") as hosts:
         hosts.rate(float(mbit))
@@ -105,7 +106,7 @@ def work(asked: argparse.Namespace) -> None:
     """Train with every configuration in turn, as one of two ranks; rank 0 prints a record for each."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    # The trainers take this group as it is: a start of processes for each of them would take longer than training.
+    # All trainers use this group: starting processes for each of them would take longer than training.
     torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     rank, installed = torch.distributed.get_rank(), _installed(asked.only)
     for number, name in itertools.product(range(asked.rounds), installed):
@@ -147,7 +148,7 @@ def _train(name: str, seconds: float, steps: int) -> Record:
 
 
 class Student(sg.Module):
-    """Learns for so many seconds and at least so many steps; keeps times, bytes and losses."""
+    """Trains for a number of seconds and at least a number of steps; keeps times, bytes and losses."""
 
     def __init__(self, seconds: float, steps: int) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Student(sg.Module):
         self.curve.append((len(self.step_s), sum(self.step_s), loss))
 
     def _agree_on_the_last_step(self) -> int:
-        """Return rank 0's idea of how many steps fill the time, in whole chunks. Its bytes are not counted."""
+        """Return how many steps fill the time according to rank 0, in whole chunks. Its bytes are not counted."""
         chunk_s = sum(self.step_s[CHUNK:])
         before = _bytes_sent()
         chunks = torch.tensor(max(2, -(-self.least_steps // CHUNK), round(self.seconds / chunk_s)))
@@ -203,7 +204,7 @@ class Student(sg.Module):
 
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return noisy copies of forty points, and their classes: each of ten has four of the points."""
+    """Return noisy copies of forty points, and their classes: four points for each of ten classes."""
     points = torch.randn(40, 256, generator=torch.Generator().manual_seed(7))
     generator = torch.Generator().manual_seed(1000 + seed)
     origin = torch.randint(len(points), (count,), generator=generator)
@@ -221,7 +222,7 @@ def _bytes_sent() -> int:
 
 
 def _round_trip_ms(attempts: int = 10) -> Record:
-    """Return how long host 2 takes to refuse a connection: a ping that needs no program at the other end."""
+    """Return how long host 2 takes to refuse a connection, which measures the round trip without a server."""
     times = []
     for _ in range(attempts):
         with socket.socket() as probe:
@@ -235,7 +236,7 @@ def _round_trip_ms(attempts: int = 10) -> Record:
 
 
 def table(records: list[Record]) -> str:
-    """Return one link's records as a Markdown table: medians over the rounds, the extremes of the step time."""
+    """Return the records of one link as a Markdown table: medians over the rounds, minimum and maximum step time."""
     steps = min(record["curve"][-1][0] for record in records)
     seconds = min(record["curve"][-1][1] for record in records)
     low, mean = (_median(records, f"round_trip_{word}_ms") for word in ("min", "mean"))
@@ -260,7 +261,7 @@ def table(records: list[Record]) -> str:
 
 
 def _loss_at(record: Record, column: int, limit: float) -> float:
-    """Return the last loss of the curve that was seen before steps (column 0) or seconds (column 1) passed `limit`."""
+    """Return the last loss of the curve before steps (column 0) or seconds (column 1) passed `limit`."""
     return float([point[2] for point in record["curve"] if point[column] <= limit][-1])
 
 
@@ -274,8 +275,8 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=["100", "1000", "100+5", "1000+5"])
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of training, each time")
-    parser.add_argument("--steps", type=int, default=2 * CHUNK, help="of training, each time, at least")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each training")
+    parser.add_argument("--steps", type=int, default=2 * CHUNK, help="minimum number of steps of each training")
     parser.add_argument("--out", type=Path, default=Path("slow_link.jsonl"))
     asked = parser.parse_args()
     if asked.command == "work":

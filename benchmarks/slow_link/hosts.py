@@ -1,4 +1,4 @@
-"""Hosts on one machine, joined by links that can be slow, late or cut: network namespaces of Linux. As root.
+"""Hosts on one machine (Linux network namespaces), connected by links with limited rate, delay or faults. Needs root.
 
     python hosts.py up 2 [--delay MS]     h1 and h2 at 10.77.0.1 and 10.77.0.2; MS milliseconds each way
     python hosts.py rate 100              every link carries 100 Mbit/s in each direction; "off" as much as it can
@@ -28,18 +28,18 @@ import time
 from pathlib import Path
 
 SUBNET = "10.77.0"
-#: Bytes that a link may let pass at once. The kernel sends up to 64 KiB in one piece, and less than that never passes.
+#: Burst size of a link in bytes. The kernel sends packets of up to 64 KiB, which a smaller burst would never pass.
 BURST = 128 * 1024
-#: What waits longer than this for its turn is dropped, as in the queue of a router.
+#: Packets that are queued longer than this are dropped, as by a router.
 QUEUE_MS = 50
 
 
 class NoHosts(RuntimeError):
-    """This machine cannot make them; the text says why."""
+    """This machine cannot create hosts; the text says why."""
 
 
 class Hosts:
-    """Some hosts that are up, by the `name` that distinguishes them from others on this machine."""
+    """Running hosts; `name` distinguishes them from others on this machine."""
 
     def __init__(self, name: str = "slow") -> None:
         self.name, self.hub = name, f"{name}-hub"
@@ -68,7 +68,7 @@ class Hosts:
         return hosts
 
     def down(self) -> None:
-        """Take everything away; processes that still run on a host are ended."""
+        """Remove the hosts, and end the processes that still run on them."""
         for namespace in (*self._namespaces(), self.hub):
             for pid in _quietly("ip", "netns", "pids", namespace).split():
                 with contextlib.suppress(ProcessLookupError):
@@ -77,7 +77,7 @@ class Hosts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def rate(self, mbit: float | None) -> None:
-        """Let every link carry `mbit` Mbit/s in each direction; None: as much as it can."""
+        """Limit every link to `mbit` Mbit/s in each direction; None means no limit."""
         for number, host in enumerate(self._namespaces(), start=1):
             for namespace, device in ((host, "eth0"), (self.hub, f"port{number}")):
                 _quietly("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
@@ -87,7 +87,7 @@ class Hosts:
                     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits.split())
 
     def cut(self, number: int) -> None:
-        """Take a host off the network. Its own link stays up, as when a cable elsewhere is pulled."""
+        """Disconnect a host from the network. Its own link stays up, as when a cable elsewhere is pulled."""
         _run("ip", "-n", self.hub, "link", "set", f"port{number}", "nomaster")
 
     def heal(self, number: int) -> None:
@@ -133,7 +133,7 @@ class Hosts:
             _run("ip", "-n", self.hub, "link", "set", f"port{number}", "master", "bridge0", "up")
 
     def _start_switch(self, count: int, delay_ms: float) -> None:
-        """Start this program in the hub, where it makes the hosts' devices and passes frames on between them."""
+        """Start this program in the hub, where it creates the devices of the hosts and forwards frames between them."""
         namespaces = [self._namespace(number) for number in range(1, count + 1)]
         words = [sys.executable, __file__, "switch", str(delay_ms), *namespaces]
         with (self.folder / "switch.log").open("w") as log:
@@ -176,7 +176,7 @@ _LARGEST_FRAME = 1 << 17
 
 
 def switch(delay_ms: float, namespaces: list[str]) -> None:
-    """Make eth0 of every namespace, and pass on what is sent there after `delay_ms`; until this process is ended."""
+    """Create eth0 of every namespace, and forward its frames after `delay_ms`, until this process is ended."""
     devices = [_make_device(f"tap{number}", namespace) for number, namespace in enumerate(namespaces)]
     print("ready", flush=True)
     known: dict[bytes, int] = {}
@@ -201,7 +201,7 @@ def switch(delay_ms: float, namespaces: list[str]) -> None:
 
 
 def _make_device(name: str, namespace: str) -> int:
-    """Make a device in a namespace; return the descriptor by which this process stays at its other end."""
+    """Create a device in a namespace; return the descriptor of its other end."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP | _NO_PREAMBLE | _VIRTIO))
     fcntl.ioctl(device, _TUNSETOFFLOAD, _CHECKSUM | _SEGMENTS)

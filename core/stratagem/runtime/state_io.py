@@ -16,7 +16,7 @@ from stratagem.checkpoint.state_checks import applying, check_optimizer, check_w
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
 from stratagem.stack import identity
-from stratagem.stack.formats import check_is_no_folder, format_named, name_of_format, read_with
+from stratagem.stack.formats import check_is_not_folder, format_named, name_of_format, read_with
 from stratagem.stack.identity import matched, warn_of_differences
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
             if not run.checkpoint_format.recognises(path):
                 other = name_of_format(path)
                 if other is None:
-                    check_is_no_folder(path)
+                    check_is_not_folder(path)
         except CheckpointError as caught:
             error = caught
     run.collectives.fail_together(error)

@@ -200,7 +200,7 @@ def _help_lines(flag: str, kind: str, default: str, doc: str) -> list[str]:
 
 
 def check_entry(entry: Entry) -> str | None:
-    """Return what is wrong with an installed plugin, in a sentence; None if nothing is."""
+    """Return one sentence about what is wrong with an installed plugin; None if nothing is."""
     try:
         if entry.kind == "command":
             entry.load()
@@ -215,7 +215,7 @@ def check_entry(entry: Entry) -> str | None:
 
 
 def check_class(cls: type[Any], kind: str) -> str | None:
-    """Return what is wrong with a plugin class of `kind`, in a sentence; None if nothing is."""
+    """Return one sentence about what is wrong with a plugin class of `kind`; None if nothing is."""
     base = KINDS[kind].base
     if not issubclass(cls, base):
         return f"{cls.__name__} is not a stratagem.{base.__name__}."

@@ -55,7 +55,7 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
             raise CheckpointError(f"{path} does not exist", expected="a checkpoint", do="check the path")
     name = name_of_format(path)
     if name is None and path.is_dir():
-        check_is_no_folder(path)
+        check_is_not_folder(path)
     if name is None:
         raise CheckpointError(f"{path} is not in an installed checkpoint format", do="see `stratagem plugins list`")
     checkpoint_format = format_named(name)
@@ -73,7 +73,7 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     return state
 
 
-def check_is_no_folder(path: Path) -> None:
+def check_is_not_folder(path: Path) -> None:
     """Refuse a folder that no format recognises, and name the checkpoints in it."""
     with refusals(path, "read"):
         if not path.is_dir():
