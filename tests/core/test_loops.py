@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.api.lr_schedulers import LRSchedulerConfig
+from stratagem.errors import ConfigError
+from stratagem.training.batches import ResumableBatches
+from stratagem.training.events import Events
+from stratagem.training.loops import TrainLoop
+from stratagem.training.progress import Position
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part
 
@@ -346,3 +353,142 @@ def _nested_on_two(rank, world_size):
 def test_it_is_refused_on_all_ranks():
     for said in run_in_processes(_nested_on_two, 2):
         assert "trainer.validate() was called within trainer.fit()" in said
+
+
+# --- The loop without a fit --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loop(tmp_path):
+    """Make the loop of a fit that has not begun."""
+    trainers = []
+
+    def make(module=None, optimizers=1, manual=False, **arguments):
+        trainer = sg.Trainer(**QUIET | {"default_root_dir": tmp_path} | arguments)
+        trainers.append(trainer)
+        trainer.run.connect()
+        state = trainer._state
+        state.module = module or Net()
+        state.module.__dict__["_fit"] = state
+        state.begin(Events(state))
+        trainer.run.manual = manual
+        trainer.run.prepare(state.module, lambda: [state.module.configure_optimizers() for _ in range(optimizers)])
+        batches = joined_batches(2, 8)
+        return TrainLoop(state, ResumableBatches(batches, len(batches), trainer.run, state.module), lambda: None)
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "epoch", "step", "stops", "finished"),
+    [
+        ({"max_epochs": 2}, 1, 0, False, False),
+        ({"max_epochs": 2}, 2, 0, False, True),
+        ({"max_epochs": 0}, 0, 0, False, True),
+        ({"max_epochs": -1}, 10_000, 0, False, False),
+        ({"max_steps": 3}, 0, 2, False, False),
+        ({"max_steps": 3}, 0, 3, False, True),
+        ({"max_steps": 0}, 0, 0, False, True),
+        ({"max_time": 0.0}, 0, 0, False, True),
+        ({"max_epochs": 9}, 0, 0, True, True),
+        ({"max_epochs": 9, "min_epochs": 2}, 1, 5, True, False),
+        ({"max_epochs": 9, "min_epochs": 2}, 2, 5, True, True),
+        ({"max_epochs": 9, "min_steps": 5}, 1, 4, True, False),
+        ({"max_epochs": 9, "min_steps": 5}, 1, 5, True, True),
+        ({"max_steps": 3, "min_epochs": 5}, 0, 3, False, True),
+    ],
+    ids=str,
+)
+def test_training_ends_at_the_first_limit_and_not_before_the_minimum(loop, limits, epoch, step, stops, finished):
+    made = loop(**limits)
+    made.position.epoch, made.position.global_step, made.state.should_stop = epoch, step, stops
+
+    assert made._finished() is finished
+
+
+def test_a_new_epoch_begins_at_its_first_batch(loop):
+    made = loop()
+    made.position.batches_done, made.position.epoch_done, made.position.epoch_ended = 2, True, True
+    made.position.validated, made.position.epoch_random_state = False, {}
+    made._begin(4)
+
+    assert made.position.state_dict() | {"global_step": 0} == Position(epoch=4).state_dict()
+    assert made.position.epoch_random_state is None
+
+
+@pytest.mark.parametrize("answer", [-1, np.int64(-1), torch.tensor(-1)], ids=str)
+def test_minus_one_skips_the_rest_of_an_epoch(answer):
+    TrainLoop._check_answer(answer, 3)
+
+
+@pytest.mark.parametrize("answer", [0, 1, -2, True, False, "-1", -1.0, torch.tensor([1, 2])], ids=str)
+def test_another_answer_is_refused(answer):
+    with pytest.raises(ConfigError, match="at batch 3; expected None, or -1 to skip the rest of the epoch"):
+        TrainLoop._check_answer(answer, 3)
+
+
+def test_skipping_drops_the_gradients_of_an_open_window(loop):
+    made = loop(accumulate_grad_batches=2)
+    parameter = next(made.state.module.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    next(made.train_batches.epoch(made.position, 2))
+    made._skip_rest(1)
+
+    assert parameter.grad is None
+    assert not made.train_batches.window_is_open
+    assert (made.position.batches_done, made.position.epoch_done, made.skips_rest) == (1, True, True)
+
+
+def test_epochs_that_are_skipped_without_a_limit_are_refused(loop):
+    endless, limited = loop(max_epochs=-1), loop(max_epochs=5)
+    for made in (endless, limited):
+        with pytest.warns(UserWarning, match="at the first batch of epoch 0: nothing was trained in it"):
+            made._check_skipped()
+        made.position.epoch = 1
+    limited._check_skipped()
+
+    with pytest.raises(ConfigError, match="of epochs 0 and 1, and max_epochs sets no limit"):
+        endless._check_skipped()
+
+
+def test_a_skipped_step_counts_and_leaves_the_schedulers(loop):
+    made = loop()
+    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1)
+    made.step_schedulers = [LRSchedulerConfig(scheduler, "step", frequency=2)]
+    made.optimizer.step()
+    for stepped in (True, False, True, True):
+        made.count_step(stepped)
+
+    assert (made.position.global_step, made.position.skipped_steps) == (4, 1)
+    assert scheduler.last_epoch == 1  # at step 4; step 2 was skipped
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"optimizers": 2}, "returned 2 optimizers under automatic optimization; expected one"),
+        ({"module": Lbfgs(), "accumulate_grad_batches": 2}, "accumulate_grad_batches is 2 with LBFGS"),
+        ({"manual": True, "accumulate_grad_batches": 2}, "accumulate_grad_batches is 2 with Net.automatic_optim"),
+        ({"manual": True, "gradient_clip_val": 0.5}, "gradient_clip_val is 0.5 with Net.automatic_optimization"),
+    ],
+    ids=["two", "closure", "accumulation", "clipping"],
+)
+def test_optimizers_that_the_loop_cannot_step_are_refused(loop, made, message):
+    with pytest.raises(ConfigError) as refused:
+        loop(**made)
+
+    assert message in str(refused.value)
+
+
+def test_a_checkpoint_past_the_end_of_an_epoch_ends_it_with_a_warning(loop):
+    made = loop()
+    made.position.batches_done = 9
+    with pytest.warns(UserWarning, match="after 9 batches of epoch 0, and an epoch has 2 now"):
+        made._end_longer_epoch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made._end_longer_epoch()  # told once
+
+    assert made.position.epoch_done
