@@ -197,7 +197,9 @@ class WholeLayers(Net):
 
 def test_an_optimizer_of_whole_layers_is_refused():
     for said in run_in_processes(_refused, 2, WholeLayers, "deepspeed_stage_1", limit_s=120):
-        assert said.startswith("refused: configure_optimizers returned Adafactor, which looks at whole layers"), said
+        assert said.startswith("refused: configure_optimizers returned Adafactor, which computes with whole layers"), (
+            said
+        )
 
 
 def _again(rank, world_size, strategy):
@@ -259,9 +261,9 @@ class Sparse(Net):
     ("make", "sentence"),
     [
         (Thawing, "'net.0.weight' was frozen when training began and is trained now"),
-        (FrozenGroup, "parameter group 0 of SGD has no parameter that is trained"),
+        (FrozenGroup, "parameter group 0 of SGD has no trainable parameter"),
         (Detached, "reaches no trainable parameter"),
-        (Sparse, "words has sparse gradients, and ZeRO lays gradients end to end"),
+        (Sparse, "words has sparse gradients, and ZeRO flattens gradients"),
     ],
 )
 def test_what_would_be_lost_is_refused(strategy, make, sentence):

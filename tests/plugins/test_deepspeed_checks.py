@@ -199,4 +199,4 @@ def _scheduled(rank, world_size, stage):
 def test_a_scheduler_of_torch_is_made_on_the_prepared_optimizer(stage):
     for rates, said in run_in_processes(_scheduled, 2, stage):
         assert rates == [5e-3, 2.5e-3, 1.25e-3]
-        assert said.startswith("refused: an optimizer step was asked for and there was no backward"), said
+        assert said.startswith("refused: an optimizer step was requested without a backward"), said

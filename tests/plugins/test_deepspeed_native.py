@@ -339,8 +339,8 @@ def test_what_cannot_continue_is_told_so_on_all_ranks(written, foreign):
     assert "stage 3, by 2 processes, in float32 as in this run" in first["another stage"]
     assert "ddp" in first["another strategy"]
     assert "in bfloat16 as in this run" in first["another precision"]
-    assert f"give {path}." in first["the folder inside"]
-    assert f"give {path}." in first["a file inside"]
+    assert f"use {path}." in first["the folder inside"]
+    assert f"use {path}." in first["a file inside"]
     assert "URL" in first["a URL"]
     assert "another program" in first["another program's"]
     assert wrote in alone
@@ -357,7 +357,7 @@ def test_the_format_and_the_option_say_the_same():
     chosen = sg.Trainer(strategy="deepspeed_stage_1", checkpoint="deepspeed", **QUIET)
     meant = sg.Trainer(strategy=native(stage=1), **QUIET)
 
-    assert type(chosen.checkpoint_format) is type(meant.checkpoint_format)
+    assert type(chosen.run.checkpoint_format) is type(meant.run.checkpoint_format)
     with pytest.raises(ConfigError, match="needs the checkpoint 'deepspeed'"):
         sg.Trainer(strategy=native(stage=1), checkpoint="full", **QUIET)
 
@@ -381,7 +381,7 @@ def _forge(path, name, proof):
 
     facts = folder.read_manifest(path)
     torch.save({"module": Poison(proof), "optimizer_state_dict": Poison(proof)}, path / name)
-    folder.write_mark(path, facts | {"files": folder.seal(path, folder.files_in(path))})
+    folder.write_manifest(path, facts | {"files": folder.seal(path, folder.files_in(path))})
 
 
 def _flip(path, name):
@@ -556,7 +556,7 @@ def test_conversion_names_what_is_wrong(foreign, tmp_path):
     next(broken.glob("*/*rank_1*_optim_states.pt")).unlink()
     for path, match in (
         (tmp_path / "nowhere", "does not exist"), (tmp_path, "not a folder that DeepSpeed wrote"),
-        (foreign[0] / "global_step6", f"give {foreign[0]}"), (broken, "cannot be read"),
+        (foreign[0] / "global_step6", f"use {foreign[0]}"), (broken, "cannot be read"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=match):
             convert(path, tmp_path / "one.ckpt")

@@ -158,8 +158,7 @@ def _contradicted(rank, world_size):
 
 def test_a_contradicting_accelerator_in_the_environment_is_refused():
     assert run_in_processes(_contradicted, 1) == [
-        "DS_ACCELERATOR is 'xpu' and this run trains on 'cpu'; expected the same; "
-        "unset it, or choose another accelerator."
+        "DS_ACCELERATOR is 'xpu' and this run trains on 'cpu'; expected the same; unset it, or set another accelerator."
     ]
 
 

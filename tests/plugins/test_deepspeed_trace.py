@@ -161,7 +161,7 @@ def _penalized(rank, world_size, gathers):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_gradients_are_refused(world_size, gathers):
     for said in run_in_processes(_penalized, world_size, gathers, limit_s=2 * TIMEOUT_S):
-        assert said.startswith("refused: a gradient is computed with create_graph=True, and stage 3 frees"), said
+        assert said.startswith("refused: a gradient is computed with create_graph=True, and stage 3 releases"), said
 
 
 class Compiled(Pets):

@@ -25,12 +25,12 @@ def test_no_module_is_longer_than_450_lines():
     assert {name for name, length in lengths.items() if length > MOST_LINES} == LONGER
 
 
-def test_no_module_imports_itself_through_others():
+def test_there_are_no_import_cycles():
     """Imports for annotations count: a reader follows them too."""
     modules = {dotted(path): path for path in sources()}
     imports = {name: imported_by(name, path, set(modules)) for name, path in modules.items()}
 
-    assert circles(imports) == []
+    assert cycles(imports) == []
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_no_module_imports_itself_through_others():
         ({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}}, [["a", "b"], ["c", "d"]]),
     ],
 )
-def test_circles_are_found(imports, expected):
-    assert circles(imports) == expected
+def test_cycles_are_found(imports, expected):
+    assert cycles(imports) == expected
 
 
 def dotted(path: Path) -> str:
@@ -69,11 +69,11 @@ def imported_by(name: str, path: Path, modules: set[str]) -> set[str]:
     return (found & modules) - {name}
 
 
-def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     """Return the sets of modules that reach each other, each sorted."""
     reached = {name: _reached(name, imports) for name in imports}
     found = {frozenset(other for other in reached[name] if name in reached[other]) for name in imports}
-    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+    return sorted(sorted(cycle) for cycle in found if len(cycle) > 1)
 
 
 def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:

@@ -139,8 +139,8 @@ def write_data(module, rank):
 @pytest.mark.parametrize(
     ("write", "make_strategy", "sentence"),
     [
-        (write_data, lambda: of_stage(2), "something wrote into the data of 'net.0.weight' between steps"),
-        (write_data, lambda: of_stage(3), "something wrote into the data of 'net.0.weight' between steps"),
+        (write_data, lambda: of_stage(2), "'net.0.weight' was written to through .data between steps"),
+        (write_data, lambda: of_stage(3), "'net.0.weight' was written to through .data between steps"),
         (clamp, gathering, "write inside deepspeed.zero.GatheredParameters"),
     ],
 )
