@@ -18,7 +18,7 @@ SLOW_S = 3.0
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hundreds of tests start programs: each would compile these sources anew.
+# Hundreds of tests start programs: each would compile these sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

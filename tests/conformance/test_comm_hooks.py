@@ -22,7 +22,7 @@ class TestBF16Compress(CommHookConformance):
 
 
 class TestPowerSGD(CommHookConformance):
-    """From the third step on, as with buckets that DDP lays out anew after the first."""
+    """From the third step on, as with buckets that DDP rebuilds after the first."""
 
     plugin = {"name": "powersgd", "rank": 4, "start_powerSGD_iter": 2}  # noqa: RUF012
     tolerance = None

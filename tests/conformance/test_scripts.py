@@ -144,7 +144,7 @@ def test_several_run_at_once_and_end_in_any_order():
     assert [process.returncode for process in processes] == [0, 1, 2]
 
 
-def test_what_is_no_program_of_python_runs_as_ever():
+def test_other_programs_than_python_run_as_under_subprocess():
     assert scripts.run(["sh", "-c", "exit 5"]).returncode == 5
     with pytest.raises(subprocess.CalledProcessError):
         scripts.run(["false"], check=True)

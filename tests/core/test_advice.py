@@ -218,7 +218,7 @@ def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
 
 
 @pytest.mark.parametrize("command", [["plugins", "list"], ["plugins", "nothing"]])
-def test_a_closed_standard_output_is_no_traceback(command):
+def test_a_closed_standard_output_gives_no_traceback(command):
     script = f"import sys\nfrom stratagem.cli import main\nsys.exit(main({command!r}))"
     line = f"exec {sys.executable} -c '{script}' >&-".replace("['", '["').replace("']", '"]').replace("', '", '", "')
     result = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=120, check=False)

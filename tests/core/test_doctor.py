@@ -143,7 +143,7 @@ def test_what_a_list_hides_is_noted_and_not_loaded(install, capsys, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_smoke")
-def test_a_group_that_is_no_kind(install, capsys):
+def test_a_group_that_is_not_a_kind(install, capsys):
     install("acme-typo", {"stratagem.strategies": {"acme": "Mine"}}, GOOD)
     code, report = examined(capsys)
 

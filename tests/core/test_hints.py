@@ -48,7 +48,7 @@ def test_products_are_left_alone(monkeypatch, options):
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_a_precision_that_the_process_has_set_is_no_oversight(monkeypatch, precision):
+def test_a_precision_that_the_process_has_set_gives_no_hint(monkeypatch, precision):
     torch.set_float32_matmul_precision(precision)
     try:
         assert hints(monkeypatch, nn.Linear(2, 2)) == []

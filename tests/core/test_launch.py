@@ -1,4 +1,4 @@
-"""Supervision without a trainer: commands to run again, who is to blame, and who dies with whom."""
+"""Supervision without a trainer: commands to run again, the rank that failed first, and processes that end together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_child_keeps_the_users_variables_and_differs_in_its_own(monkeypatch, t
     assert (variables["OMP_NUM_THREADS"], variables["RANK"], variables["PATH"]) == ("7", "2", os.environ["PATH"])
 
 
-def test_who_comes_before_a_store_begins_waits_for_it():
+def test_a_rank_that_connects_before_the_store_starts_waits_for_it():
     import torch.distributed as dist
 
     store = RendezvousStore()
@@ -131,7 +131,7 @@ def test_a_program_without_a_file_is_refused(words):
     assert "no file to run again" in result.stderr
 
 
-# --- Who is to blame ---------------------------------------------------------------------------------------------
+# --- The cause ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def child(rank, code, was_ended=False):
     return Child(rank, 0, lambda: code, was_ended)
 
 
-def test_the_cause_is_the_first_error_that_is_no_echo(tmp_path):
+def test_the_cause_is_the_first_error_that_does_not_follow_from_another(tmp_path):
     for rank, error in enumerate([RuntimeError("Connection reset by peer"), ConfigError("a is 1"), ValueError("late")]):
         report(error, rank, tmp_path)
     cause = root_cause(tmp_path, [child(rank, 1) for rank in range(3)])

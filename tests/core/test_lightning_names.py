@@ -171,7 +171,7 @@ def live(tmp_path, module, datamodule=None, **arguments):
     with pytest.raises(ValueError, match="unpack"):
         trainer.test(module, "no loader, but an iterable")
     if datamodule is not None:
-        datamodule.test_dataloader = lambda: "likewise"
+        datamodule.test_dataloader = lambda: "also here"
         with pytest.raises(ValueError, match="unpack"):
             trainer.test(module, datamodule=datamodule)
     return trainer
@@ -697,7 +697,7 @@ def test_an_event_of_a_callback_named_on_a_module_is_called_too():
 
 
 def test_the_tables_name_nothing_that_is_called():
-    """What is refused on a module is no method of `Module`, no event and no hook."""
+    """Names that are refused on a module are neither methods of `Module` nor events nor hooks."""
     known = {*dir(sg.Module), *lightning_names.CALLED_WITH, *lightning_names.EVENTS}
 
     assert not known & set(lightning_names.MODULE)

@@ -171,7 +171,7 @@ def test_a_lock_that_is_none_is_refused(tmp_path, content, message):
         sg.Trainer(lock=tmp_path / "x.lock", **QUIET)
 
 
-def test_where_processes_come_from_is_no_drift():
+def test_another_launcher_does_not_count_as_drift():
     ours = lock.flatten(_described(accelerator="cpu", launcher="subprocess"))
     theirs = lock.flatten(_described(accelerator="cpu", launcher="fork"))
 

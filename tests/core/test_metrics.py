@@ -94,7 +94,9 @@ class LogsAll(sg.Module):
         return self.layer(batch[0]).mean()
 
     def on_train_batch_end(self):
-        self.on_steps.append({name: exact(value) for name, value in self.trainer._state.stage_metrics.step_values().items()})
+        self.on_steps.append(
+            {name: exact(value) for name, value in self.trainer._state.stage_metrics.step_values().items()}
+        )
 
     def validation_step(self, batch, batch_idx):
         self._log(batch_idx)

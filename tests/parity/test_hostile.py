@@ -1,4 +1,4 @@
-"""Odd models under random combinations of choices: as plain PyTorch, or refused in a sentence on all ranks."""
+"""Odd models under random combinations of choices: as plain PyTorch, or refused with an error on all ranks."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_twice_is_refused():
         trainer.fit(Net(), joined_batches(2, 8))
 
 
-def test_who_steps_by_hand_accumulates_by_hand():
+def test_a_module_that_steps_by_hand_accumulates_by_hand():
     trainer = sg.Trainer(max_epochs=1, accumulate_grad_batches={0: 1, 1: 2}, **QUIET)
     with pytest.raises(ConfigError, match="accumulate_grad_batches is .* with ByHand.automatic_optimization = False"):
         trainer.fit(ByHand(), joined_batches(2, 8))

@@ -85,11 +85,11 @@ def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
         if checkpoint == "sharded":
             from stratagem_checkpoint_sharded import folder as module
 
-            module._write_parts = _no_room
+            module._write_parts = _disk_full
         else:
             import stratagem.checkpoint.files as module
 
-            module.os.replace = _no_room
+            module.os.replace = _disk_full
 
     class Saves(sg.Callback):
         @sg.hookimpl
@@ -105,7 +105,7 @@ def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
     return trainer.global_step, said
 
 
-def _no_room(*_):
+def _disk_full(*_):
     raise OSError(28, "No space left on device")
 
 
@@ -144,7 +144,7 @@ def test_loading_waits_for_what_is_being_saved(tmp_path):
 
 
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
-def test_what_is_no_tensor_is_refused_at_once(checkpoint, tmp_path):
+def test_values_other_than_tensors_are_refused_at_once(checkpoint, tmp_path):
     with sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}) as run:
         with pytest.raises(CheckpointError, match="values.deep"):
             run.ask("save_checkpoint", state={"values": {"deep": object()}}, path=tmp_path / "x")
@@ -161,9 +161,9 @@ def test_the_older_one_goes_only_when_the_new_one_is_whole(checkpoint, tmp_path,
     assert kept == ["epoch=1-step=4.ckpt"]
 
     if checkpoint == "sharded":
-        monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _no_room)
+        monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _disk_full)
     else:
-        monkeypatch.setattr("stratagem.checkpoint.files.os.replace", _no_room)
+        monkeypatch.setattr("stratagem.checkpoint.files.os.replace", _disk_full)
     trainer.max_epochs = 3
     with pytest.raises(CheckpointError, match="could not be written"):
         trainer.fit(trainer.module, joined_batches(2, 24))

@@ -77,7 +77,7 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def no_room():
+def disk_full():
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -124,7 +124,7 @@ def _fill_the_disk_everywhere(rank, world_size, checkpoint, path, victim):
     with sg.Run(accelerator="cpu", checkpoint=checkpoint, devices=world_size) as run:
 
         def save(value, at=-1):
-            with Interrupted(at if rank == victim else -1, no_room) as calls:
+            with Interrupted(at if rank == victim else -1, disk_full) as calls:
                 said.append(outcome(lambda: run.ask("save_checkpoint", state=state(value), path=path)))
             run.collectives.barrier()
             return calls.calls

@@ -227,11 +227,13 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change, message):
             run.ask("load_checkpoint", path=path, into=None)
 
 
-def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path):
+def test_a_folder_of_checkpoints_is_not_a_checkpoint(tmp_path):
     with sg.Run(accelerator="cpu", checkpoint="sharded") as run:
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(3)}}, path=tmp_path / "x.ckpt")
         (tmp_path / "notes.txt").write_text("")
-        with pytest.raises(CheckpointError, match="is a folder and not a checkpoint; .* pass one of those in it: x.ckpt"):
+        with pytest.raises(
+            CheckpointError, match="is a folder and not a checkpoint; .* pass one of those in it: x.ckpt"
+        ):
             read_checkpoint(run.context, tmp_path)
     with pytest.raises(CheckpointError, match="give one of those in it: x.ckpt"):
         read_any(tmp_path)

@@ -254,11 +254,11 @@ def test_manual_optimization_hears_nothing_of_the_search_it_needs():
     assert said == []
 
 
-def test_outputs_that_the_loss_does_not_use_are_no_reason_to_stop():
+def test_outputs_that_the_loss_does_not_use_do_not_end_training():
     for said in fit(ReturnsMore(), "ddp_find_unused_parameters_true", 12):
         assert not isinstance(said, str), said
 
 
-def test_a_layer_that_is_used_twice_is_no_reason_either():
+def test_a_layer_that_is_used_twice_does_not_end_training():
     for said in fit(Tied(), "ddp"):
         assert not isinstance(said, str), said

@@ -79,7 +79,7 @@ class ByTorchReentrant(Plain):
 
 
 class Arranged(ByDeepSpeed):
-    """Says by itself how its layers are checkpointed."""
+    """Defines how its layers are checkpointed."""
 
     def configure_model(self):
         import deepspeed
@@ -180,7 +180,7 @@ def _outcome(world_size, make, strategy):
     return ended, [str(warning.message) for warning in caught if "had no effect" in str(warning.message)]
 
 
-def test_what_cannot_work_or_has_no_effect_is_said_in_a_sentence():
+def test_what_cannot_work_or_has_no_effect_is_an_error():
     without_effect = {"name": "deepspeed", "stage": 2, "partition_activations": True}
     cases = [
         (NotReentrant, {"name": "deepspeed", "stage": 3}), (Plain, without_effect), (ByDeepSpeed, without_effect),

@@ -1,4 +1,4 @@
-"""Odd models and optimizers under DeepSpeed: trained as elsewhere, or refused in a sentence on all ranks."""
+"""Odd models and optimizers under DeepSpeed: trained as elsewhere, or refused with an error on all ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from stratagem.cli import main
         (["tune-nvme", ".", "--size", "much"], "--size is 'much'"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(arguments, said, capsys):
+def test_what_cannot_be_done_is_an_error(arguments, said, capsys):
     assert main(["deepspeed", *arguments]) == 1
     assert said in capsys.readouterr().err
 

@@ -509,7 +509,7 @@ def test_windows_and_batch_sizes_that_disagree_are_an_error_that_names_both(conf
     assert re.search(said, refusal(told, configured(**config), accumulate_grad_batches=accumulate))
 
 
-def test_a_loop_of_ones_own_accumulates_by_itself():
+def test_a_loop_of_the_user_accumulates():
     run = sg.Run(strategy="ddp", accelerator="cpu", devices=1).context
 
     assert engine_config(configured(gradient_accumulation_steps=1), run)["gradient_clipping"] == 0.0

@@ -352,7 +352,7 @@ def test_a_run_clears_away_what_a_killed_one_left_and_nothing_else(disk):
 
 @pytest.fixture
 def small_disk(disk):
-    """A disk with room for what training begins with, and not for what it adds."""
+    """A disk with space for the files at the start of training, and not for those it adds."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=13M", "tmpfs", disk], check=False, capture_output=True
     )
@@ -363,7 +363,7 @@ def small_disk(disk):
 
 
 @NEEDS_ASYNC_IO
-def test_a_full_disk_ends_training_on_all_ranks_in_a_sentence(small_disk):
+def test_a_full_disk_ends_training_on_all_ranks_with_an_error(small_disk):
     ended = [each for [each] in run_in_processes(_refusals, 2, [(Wide, BOTH)], small_disk, limit_s=BUILD_LIMIT_S)]
 
     assert any("for what is offloaded, and the disk has" in each for each in ended)

@@ -407,7 +407,7 @@ def test_choices_that_cannot_work_are_refused_before_anything_runs(arguments, me
         trainer_of(2, **arguments)
 
 
-def test_synchronized_batch_normalization_is_no_matter_of_one_device():
+def test_synchronized_batch_normalization_changes_nothing_on_one_device():
     assert trainer_of(1, sync_batchnorm=True).run.num_processes == 1
 
 

@@ -124,7 +124,7 @@ def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starte
 
 @pytest.mark.parametrize("starter", [name for name in STARTED if "Kubeflow" not in name and name != "PyTorchJob"])
 def test_a_local_rank_alone_does_not_make_a_world(monkeypatch, starter):
-    """LOCAL_RANK says who a process is on its node, and nothing of the tasks that train beside it."""
+    """LOCAL_RANK is the rank of a process on its node, and says nothing about the other tasks there."""
     for name, value in (STARTED[starter] | {"LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="several times, and devices x num_nodes is 1; expected RANK, LOCAL_RANK"):

@@ -293,7 +293,7 @@ def test_a_spike_is_an_error_a_stop_or_a_warning(tmp_path, bad):
     assert [spike[:2] for spike in stopping.spikes] == [(0, 4)]
 
 
-def test_what_is_no_spike_goes_on(tmp_path):
+def test_training_continues_without_a_spike(tmp_path):
     patient = SpikeDetection(warmup=3, rtol=3.0)
     trainer(tmp_path, patient, logger=False).fit(Spiking([9.0, 2.0, 2.0, 5.0, 2.0, 2.0]), BATCHES)
     assert patient.spikes == []
@@ -549,7 +549,7 @@ def test_finders_refuse_what_they_cannot_train(tmp_path, name):
         trainer(tmp_path, name, logger=False).fit(Gan(), loader())
 
 
-def test_an_error_of_the_model_is_no_lack_of_memory(tmp_path):
+def test_an_error_of_the_model_is_not_taken_for_a_lack_of_memory(tmp_path):
     with pytest.raises(KeyError, match="no such thing"):
         trainer(tmp_path, BatchSizeFinder(steps_per_trial=5), logger=False).fit(Failing(), loader())
 

@@ -162,7 +162,7 @@ class Failing(Net):
             if self.how == "error":
                 raise ValueError("my own mistake")
             if self.how == "known":
-                raise sg.StratagemError("a known mistake", do="mend it")
+                raise sg.StratagemError("a known mistake", do="fix it")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().training_step(batch, batch_idx)
 
@@ -506,7 +506,7 @@ def test_mistakes_in_the_file_are_one_sentence(capsys, sections, message):
     [
         (["--model.widht", "3"], r"model sets 'widht' \(command line\), .*did you mean 'width'"),
         (["--model.width", "wide"], r"model.width is 'wide' \(command line\); expected an integer"),
-        (["--model.width.depth", "3"], r"command line sets model.width.depth and model.width is no object"),
+        (["--model.width.depth", "3"], r"command line sets model.width.depth and model.width is not an object"),
         (["--model", "net.Demanding"], r"model lacks 'needed' \(command line\)"),
         (["--trainer.max_epochs", "x"], r"max_epochs is 'x' \(command line\); expected an integer"),
         (["--trainer.max_epoch", "3"], r"command line sets 'max_epoch', .*did you mean 'max_epochs'"),

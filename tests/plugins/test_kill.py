@@ -57,7 +57,7 @@ def test_killed_at_twenty_random_moments(tmp_path):
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
 
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "it ended by itself: it could not resume"
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "it was not killed: it could not resume"
         whole = newest_whole(tmp_path / "checkpoints", FullCheckpoint())
         assert whole is not None
         steps.append(torch.load(whole, weights_only=True)["loop"]["global_step"])

@@ -383,7 +383,7 @@ def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, ran
 
 
 @pytest.mark.slow
-def test_subprocess_notices_a_killed_companion(tmp_path):
+def test_subprocess_notices_a_killed_rank(tmp_path):
     step = "if batch_idx == 2 and self.global_rank == 1: os.kill(os.getpid(), 9)"
     result = run([sys.executable, script(tmp_path, "ddp", step=step)])
 
@@ -572,7 +572,7 @@ def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_forked_copy_of_rank_0_leaves_the_companions_alone(tmp_path):
+def test_a_fork_of_rank_0_does_not_end_the_other_ranks(tmp_path):
     body = """
         if rank() == 1:
             time.sleep(1)

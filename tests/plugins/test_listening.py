@@ -98,7 +98,7 @@ def _found(tmp_path, strategy, launcher=None, command=(sys.executable,), **varia
 def test_nothing_of_a_run_on_one_machine_listens_beyond_loopback(tmp_path, strategy, launcher):
     found = _found(tmp_path, strategy, launcher)
 
-    assert len(found) >= 5  # the store; a group and a door for each rank
+    assert len(found) >= 5  # the store; a group and an endpoint for each rank
     assert set(found) == {"127.0.0.1"}
 
 

@@ -181,7 +181,7 @@ def _hear_from_all_and_die():
 
 @pytest.mark.slow
 def test_a_killed_rank_that_hosts_the_store_is_named_also_by_a_rank_that_is_late_to_notice():
-    """No note can be left: who leaves at once would be taken for lost, too."""
+    """No report can be left: a rank that ends at once would be taken for lost, too."""
     status, first, second = run_in_processes(_lose_the_host_of_the_store, 3, _free_port(), limit_s=3 + GRACE_S)
 
     assert status == -signal.SIGKILL

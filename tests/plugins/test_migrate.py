@@ -422,7 +422,7 @@ def test_what_one_rank_does_alone_is_found(script):
         "if trainer.is_global_zero:\n    model.test()",
     ],
 )
-def test_what_all_ranks_do_is_no_deadlock(script):
+def test_calls_of_all_ranks_are_not_reported_as_a_deadlock(script):
     assert [old for _, old, _ in found(at_work(script)) if " under " in old] == []
 
 
@@ -480,7 +480,7 @@ def test_the_script_is_not_run(tmp_path, capsys):
         ("empty", "folder", "is a folder without a .py file"),
     ],
 )
-def test_what_is_no_script_is_an_error_of_one_sentence(tmp_path, capsys, name, content, sentence):
+def test_other_files_than_scripts_are_an_error(tmp_path, capsys, name, content, sentence):
     path = tmp_path / name
     if content == "folder":
         path.mkdir()

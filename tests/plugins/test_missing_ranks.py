@@ -115,7 +115,7 @@ def _elsewhere(board):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [list(CALLS)[:8], list(CALLS)[8:], list(RUN_CALLS)], ids=lambda names: names[0])
-def test_who_leaves_out_a_collective_is_named(names):
+def test_a_rank_that_leaves_out_a_collective_is_named(names):
     said, _ = run_in_processes(_leave_out, 2, names, limit_s=180)
 
     for name, (sentence, took_s) in said.items():

@@ -12,7 +12,7 @@ Horovod                                                     left behind by torch
 SLURM, Kubernetes                                           no such environment is installed
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py
-NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them by itself; options for them in plugins/test_process_group.py
+NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them itself; options for them in plugins/test_process_group.py
 ``torch.cuda.memory_summary()``, ``nvidia-smi``             need GPUs
 a strategy chosen by ``if model_params < 1e9``              plain Python around a name
 ``etcd`` beside torchelastic                                torchrun meets without it
@@ -500,7 +500,7 @@ def test_an_optimizer_without_foreach_steps_shards_alike():
 
 
 class WrappedByHand(MyModel):
-    """As the guides have it, with what they leave out; its layers are wrapped each by itself."""
+    """As the guides have it, with what they leave out; each of its layers is wrapped."""
 
     def __init__(self, recompute=False):
         super().__init__()

@@ -35,7 +35,7 @@ AWAITED = {"forward_backward": "a pipeline strategy, which owns the step"}
 
 
 def names_of_plugins() -> set[str]:
-    """Commands are left out: `stratagem fit` is no plugin that a run could choose."""
+    """Commands are left out: a run cannot choose `stratagem fit`."""
     return {entry.name for entry in ENTRIES if entry.kind != "command"}
 
 
@@ -298,7 +298,7 @@ def test_listing_plugins_imports_neither_torch_nor_a_plugin():
     assert "IMPORTED []" in result.stdout
 
 
-def test_importing_the_package_imports_no_room():
+def test_importing_the_package_imports_no_layer():
     code = "import sys, stratagem; print([m for m in sys.modules if m.startswith('stratagem.') or m == 'torch'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

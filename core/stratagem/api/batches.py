@@ -26,7 +26,7 @@ def with_batch_size(loader: Any, batch_size: int) -> Any:
     """Return `loader` with batches of another size.
 
     Raises:
-        ConfigError: it is no DataLoader, or makes its batches in a way of its own.
+        ConfigError: it is not a DataLoader, or one that makes its batches itself.
     """
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.batch_sampler is None:
         raise ConfigError(

@@ -81,7 +81,7 @@ class Position(Protocol):
 class RunContext(Protocol):
     """One resolved set of plugins at work in this process. Unless said otherwise, values are known once connected."""
 
-    # --- Who and where -------------------------------------------------------------------------------------------
+    # --- World and devices ---------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World | None:

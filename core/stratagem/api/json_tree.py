@@ -1,7 +1,7 @@
 """A state as JSON has it, with its tensors apart: how checkpoint formats store it without a pickle.
 
 What JSON lacks is marked by a key ``"$"``: tensors (by number), tuples, mappings with other keys than text, floats that
-are no numbers, bytes, complex numbers, dtypes and devices.
+are not numbers, bytes, complex numbers, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stratagem.errors import CheckpointError
 def _dtype(text: str) -> torch.dtype:
     dtype = getattr(torch, text.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text} is no dtype")
+        raise ValueError(f"{text} is not a dtype")
     return dtype
 
 
@@ -33,7 +33,7 @@ def encode(value: Any, place: Callable[[torch.Tensor, str], int], path: str = ""
     """Return `value` as JSON has it; `place` takes each tensor with its path and returns the number it goes by.
 
     Raises:
-        CheckpointError: names the place of a value that is no tensor, number, text or container.
+        CheckpointError: names the path of a value that is not a tensor, number, string or container.
     """
     if isinstance(value, torch.Tensor):
         return {"$": "tensor", "number": place(value.detach(), path)}

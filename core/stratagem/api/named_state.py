@@ -85,7 +85,7 @@ def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = Tru
 
 
 def check_weights(shapes: Mapping[str, Any], state: Mapping[str, Any], strict: bool = True) -> None:
-    """Check that `state` fits a model whose tensors have `shapes`; None is the shape of what is no tensor.
+    """Check that `state` fits a model whose tensors have `shapes`; None is the shape of values that are not tensors.
 
     Raises:
         CheckpointError: names or shapes differ (names: only if `strict`).

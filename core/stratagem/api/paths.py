@@ -91,7 +91,7 @@ class Claim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let go; idempotent."""
+        """Release the lock; idempotent."""
         from filelock import unlock_descriptor
 
         if self._descriptor >= 0:

@@ -43,7 +43,7 @@ class Count:
 
 @define(eq=False)
 class Traffic:
-    """The counts of one process, by collective and by who asked for it."""
+    """The counts of one process, by collective and by sender."""
 
     counts: dict[tuple[str, str], Count] = field(factory=dict)
     #: By comm hook, the outermost first: bytes of the buckets that came in, and what an all-reduce of them would send.
@@ -53,7 +53,7 @@ class Traffic:
     def add(self, collective: str, num_bytes: int, world_size: int, calls: int = 1, sender: str | None = None) -> None:
         """Count `calls` collectives over `world_size` ranks that were given `num_bytes` together.
 
-        Who sent it is `sender`, else who says so around it (`sent_by`), else nobody in particular: "".
+        The sender is `sender`, else the one of the surrounding `sent_by`, else "".
         """
         key = (collective, getattr(self._sender, "name", "") if sender is None else sender)
         count = self.counts.get(key)

@@ -58,7 +58,7 @@ def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:
 
 
 def explained(error: BaseException, run: Context) -> BaseException:
-    """Return the error to raise in place of `error`: what plugins answer, who are asked once for each error."""
+    """Return the error to raise in place of `error`: the answer of plugins, which are called once for each error."""
     if _EXPLAINED in vars(error):
         return error
     cause: BaseException = run.ask("explain_error", error=error)

@@ -49,7 +49,7 @@ class Run:
         #: What hooks receive as `run`.
         self.context = Context(settings if settings is not None else gather(RunSettings, arguments))
 
-    # --- Who and where -------------------------------------------------------------------------------------------
+    # --- World and devices ---------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> RunSettings:

@@ -439,7 +439,7 @@ def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> 
     missing = [each.name for each in wanted if each.default is each.empty and each.name not in arguments]
     if missing:
         raise CheckpointError(
-            f"{cls.__name__} needs {missing[0]!r}, which is no hyper-parameter in {path}",
+            f"{cls.__name__} needs {missing[0]!r}, which is not a hyper-parameter in {path}",
             expected="what save_hyperparameters() remembered, or an argument",
             do=f"pass {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)",
         )

@@ -127,7 +127,7 @@ def wait_for(children: list[Child], folder: Path) -> None:
             time.sleep(0.01)
         if all(child.poll() == 0 for child in children):
             return
-        # The others notice by themselves, most of the time; their reports may hold the cause.
+        # Most of the time the others fail too, and their reports may hold the cause.
         wait_until(lambda: _root_is_known(folder) or all(c.poll() is not None for c in children), NOTICE_S)
     finally:
         end(children)
@@ -142,7 +142,7 @@ def wait_for(children: list[Child], folder: Path) -> None:
 
 def _root_is_known(folder: Path) -> bool:
     reports = [read_report(path) for path in folder.glob("*.json")]
-    # Who leaves by sys.exit may do so in agreement with the others: they get the time to do the same.
+    # A rank that calls sys.exit may have agreed on it with the others: they get the time to do the same.
     return any(not (each.is_echo or each.type == SystemExit.__name__) for each in reports)
 
 

@@ -60,7 +60,7 @@ def serve_children(environment: Mapping[str, str]) -> tuple[dict[str, Any], list
     """
     script = os.getpid()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # a free name that is no file
+    listener.bind("")  # a free abstract address
     listener.listen()
     libc = ctypes.CDLL(None)
     if not os.fork():

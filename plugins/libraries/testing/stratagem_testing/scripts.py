@@ -10,8 +10,8 @@ runs in a fork of it, with ``__main__``, arguments, folder, environment, streams
 
 Other commands run as under `subprocess`: those that are not Python programs, that set options of the interpreter, or
 that set variables which torch may read while it is imported. Commands that a script starts with `subprocess.Popen` run
-in forks too (see `stratagem_testing.script_children`), so the ranks of a launched script need not import torch. Tests of
-start-up itself (what is imported when) should use `subprocess`.
+in forks too (see `stratagem_testing.script_children`), so the ranks of a launched script need not import torch. Tests
+of start-up itself (what is imported when) should use `subprocess`.
 """
 
 from __future__ import annotations
