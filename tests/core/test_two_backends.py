@@ -79,10 +79,10 @@ def _control_words(rank, world_size):
         "tensor": talk.broadcast_object([far])[0].tolist(),
         "sum": talk.all_reduce(torch.ones(2), "sum").tolist(),
         "team": talk.split([[0], [1]]).any(rank == 1),
-        "apart": (talk.apart().any(rank == 1), talk.apart().timeout),
+        "new_group": (talk.new_group().any(rank == 1), talk.new_group().timeout),
         "logged": (float(book.metrics["loss"].last), float(next(iter(book.epoch_values().values())))),
         "calls": _said(talk.barrier if rank else lambda: talk.any(True)),
-        "lost": (talk.reports_lost_ranks, talk.apart().reports_lost_ranks),
+        "lost": (talk.reports_lost_ranks, talk.new_group().reports_lost_ranks),
     }
     talk.barrier()
     talk.close()
@@ -101,7 +101,7 @@ def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
     assert second["tensor"] == [1.0, 2.0]
     assert first["sum"] == second["sum"] == [2.0, 2.0]
     assert (first["team"], second["team"]) == (False, True)
-    assert first["apart"] == (True, timedelta(seconds=30))
+    assert first["new_group"] == (True, timedelta(seconds=30))
     assert first["logged"] == second["logged"] == (0.5, 0.5)
     assert first["calls"] == second["calls"]
     assert "all ranks to make the same call" in first["calls"]

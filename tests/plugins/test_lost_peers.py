@@ -317,7 +317,7 @@ def _endpoints(rank, world_size):
         answers, store_answers = _endpoints_of(run).probe()
         run.collectives.barrier()
         endpoints = _endpoints_of(run)
-        run.collectives.board().put(f"closing/{rank}", "")
+        run.collectives.key_value_store().put(f"closing/{rank}", "")
     return answers, store_answers, endpoints._endpoint.fileno()
 
 

@@ -60,7 +60,7 @@ CALLS = {
     "fail_together": lambda c: c.fail_together(None),
     "barrier_with_timeout": lambda c: c.barrier_with_timeout("barrier()", 60),
     "duplicate": lambda c: c.duplicate("x"),
-    "apart": lambda c: c.apart(),
+    "new_group": lambda c: c.new_group(),
 }
 #: Calls of `Run` that wait for other ranks.
 RUN_CALLS = {
@@ -73,7 +73,7 @@ RUN_CALLS = {
 
 
 def test_every_method_is_listed():
-    alone = {"leave_note", "read_note", "board", "with_own_connection", "close"}
+    alone = {"report_failure", "read_failure_report", "key_value_store", "with_own_connection", "close"}
     methods = {name for name, _ in inspect.getmembers(Collectives, inspect.isfunction) if not name.startswith("_")}
 
     assert methods == set(CALLS) | alone
@@ -91,7 +91,7 @@ def _leave_out(rank, world_size, names):
             model = torch.nn.Linear(2, 2)
             _, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))
             run.context.optimizers = [optimizer]
-        board = run.collectives.board()
+        board = run.collectives.key_value_store()
         if rank == 1:
             _elsewhere(board)
         else:

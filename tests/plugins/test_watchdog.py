@@ -62,7 +62,7 @@ def _leave(rank, world_size):
     TorchCollectives.reports_lost_ranks = False  # as NCCL
     run = _run(world_size)
     run.connect()
-    watchdog, store = _diagnosis(run).watchdog, run.collectives.board()
+    watchdog, store = _diagnosis(run).watchdog, run.collectives.key_value_store()
     watchdog._closing.set() if rank == 0 else None  # looked at from here
     found = [watchdog._lost()]
     run.collectives.barrier()

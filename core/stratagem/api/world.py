@@ -84,19 +84,19 @@ class Mesh:
         return group * self.size("shard") + self.position("shard")
 
 
-class Board:
-    """Notes that ranks leave for each other, by key. No call waits for another rank."""
+class KeyValueStore:
+    """Strings that all ranks can write and read, by key. No call waits for another rank."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, str] = {}
+        self._values: dict[str, str] = {}
 
     def put(self, key: str, text: str) -> None:
-        """Leave `text` under `key`, in place of what is there."""
-        self._notes[key] = text
+        """Write `text` under `key`, over an earlier value."""
+        self._values[key] = text
 
     def get(self, key: str) -> str | None:
-        """Return what is under `key`."""
-        return self._notes.get(key)
+        """Return the value of `key`; None if there is none."""
+        return self._values.get(key)
 
 
 class Collectives:
@@ -210,42 +210,41 @@ class Collectives:
             ConfigError: some ranks did not call it within `limit_s` seconds.
         """
 
-    def leave_note(self, text: str) -> None:
-        """Tell the other ranks why this one is about to end; the first note stands. Not collective.
+    def report_failure(self, text: str) -> None:
+        """Tell the other ranks why this one is about to end; the first report is kept. Not collective.
 
-        It outlives this process wherever a launcher hosts the store: ours do, and torchrun.
+        It outlives this process if the launcher hosts the store, as the local launchers and torchrun do.
         """
 
-    def read_note(self, limit_s: float = 2.0) -> str | None:
-        """Return the note of a rank that ended, if one leaves it within `limit_s` seconds. Not collective."""
+    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
+        """Return the report of a rank that ended, if one arrives within `limit_s` seconds. Not collective."""
         return None
 
-    def board(self) -> Board:
-        """Return a place where ranks leave notes for each other, whenever they like; for a thread of its own."""
+    def key_value_store(self) -> KeyValueStore:
+        """Return a store that ranks write and read at any time; it has a connection of its own, for a thread."""
         if self.world_size > 1:
             raise ConfigError(
-                f"{type(self).__name__} has no board()", expected="one, for ranks to agree on when to stop",
+                f"{type(self).__name__} has no key_value_store()", expected="one, for ranks to agree on when to stop",
                 do="tell the strategy's author",
             )  # fmt: skip
-        return Board()
+        return KeyValueStore()
 
     def with_own_connection(self) -> Collectives:
-        """Return these collectives for the notes of another thread, which do not wait for calls of this one."""
+        """Return the same collectives for failure reports of another thread, which does not wait for this one."""
         return self
 
     def duplicate(self, purpose: str) -> Collectives:
-        """Return collectives of the same ranks over a group of their own, for CPU tensors: the same ones for one
-        `purpose`.
+        """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.
 
-        Messages of the two never match each other, so one rank may be in either. All ranks call it.
+        Calls over the two groups never match each other, so ranks may be in different ones. All ranks call it.
         """
         return self
 
-    def apart(self) -> Collectives:
-        """Return a second conversation of the same ranks, on the CPU, for a thread that must not disturb this one."""
+    def new_group(self) -> Collectives:
+        """Return collectives over a new group of the same ranks, on the CPU, for use in another thread."""
         if self.world_size > 1:
             raise ConfigError(
-                f"{type(self).__name__} cannot be had twice", expected="an apart(), for saving in the background",
+                f"{type(self).__name__} has no new_group()", expected="one, for saving in the background",
                 do="save without async_save, or tell the strategy's author",
             )  # fmt: skip
         return Collectives()

@@ -36,13 +36,13 @@ class Saver:
         self._afterwards: list[Callable[[], None]] = []
         self._finishes_at_exit = False
         #: Collectives apart from those of training: for the thread, and for the check at each step.
-        self._apart: tuple[Collectives, Collectives] | None = None
+        self._groups: tuple[Collectives, Collectives] | None = None
 
     def connect(self) -> tuple[Collectives, Collectives]:
         """Return the collectives of background saves, created in the first call. Collective."""
-        if self._apart is None:
-            self._apart = (self._collectives.apart(), self._collectives.apart())
-        return self._apart
+        if self._groups is None:
+            self._groups = (self._collectives.new_group(), self._collectives.new_group())
+        return self._groups
 
     def submit(self, write: Callable[[Collectives], None], background: bool) -> None:
         """Call `write` with the collectives to use, now or in the background. Collective.
@@ -96,9 +96,9 @@ class Saver:
             any error of the save.
         """
         assert self._thread is not None
-        assert self._apart is not None
+        assert self._groups is not None
         done = torch.tensor(int(not self._thread.is_alive()))
-        if int(self._apart[1].all_reduce(done, "min")):
+        if int(self._groups[1].all_reduce(done, "min")):
             self.wait()
 
     @property

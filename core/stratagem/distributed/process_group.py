@@ -34,7 +34,7 @@ from stratagem.distributed.default_group import check_adoptable, default_store, 
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.distributed.interfaces import allow_connections, choose_interface, listen_anywhere
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
-from stratagem.distributed.store import StoreBoard, connect_store
+from stratagem.distributed.store import TCPKeyValueStore, connect_store
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stratagem.api.world import Board, ReduceOp, World
+    from stratagem.api.world import KeyValueStore, ReduceOp, World
 
 
 class TorchCollectives(Collectives):
@@ -358,11 +358,11 @@ class TorchCollectives(Collectives):
                 message += f", not on rank {late[0]}" + (f" and {len(late) - 1} more" if len(late) > 1 else "")
             raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
 
-    def leave_note(self, text: str) -> None:
+    def report_failure(self, text: str) -> None:
         with contextlib.suppress(Exception):  # the store ends with the rank that hosts it
             self._store.compare_set("stratagem/note", "", text)
 
-    def read_note(self, limit_s: float = 2.0) -> str | None:
+    def read_failure_report(self, limit_s: float = 2.0) -> str | None:
         deadline = time.monotonic() + limit_s
         with contextlib.suppress(Exception):
             while not self._store.check(["stratagem/note"]):  # a wait in the store prints an error on stderr
@@ -372,16 +372,16 @@ class TorchCollectives(Collectives):
             return str(self._store.get("stratagem/note").decode())
         return None
 
-    def board(self) -> Board:
-        return StoreBoard(self._store.clone())  # a connection of its own: a wait on the other one would block it
+    def key_value_store(self) -> KeyValueStore:
+        return TCPKeyValueStore(self._store.clone())  # a connection of its own: a wait on the other one would block it
 
     def with_own_connection(self) -> Collectives:
         same = copy.copy(self)
         same._store, same._owns_group = self._store.clone(), False
         return same
 
-    def apart(self) -> Collectives:
-        self._same_call("apart")
+    def new_group(self) -> Collectives:
+        self._same_call("new_group")
         return self._on_cpu()
 
     def close(self) -> None:

@@ -6,14 +6,14 @@ import atexit
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.world import Board
+from stratagem.api.world import KeyValueStore
 from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
 
 if TYPE_CHECKING:
     from stratagem.api.world import World
 
 
-class StoreBoard(Board):
+class TCPKeyValueStore(KeyValueStore):
     """Texts by key, in the store of the process group."""
 
     def __init__(self, store: Any) -> None:

@@ -91,7 +91,7 @@ class Preemption(OwnCheckpoint):
             )
         self._stop_watching()
         self._watcher = _SignalWatcher(
-            trainer.run.collectives.board(), trainer.global_rank, trainer.world_size, self.look_every_s
+            trainer.run.collectives.key_value_store(), trainer.global_rank, trainer.world_size, self.look_every_s
         )
         if not self.signals:
             raise ConfigError("preemption.signals is empty", expected="names of signals, such as ['SIGTERM']")

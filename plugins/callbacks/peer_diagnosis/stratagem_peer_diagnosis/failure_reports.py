@@ -30,25 +30,25 @@ class FailureReports:
 
     def read(self, limit_s: float) -> PeerError | None:
         """Return the cause that a rank reported as an error, if one does within `limit_s`."""
-        cause = self._ask(lambda: self._collectives.read_note(limit_s), limit_s + self._store_s)
+        cause = self._ask(lambda: self._collectives.read_failure_report(limit_s), limit_s + self._store_s)
         return None if cause is None else PeerError(cause, do="this rank stops with it")
 
     def write(self, cause: str) -> None:
         """Report `cause` to the others, unless a rank has reported one already."""
-        self._ask(lambda: self._collectives.leave_note(cause), self._store_s)
+        self._ask(lambda: self._collectives.report_failure(cause), self._store_s)
 
     def exchange(self, alive: set[int]) -> set[int]:
         """Report that this rank failed; return which of the ranks `alive` did, once all have or the time is up.
 
-        Where there is no board the time passes all the same: a rank that leaves first would be taken for the lost one.
+        Where there is no store the time passes all the same: a rank that leaves first would be taken for the lost one.
         """
         deadline, reported = time.monotonic() + REPORT_S, set[int]()
 
         def report_and_read() -> None:
-            board = self._collectives.board()
-            board.put(f"reported/{self._collectives.rank}", "")
+            store = self._collectives.key_value_store()
+            store.put(f"reported/{self._collectives.rank}", "")
             while reported != alive and time.monotonic() < deadline:
-                reported.update(rank for rank in alive - reported if board.get(f"reported/{rank}") is not None)
+                reported.update(rank for rank in alive - reported if store.get(f"reported/{rank}") is not None)
                 time.sleep(0.02)
 
         self._ask(report_and_read, REPORT_S + STORE_S)

@@ -67,9 +67,9 @@ class Watchdog:
         self._run, self.interval_s, self.stuck_s, self._die = weakref.ref(run), interval_s, stuck_s, die
         self._rank, self._world_size, self._endpoints = run.rank, run.world_size, endpoints
         collectives = run.collectives.with_own_connection()
-        self._reports, self._board = FailureReports(collectives, STORE_S), run.collectives.board()
+        self._reports, self._store = FailureReports(collectives, STORE_S), run.collectives.key_value_store()
         #: A process group of the user's may hold the report of an earlier run.
-        self._earlier = collectives.read_note(0.0)
+        self._earlier = collectives.read_failure_report(0.0)
         self._closing = threading.Event()
         self._silent: dict[int, int] = {}
         self._place: Any = None
@@ -93,7 +93,7 @@ class Watchdog:
         self._closing.set()
         if not self.failed:
             self._reports.is_open = True
-            self._reports.ask(lambda: self._board.put(self._left(self._rank), ""))
+            self._reports.ask(lambda: self._store.put(self._left(self._rank), ""))
 
     def _watch(self) -> None:
         while not self._closing.wait(self.interval_s):
@@ -169,7 +169,7 @@ class Watchdog:
 
     def _left_in_order(self, rank: int, store_answers: bool) -> bool:
         """Whether `rank` said so, or may have: the store's host can be reached and takes long to tell."""
-        told = self._reports.ask(lambda: (self._board.get(self._left(rank)),))
+        told = self._reports.ask(lambda: (self._store.get(self._left(rank)),))
         self._sure = told is not None
         if told is None:
             return store_answers and not self._reports.is_open

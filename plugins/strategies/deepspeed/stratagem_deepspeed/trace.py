@@ -68,7 +68,7 @@ class LayerTrace:
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._prefix = run, f"deepspeed/trace/{next(_numbers)}"
-        self._group = run.collectives.apart()
+        self._group = run.collectives.new_group()
         self._store: Any = None
         self._stopped = threading.Event()
         self._roots: dict[str, _Node] = {}
@@ -89,7 +89,7 @@ class LayerTrace:
         while not self._stopped.wait(PATIENCE_S):
             if self._count == before:
                 with contextlib.suppress(Exception):  # the store may be closed
-                    store = store or self._run.collectives.board()
+                    store = store or self._run.collectives.key_value_store()
                     self._report_disagreement(store)
             before = self._count
 
@@ -194,7 +194,7 @@ class LayerTrace:
 
     def _store_of_run(self) -> Any:
         if self._store is None:
-            self._store = self._run.collectives.board()
+            self._store = self._run.collectives.key_value_store()
         return self._store
 
     def _disagreement(self, where: Mapping[int, str]) -> ConfigError:

@@ -64,7 +64,7 @@ class UnitOrder:
         self._parameters: dict[int, list[str]] = {}
         self._known: dict[Hashable, list[tuple[_Event, ...]]] = {}
         self._open, self._steps = False, 0
-        self._board: Any = None
+        self._store: Any = None
         self._exchanging, self._closing = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         #: The orders of the steps of this kind, the latest last.
@@ -144,7 +144,7 @@ class UnitOrder:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        self._thread = self._board = None
+        self._thread = self._store = None
 
     def _compare(self, event: _Event, *, together: bool) -> None:
         mine = (self._steps, len(self._seen) - 1, *event)
@@ -164,14 +164,14 @@ class UnitOrder:
     def _exchange(self, mine: _Event) -> dict[int, _Event]:
         """Write to the store where this rank is; return where those are that write it within the limit, by rank."""
         key, rank, size = f"{self._key}/{self._round}", self._peers.rank, self._peers.world_size
-        self._board = self._board or self._collectives.board()
+        self._store = self._store or self._collectives.key_value_store()
         self._round += 1
-        self._board.put(f"{key}/{rank}", json.dumps(mine))
-        self._board.put(f"{key}/left", json.dumps(mine[:2]))
+        self._store.put(f"{key}/{rank}", json.dumps(mine))
+        self._store.put(f"{key}/left", json.dumps(mine[:2]))
         deadline = time.monotonic() + self._limit_s
         if rank == 0:  # one rank reads what all have written
             written = {each: self._read(f"{key}/{each}", deadline) for each in range(1, size)}
-            self._board.put(f"{key}/all", json.dumps([mine, *written.values()]))
+            self._store.put(f"{key}/all", json.dumps([mine, *written.values()]))
         else:
             written = dict(enumerate(self._read(f"{key}/all", deadline + 1) or []))
         written[rank] = mine
@@ -180,7 +180,7 @@ class UnitOrder:
     def _read(self, key: str, deadline: float) -> Any:
         """Return what is put under `key` until the `deadline`; None if nothing is."""
         pause_s = 0.0005
-        while (text := self._board.get(key)) is None:
+        while (text := self._store.get(key)) is None:
             if time.monotonic() > deadline or self._closing.is_set():
                 return None
             time.sleep(pause_s)
@@ -196,8 +196,8 @@ class UnitOrder:
         if where != before or place < 0:
             return where
         with contextlib.suppress(Exception), self._exchanging:  # the store may be gone with the rank that hosts it
-            self._board = self._board or self._collectives.board()
-            left = self._board.get(f"{self._key}/{self._round}/left")
+            self._store = self._store or self._collectives.key_value_store()
+            left = self._store.get(f"{self._key}/{self._round}/left")
             if left is not None and tuple(json.loads(left)) <= where:
                 if json.loads(left)[0] == step:  # write what it did there, not where it is since
                     place = json.loads(left)[1]
