@@ -9,10 +9,7 @@ from attrs import evolve
 
 from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem.api.world import Collectives, Mesh, World
-from stratagem.distributed.rendezvous import check_address
 from stratagem.errors import ConfigError
-from stratagem.runtime.preflight import agree, agree_before_connecting
-from stratagem.stack import lock
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings
@@ -22,11 +19,19 @@ if TYPE_CHECKING:
 
 def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller) -> Collectives:
     """Join the other ranks, after a check that all were started with the same settings; return their collectives."""
-    if world.world_size > 1 and not world.store_hosted:
+    collectives: Collectives
+    if world.world_size == 1:
+        collectives = hooks.ask("connect", world=world)
+        return collectives
+    from stratagem.distributed.rendezvous import check_address
+    from stratagem.runtime.preflight import agree, agree_before_connecting
+    from stratagem.stack import lock
+
+    if not world.store_hosted:
         check_address(world, stack.join_timeout().total_seconds())
-    facts = lock.facts(stack, settings) if world.world_size > 1 else {}
+    facts = lock.facts(stack, settings)
     compared = agree_before_connecting(world, facts, stack.join_timeout())
-    collectives: Collectives = hooks.ask("connect", world=world)
+    collectives = hooks.ask("connect", world=world)
     if not compared:
         agree(collectives, facts)
     return collectives

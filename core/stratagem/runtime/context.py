@@ -6,31 +6,27 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.capabilities import SHARDED_PARAMETERS
-from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
-from stratagem.api.values import PrecisionPolicy
+from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
-from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
+from stratagem.runtime.choices import Choices
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
 from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.numerics import switch
+from stratagem.runtime.preparation import separate_elements
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
-from stratagem.stack import lock
 from stratagem.stack.defaults import default
-from stratagem.stack.describe import explain_stack, render_stack
 from stratagem.stack.formats import format_of
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
@@ -40,9 +36,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.context import Materializer, RunContext
+    from stratagem.distributed.bucket_reducer import BucketReducer
 
 
-class Context:
+class Context(Choices):
     """The plugins that `settings` describe, at work in one process: see `stratagem.api.context.RunContext`.
 
     Raises:
@@ -54,6 +51,8 @@ class Context:
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
         if self.settings.lock is not None:
+            from stratagem.stack import lock
+
             lock.check(self.stack, self.settings, self.settings.lock)
         #: How far the trainer that drives this run has come; None for a loop of your own.
         self.progress: Any = None
@@ -111,100 +110,19 @@ class Context:
         self.hooks = HookCaller(self.stack, self)
         self.step = Step(self, self.hooks)
 
-    # --- What the resolver decided -------------------------------------------------------------------------------
-
-    @property
-    def policy(self) -> PrecisionPolicy:
-        """The precision's policy."""
-        return self.stack.policy
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether every forward needs all ranks, as each holds a part of the parameters."""
-        return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
-
     @property
     def needs_values(self) -> bool:
         """Whether whole tensors of the state are used on this rank; elsewhere they may be on the meta device."""
         return self.is_global_zero or self._whole_everywhere
 
     @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return self.stack.num_processes
-
-    @property
-    def devices_given(self) -> bool:
-        """The user set `devices`, rather than leaving it to "auto"."""
-        return self.stack.devices_given
-
-    @property
-    def checkpoint_format(self) -> CheckpointFormat:
-        checkpoint_format: CheckpointFormat = self.stack.checkpoint.plugin
-        return checkpoint_format
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that answers: the innermost one."""
-        return self.stack.strategy
-
-    @property
-    def comm_hooks(self) -> list[CommHook]:
-        return [choice.plugin for choice in self.stack.comm_hooks]
-
-    @property
-    def accelerator(self) -> Accelerator:
-        accelerator: Accelerator = self.stack.accelerator.plugin
-        return accelerator
-
-    @property
-    def backend(self) -> str:
-        """The accelerator's torch.distributed backend."""
-        return self.accelerator.backend
-
-    @property
-    def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others."""
-        return self.stack.join_timeout()
-
-    @property
-    def precision_absorbed(self) -> bool:
-        """Whether the strategy applies the precision's policy itself."""
-        return self.stack.precision_absorbed
-
-    @property
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for a loop of the user's."""
         return self.progress is not None
 
-    def name_of(self, plugin: Any) -> str:
-        """Return the name by which `plugin` was chosen; of one that is not in this run, its class's name."""
-        choice = self._choice_of(plugin)
-        return type(plugin).__name__ if choice is None else choice.name
-
-    def title_of(self, plugin: Any) -> str:
-        """Return the kind and the name of `plugin`, for a message: ``strategy 'ddp'``."""
-        choice = self._choice_of(plugin)
-        return type(plugin).__name__ if choice is None else str(choice)
-
-    def _choice_of(self, plugin: Any) -> Choice | None:
-        return next((choice for choice in self.stack.choices() if choice.plugin is plugin), None)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the resolved plugins, their options and where these came from, as plain data."""
-        return explain_stack(self.stack, self.settings)
-
-    def explain(self) -> str:
-        """Return the resolved stack as a tree: plugins, packages, options and where they came from, hooks."""
-        return render_stack(self.describe())
-
     def num_implementations(self, hook: str) -> int:
         """Return how many plugins of this run implement `hook`."""
         return len(getattr(self.hooks.hook, hook).get_hookimpls())
-
-    def preload(self) -> None:
-        """Let plugins import what they import late, before this process is copied."""
-        self.stack.preload()
 
     @property
     def place(self) -> World:
@@ -303,7 +221,7 @@ class Context:
         if not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters()):
             self.materializer(module).fill(module)
         if self.world_size > 1:
-            _separate_elements(module)
+            separate_elements(module)
         self.reducer_is_due = True
         self.bucket_reducers = []
         self.model = self.hooks.ask("wrap_model", module=StepModule(module))
@@ -312,6 +230,8 @@ class Context:
             made = make_optimizers()
             self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
+            from stratagem.stack import lock
+
             lock.write(self.stack, self.settings)
         trains = stage == "train" and any(parameter.requires_grad for parameter in module.parameters())
         self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
@@ -347,6 +267,8 @@ class Context:
         Args:
             over: the ranks to average over, if not all that the model is spread over (``run.peers``).
         """
+        from stratagem.distributed.bucket_reducer import BucketReducer, HookStage
+
         self.reducer_is_due = False
         implementations = {impl.plugin: impl for impl in self.hooks.hook.reduce_bucket.get_hookimpls()}
         found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
@@ -450,13 +372,6 @@ def _close(reference: weakref.ref[Context]) -> None:
     if run is not None:
         with contextlib.suppress(StratagemError, RuntimeError):
             run.close()
-
-
-def _separate_elements(module: nn.Module) -> None:
-    """Give parameters and buffers that were expanded memory for every element: collectives write into them."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,215 @@
+"""Hooks of processes, the model, the step and the state: what strategies, precisions and formats implement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.api.markers import hookspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from stratagem.api.context import Materializer, RunContext
+    from stratagem.api.values import Bucket
+    from stratagem.api.world import Collectives, World
+
+# --- Processes ---------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def setup_environment(run: RunContext) -> World:
+    """Answer (environment): the ranks of this process. The first hook of every process; nothing is connected yet.
+
+    Also called in the process that the user started, before `launch`: the answer is then the `World` of local rank 0,
+    with ``main_port=None`` if no port is chosen yet. Raise `ConfigError` if the processes found are not those that
+    ``run.settings`` requests (``run.num_processes`` on this node, ``run.settings.num_nodes`` nodes).
+    """
+
+
+@hookspec(firstresult=True)
+def launch(main: Callable[[], Any], run: RunContext) -> Any:
+    """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return the result of rank 0.
+
+    Called once, in the process that the user started, unless all processes exist already
+    (`Environment.processes_exist`); ``run.world`` is that of local rank 0. Set the variables of
+    `stratagem.distributed.process_variables` for every started process. Only this answer may be None: `main` is the
+    user's function.
+    """
+
+
+@hookspec(firstresult=True)
+def connect(world: World, run: RunContext) -> Collectives:
+    """Answer (strategy): join the other processes. ``run.world`` and ``run.device`` are set.
+
+    Default: a torch.distributed group with the accelerator's backend, or none for a single process.
+    """
+
+
+@hookspec
+def on_connect(run: RunContext) -> None:
+    """All act: the ranks are connected and were started alike; ``run.collectives`` and ``run.peers`` work."""
+
+
+# --- The model ---------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def init_context(empty: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`); None enters none.
+
+    `empty` asks for parameters without values, which a checkpoint will fill.
+    """
+
+
+@hookspec(firstresult=True)
+def materializer(module: nn.Module, run: RunContext) -> Materializer:
+    """Answer: what initializes the parts of `module`, which was built without values (``empty``). Collective.
+
+    Called for ``run.materializer(module)``. The values depend on rank 0's seed and the names of parameters alone, not
+    on which rank initializes which part.
+    """
+
+
+@hookspec
+def prepare_module(module: nn.Module, run: RunContext) -> None:
+    """All act: change the user's module in place before it is wrapped (convert dtypes, swap layers)."""
+
+
+@hookspec(firstresult=True)
+def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
+    """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
+
+    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hooks
+    into ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
+    """
+
+
+@hookspec(firstresult=True)
+def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: RunContext) -> list[Optimizer]:
+    """Answer (strategy): the optimizers to step, given those made on the wrapped `module`. Default: the same."""
+
+
+@hookspec(firstresult=True)
+def wrap_dataloader(loader: DataLoader[Any], stage: str, run: RunContext) -> DataLoader[Any]:
+    """Answer (strategy): the loader of this process's share. Default: the sampler rules of `stratagem.runtime.data`.
+
+    Not called when the user sets ``use_distributed_sampler=False``.
+    """
+
+
+@hookspec(firstresult=True)
+def transfer_batch(batch: Any, run: RunContext) -> Any:
+    """Answer (strategy): `batch` on ``run.device``. Default: move every tensor. A precision wraps to convert dtypes."""
+
+
+# --- The step ----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+    """All enter: contexts around one forward (and, when training, backward); None enters none.
+
+    `sync` is False when the gradients of this micro-batch are only accumulated, or under manual optimization.
+    """
+
+
+@hookspec(firstresult=True)
+def forward_backward(module: nn.Module, batch: Any, batch_idx: int, run: RunContext) -> Any:
+    """Answer (a strategy that owns the step, such as a pipeline): forward and backward of one batch.
+
+    Return what ``training_step`` returns, and differentiate with `Run.backward`, which calls the hooks
+    `on_before_backward` and `on_after_backward`. There is no default: if no plugin answers, the loop calls forward and
+    `Run.backward`.
+    """
+
+
+@hookspec(firstresult=True)
+def scale_loss(loss: Tensor, run: RunContext) -> Tensor:
+    """Answer (precision): the loss to differentiate. Default: unchanged."""
+
+
+@hookspec(firstresult=True)
+def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
+    """Answer (strategy): differentiate `loss` with `Run.differentiate`; return True. `module` is ``run.model``.
+
+    Default: `Run.differentiate` alone, which is ``loss.backward()`` unless the module defines a `backward`.
+    """
+
+
+@hookspec
+def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
+    """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
+
+    If it yields a tensor, the value of the ``yield`` is the tensor averaged by the next hook of the stack, after the
+    last hook by an all-reduce over the ranks of `collectives`. If it yields a future, such as that of
+    ``collectives.all_to_all_async``, the value is the future's result. It may yield several times, equally often on all
+    ranks. A plain function, without ``yield``, returns its result at once. The run composes the stack once
+    (`RunContext.bucket_reducer`) and calls the implementations directly, not through pluggy.
+    """
+
+
+@hookspec(firstresult=True)
+def clip_gradients(
+    optimizer: Optimizer, max_norm: float | None, max_value: float | None, run: RunContext
+) -> Tensor | float:
+    """Answer (strategy): clip the gradients of `optimizer` by norm or value; return the norm before clipping.
+
+    Exactly one of the two limits is set. A precision that scales the loss wraps, and unscales first. The answer to
+    clipping by value is 0.0, since the norm is not needed.
+    """
+
+
+@hookspec(firstresult=True)
+def optimizer_step(optimizer: Optimizer, closure: Callable[[], Tensor] | None, run: RunContext) -> bool:
+    """Answer (an engine, or a precision that scales): step; return whether parameters changed.
+
+    False means that the step was skipped because gradients overflowed; all ranks must return the same. `closure` is set
+    only for optimizers that evaluate the model themselves. Default: ``optimizer.step()``.
+    """
+
+
+# --- State -------------------------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
+    """Answer (strategy): logical state of the user's `module`: its parameter names, full tensors. Collective.
+
+    If ``run.needs_values`` is False (on a rank that does not write), a tensor may be on the meta device. If
+    ``run.whole_state`` is False, the checkpoint format writes shards: return DTensors and do not gather them; a tensor
+    that is unsharded on some ranks only is on the meta device of the others.
+    """
+
+
+@hookspec(firstresult=True)
+def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: RunContext) -> bool:
+    """Answer (strategy): put logical `state` into the model; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def optimizer_state(optimizer: Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
+    """Answer (strategy): logical state of one optimizer, keyed by parameter name instead of number. Collective.
+
+    ``run.whole_state`` and ``run.needs_values`` have the same meaning as for `model_state`.
+    """
+
+
+@hookspec(firstresult=True)
+def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: RunContext) -> bool:
+    """Answer (strategy): put logical `state` into `optimizer`; return True. Collective."""
+
+
+@hookspec(firstresult=True)
+def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
+    """Answer (checkpoint format): write `state` to `path` atomically; return True. Called on all ranks."""
+
+
+@hookspec(firstresult=True)
+def load_checkpoint(path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+    """Answer (checkpoint format): read and verify `path`. A format may read into the tensors of `into`."""
