@@ -182,7 +182,7 @@ def test_what_a_script_starts_is_its_child_and_a_fork_too(tmp_path):
 def test_what_a_script_starts_may_be_told_to_die_with_it():
     code = """if True:
         import functools, os, signal, subprocess, sys
-        from stratagem.distributed.supervision import die_with
+        from stratagem.distributed.launched import die_with
         dying = functools.partial(die_with, os.getpid())
         child = "import signal, sys; print('torch' in sys.modules, flush=True); signal.pause()"
         subprocess.Popen([sys.executable, "-c", child], preexec_fn=dying)
