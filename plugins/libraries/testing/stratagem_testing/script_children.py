@@ -1,4 +1,4 @@
-"""Run also the Python programs that a script starts in forks, as children of that script.
+"""Run the Python programs that a script starts in forks, too, as children of that script.
 
 [Note: adoption]
 A launcher waits for what it starts, and what it starts asks the kernel to die with it: such a process must be a child
@@ -28,7 +28,7 @@ from stratagem_testing.script_requests import request_of
 
 #: A request: its length, then that many bytes of `pickle`, with file descriptors beside the length.
 LENGTH = struct.Struct("!I")
-#: What is answered: a process's id.
+#: The answer: a process's id.
 NUMBER = struct.Struct("!i")
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,7 +60,7 @@ def serve_children(environment: Mapping[str, str]) -> tuple[dict[str, Any], list
     """
     script = os.getpid()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # a free abstract address
+    listener.bind("")  # an abstract address, which is not a file
     listener.listen()
     libc = ctypes.CDLL(None)
     if not os.fork():
@@ -111,7 +111,7 @@ def _wait_for_adoption(first_parent: int, script: int) -> None:
 
 
 def _start_through(address: bytes, script: int, prctl: Callable[..., int], environment: Mapping[str, str]) -> None:
-    """Let `subprocess.Popen` in this process ask the helper for Python programs."""
+    """Make `subprocess.Popen` in this process run Python programs through the helper."""
     with_interpreter = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_child(process: Any, *arguments: Any) -> None:
@@ -131,7 +131,7 @@ def _start_through(address: bytes, script: int, prctl: Callable[..., int], envir
 def _adopted(
     address: bytes, prctl: Callable[..., int], asked: tuple[dict[str, Any], list[int], Any] | None
 ) -> int | None:
-    """Return the id of a new child that runs what was `asked`; None if the helper cannot make one."""
+    """Return the id of a new child that runs what was `asked`; None if the helper cannot start one."""
     if asked is None:
         return None
     request, streams, before = asked

@@ -1,4 +1,4 @@
-"""Which commands can run in a fork of a process that has imported torch, and what to ask that process."""
+"""Requests to a process that has imported torch: which commands can run in a fork of it, and how they are described."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from stratagem_testing.processes import LAUNCH_VARIABLES
 
-#: Variables that nothing reads while what scripts need is imported. Where any other one differs from those of the
-#: server, it might have made a difference. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five
-#: where they are imported.)
+#: Variables that no import of the server reads. A command with another value of any other variable gets an interpreter
+#: of its own. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five when they are imported.)
 _READ_LATE = (
     *LAUNCH_VARIABLES, "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "COLUMNS", "LINES", "PWD",
     "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
@@ -69,7 +68,7 @@ def _is_read_late(name: str) -> bool:
 
 
 def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None:
-    """Return how a Python program is named (a file, or by -c or -m), its name or code, and its arguments."""
+    """Return how a Python program is given ("file", "c" or "m"), its name or code, and its arguments."""
     if words[0] == sys.executable and words[1:]:
         words = words[1:]
         if words[0] in ("-c", "-m") and words[1:]:
@@ -81,7 +80,7 @@ def _program(words: list[str], folder: str) -> tuple[str, str, list[str]] | None
 
 
 def _is_script_of_this_environment(name: str) -> bool:
-    """Whether it is one that pip made of an entry point."""
+    """Whether `name` is a script that pip made from an entry point."""
     path = Path(name)
     if path.parent != Path(sys.executable).parent or not path.is_file():
         return False
