@@ -71,8 +71,8 @@ def _build(arguments: argparse.Namespace) -> int:
         for name in arguments.names:
             print(f"{name}: building, unless it exists", flush=True)
             began = time.monotonic()
-            place = load(name)
-            print(f"{name}: ready after {time.monotonic() - began:.0f} s in {place}")
+            library = load(name)
+            print(f"{name}: ready after {time.monotonic() - began:.0f} s in {library}")
     return 0
 
 
@@ -111,14 +111,14 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     if re.fullmatch(r"[1-9]\d*[KMG]?", arguments.size) is None:
         raise ConfigError(f"--size is {arguments.size!r}", expected="a number, optionally followed by K, M or G")
-    place: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": arguments.path}}
+    zero: dict[str, Any] = {"offload_param": {"device": "nvme", "nvme_path": arguments.path}}
     _check_folder(arguments.path)
-    disk = Disk(place, lambda _: "the path to tune")
+    disk = Disk(zero, lambda _: "the path to tune")
     try:
-        disk.place(place)
+        disk.set_paths(zero)
         with _ops(arguments.accelerator) as load:
             built = load("async_io")
-        output = _sweep(place["offload_param"]["nvme_path"], arguments, Path(built).parent.parent)
+        output = _sweep(zero["offload_param"]["nvme_path"], arguments, Path(built).parent.parent)
     finally:
         disk.remove()
     found = _read(output)

@@ -82,7 +82,7 @@ class Disk:
             shutil.rmtree(path / f"optimizer-{self._models}", ignore_errors=True)
         self._models += 1
 
-    def place(self, zero: dict[str, Any]) -> None:
+    def set_paths(self, zero: dict[str, Any]) -> None:
         """Set the `nvme_path` of each section of `zero` to this process's folder."""
         for section, parent in self._parents.items():
             kind = "optimizer" if section == "offload_optimizer" else "parameters"

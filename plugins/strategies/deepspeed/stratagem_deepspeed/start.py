@@ -197,13 +197,13 @@ def count_bytes(run: RunContext) -> None:
     if getattr(backend, "counts_in", None) is run.collectives.traffic:
         return
     backend.counts_in = run.collectives.traffic
-    for name, (collective, place, argument, sender) in _COUNTED.items():
-        setattr(backend, name, _counting(getattr(type(backend), name), backend, collective, place, argument, sender))
+    for name, (collective, index, argument, sender) in _COUNTED.items():
+        setattr(backend, name, _counting(getattr(type(backend), name), backend, collective, index, argument, sender))
 
 
-def _counting(send: Any, backend: Any, collective: str, place: int, argument: str, sender: str) -> Any:
+def _counting(send: Any, backend: Any, collective: str, index: int, argument: str, sender: str) -> Any:
     def counted(*arguments: Any, **options: Any) -> Any:
-        tensor = options[argument] if argument in options else arguments[place]
+        tensor = options[argument] if argument in options else arguments[index]
         size = torch.distributed.get_world_size(options.get("group"))
         backend.counts_in.add(collective, tensor.nbytes, size, sender=sender)
         return send(backend, *arguments, **options)
@@ -258,8 +258,8 @@ def _variables(run: RunContext) -> dict[str, str]:
     world = run.world
     assert world is not None, "connected before"
     # deepspeed uses it as the number of the device: a run may train on the second GPU with one process.
-    place = world.local_rank if run.device.index is None else run.device.index
-    return {"LOCAL_RANK": str(place), "LOCAL_SIZE": str(world.local_world_size)}
+    device = world.local_rank if run.device.index is None else run.device.index
+    return {"LOCAL_RANK": str(device), "LOCAL_SIZE": str(world.local_world_size)}
 
 
 def _show(variables: Mapping[str, str]) -> None:

@@ -86,8 +86,8 @@ def _mapped_piece(parameter: Any) -> Piece:
     mapping = parameter._hp_mapping
     if mapping is None:
         return Piece(parameter, 0, 0, 0)
-    master, place = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return Piece(parameter, master.start, master.numel, place.start)
+    master, parameter_slice = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Piece(parameter, master.start, master.numel, parameter_slice.start)
 
 
 def _flat_tensors(zero: Any) -> Any:

@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         """Return the engine's configuration, with this run's own folders on a disk."""
         config = engine_config(self, run)
         if self._disk is not None:
-            self._disk.place(config["zero_optimization"])
+            self._disk.set_paths(config["zero_optimization"])
         return config
 
     def _use_disk(self, run: RunContext) -> None:
