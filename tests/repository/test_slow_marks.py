@@ -16,11 +16,11 @@ def hook(pytestconfig):
 @pytest.mark.parametrize(
     ("asked", "marked", "when", "seconds", "outcome"),
     [
-        (True, False, "call", 3.5, "failed"),
-        (True, False, "call", 2.5, "passed"),
-        (True, True, "call", 3.5, "passed"),
-        (True, False, "setup", 3.5, "passed"),  # of a fixture that several tests share
-        (False, False, "call", 3.5, "passed"),
+        (True, False, "call", 5.5, "failed"),
+        (True, False, "call", 4.5, "passed"),
+        (True, True, "call", 5.5, "passed"),
+        (True, False, "setup", 5.5, "passed"),  # of a fixture that several tests share
+        (False, False, "call", 5.5, "passed"),
     ],
 )
 def test_seconds_without_a_mark_are_a_failure(hook, asked, marked, when, seconds, outcome):
@@ -34,6 +34,6 @@ def test_seconds_without_a_mark_are_a_failure(hook, asked, marked, when, seconds
         told.send(report)
 
     assert report.outcome == outcome
-    assert (report.longrepr == "it took 3.5 s; mark it with pytest.mark.slow, or make it faster") is (
+    assert (report.longrepr == "it took 5.5 s; mark it with pytest.mark.slow, or make it faster") is (
         outcome == "failed"
     )
