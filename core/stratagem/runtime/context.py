@@ -21,12 +21,11 @@ from stratagem.runtime.choices import Choices
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
 from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
+from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.preparation import separate_elements
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
-from stratagem.stack.defaults import default
 from stratagem.stack.formats import format_of
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
@@ -208,7 +207,7 @@ class Context(Choices):
         """Enter the contexts under which modules are to be built; `empty` ones get their values in `prepare`."""
         with contextlib.ExitStack() as stack:
             if empty:
-                self._use_deferred_init()
+                use_deferred_init(self.hooks)
             self.hooks.enter_all(stack, "init_context", empty=empty)
             yield
 
@@ -238,18 +237,9 @@ class Context(Choices):
 
     def materializer(self, module: nn.Module) -> Materializer:
         """Return what initializes the parts of a `module` that was built without values. Collective."""
-        self._use_deferred_init()
+        use_deferred_init(self.hooks)
         materializer: Materializer = self.hooks.ask("materializer", module=module)
         return materializer
-
-    def _use_deferred_init(self) -> None:
-        """Register the plugin that builds modules without values and initializes them, unless the run has one.
-
-        Raises:
-            PluginError: it is not installed.
-        """
-        if all(implementation.wrapper for implementation in self.hooks.hook.materializer.get_hookimpls()):
-            self.hooks.add(default("callback", "deferred_init", "a model is built without values"))
 
     def share(self, loader: Any, stage: str) -> Any:
         """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
