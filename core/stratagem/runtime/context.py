@@ -26,7 +26,6 @@ from stratagem.runtime.numerics import switch
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.runtime.transfer import CopyStream
-from stratagem.stack.formats import format_of
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
 
@@ -298,6 +297,8 @@ class Context(Choices):
 
     def format_of(self, path: Path) -> CheckpointFormat:
         """Return the installed checkpoint format that reads `path`: this run's, if it does."""
+        from stratagem.stack.formats import format_of
+
         return format_of(path, self.checkpoint_format)
 
     def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:

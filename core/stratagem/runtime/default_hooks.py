@@ -15,7 +15,6 @@ from stratagem.api.batches import move_batch
 from stratagem.api.markers import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.api.world import Collectives
-from stratagem.distributed.process_group import TorchCollectives
 from stratagem.runtime.data import shard_dataloader
 
 
@@ -23,6 +22,8 @@ def connect(world: Any, run: Any) -> Collectives:
     if world.world_size == 1:
         return Collectives()
     backend, timeout = run.stack.accelerator.plugin.backend, run.stack.join_timeout()
+    from stratagem.distributed.process_group import TorchCollectives
+
     return TorchCollectives.connect(world, run.device, backend=backend, timeout=timeout)
 
 

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from stratagem.api.seeding import random_state, restore_random_state
-from stratagem.distributed.launched import report_to_launcher
-from stratagem.distributed.rendezvous import check_address
-from stratagem.stack.describe import unread_arguments
 
 if TYPE_CHECKING:
     from stratagem.runtime.context import Context
@@ -39,6 +36,8 @@ def launch(run: Context, main: Callable[[Context], Any]) -> Any:
     alone = run.num_processes * run.settings.num_nodes == 1 and launcher.parent_trains
     if environment.processes_exist() or alone:
         return body()
+    from stratagem.distributed.rendezvous import check_address
+
     run.world = run.ask("setup_environment")
     check_address(run.world, run.join_timeout.total_seconds())
     if not launcher.parent_trains:
@@ -67,6 +66,8 @@ def explained(error: BaseException, run: Context) -> BaseException:
 
 
 def _explain_and_stop(run: Context, form: str) -> None:
+    from stratagem.stack.describe import unread_arguments
+
     for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
         print(f"stratagem: {sentence}", file=sys.stderr)
     run.print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())
@@ -85,6 +86,8 @@ class _ProcessBody:
     random_state: dict[str, Any] | None = None
 
     def __call__(self) -> Any:
+        from stratagem.distributed.launched import report_to_launcher
+
         run = self.run
         run.is_worker = self.is_worker
         report_to_launcher()

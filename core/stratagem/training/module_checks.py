@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 from stratagem.errors import ConfigError
-from stratagem.training import lightning_names
 from stratagem.training.module import Module, overrides
 from stratagem.training.signatures import takes
 
@@ -22,6 +21,8 @@ def check_signature(model: Any) -> None:
     step = getattr(model, "training_step", None)
     if step is None or takes(step, 1) or takes(step, 2):
         return
+    from stratagem.training import lightning_names
+
     signature = inspect.signature(step)
     if lightning_names.ARGUMENTS.keys() & signature.parameters.keys():
         return  # which are refused by name

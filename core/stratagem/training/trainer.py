@@ -20,18 +20,18 @@ from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.runtime.context import Context
 from stratagem.runtime.launching import launch
 from stratagem.stack.resolver import with_callbacks
-from stratagem.training import lightning_names, trainer_state
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
 from stratagem.training.fit_state import FitState
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.module_checks import check_signature, require
 from stratagem.training.progress import Position
-from stratagem.training.stage_runner import StageRequest, StageRunner
 from stratagem.training.view import View
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from stratagem.training.stage_runner import StageRequest
 
 
 def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None]:
@@ -255,6 +255,10 @@ class Trainer(View):
     def _call(
         self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
     ) -> Any:
+        # The loops, evaluation and checkpoints are imported by the first call.
+        from stratagem.training import lightning_names, trainer_state
+        from stratagem.training.stage_runner import StageRequest
+
         if self._call_at_work is not None:
             raise ConfigError(
                 f"trainer.{stage}() was called within trainer.{self._call_at_work}()", expected="one call at a time",
@@ -294,6 +298,9 @@ class Trainer(View):
 
     def _main(self, request: StageRequest, run: Context) -> Any:
         """Do `request` in this process, one of those that the launcher started."""
+        from stratagem.training.stage_runner import StageRunner
+        from stratagem.training.trainer_state import WorkerResult
+
         self._state.module.__dict__["_fit"], self._call_at_work = self._state, request.stage
         if isinstance(request.datamodule, DataModule):
             request.datamodule.trainer = self
@@ -305,7 +312,7 @@ class Trainer(View):
             if callable(tell := getattr(request.datamodule, "on_exception", None)):
                 tell(error)
             raise
-        return trainer_state.WorkerResult.pack(self._state, result, request.stage == "fit") if run.is_worker else result
+        return WorkerResult.pack(self._state, result, request.stage == "fit") if run.is_worker else result
 
     def _use_callbacks_of(self, model: Module) -> None:
         """Let the callbacks that `model` brings take part, until another model is given."""

@@ -13,9 +13,8 @@ from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
-from stratagem.training import fit_state, trainer_state
+from stratagem.training import fit_state
 from stratagem.training.metric_log import log_metric
-from stratagem.training.trial import TrialStep, trial_steps
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
     from stratagem.training.fit_state import FitState
+    from stratagem.training.trial import TrialStep
 
 
 def _of_state(name: str) -> Any:
@@ -231,6 +231,8 @@ class View:
         Raises:
             ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.
         """
+        from stratagem.training.trial import trial_steps
+
         return trial_steps(self._state, who)
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
@@ -238,6 +240,8 @@ class View:
 
         `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
         """
+        from stratagem.training import trainer_state
+
         if self._state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
