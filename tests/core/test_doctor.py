@@ -63,7 +63,7 @@ def test_torch_describes_the_machine_on_request(capsys):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("while True: pass", "did not end within 0 s"),
+        ("while True: pass", "did not finish within 0 s"),
         ("raise SystemExit('no such driver')", "ended with 1: no such driver"),
         ("print('?')", "cannot be run (JSONDecodeError: "),
     ],
@@ -129,7 +129,7 @@ def test_the_same_name_from_two_packages(install, capsys):
 
     assert code == 1
     assert row(report, "acme-one")["status"] == "duplicate"
-    assert "also in acme-two; write 'acme-one:acme'" in row(report, "acme-one")["reasons"][0]
+    assert "also in acme-two; use 'acme-one:acme'" in row(report, "acme-one")["reasons"][0]
 
 
 @pytest.mark.usefixtures("no_smoke")
