@@ -183,10 +183,10 @@ def test_a_bad_option_names_its_source():
 
 
 def test_plugins_are_added_to_their_kind():
-    stack = resolved(plugins=["early_stopping", {"name": "bf16-mixed"}, Counts(every=2), Anything()])
+    stack = resolved(plugins=["timer", {"name": "bf16-mixed"}, Counts(every=2), Anything()])
 
     assert stack.precision.name == "bf16-mixed"
-    assert {"early_stopping", "Counts"} <= set(names(stack.callbacks))
+    assert {"timer", "Counts"} <= set(names(stack.callbacks))
     assert names(stack.others) == ["Anything"]
 
 
