@@ -209,7 +209,7 @@ def test_bad_command_lines(capsys, line, message):
     [
         ("a.yaml", "strategy: [", "a.yaml is not YAML"),
         ("a.toml", "strategy = [", "a.toml is not TOML"),
-        ("a.yaml", "- 1", "a.yaml holds a list at its top level"),
+        ("a.yaml", "- 1", "a.yaml has a list at its top level"),
         ("a.yaml", "max_epoch: 3", "file a.yaml sets 'max_epoch', which is not an argument; .*'max_epochs'"),
         ("a.yaml", "max_epochs: '3'", r"max_epochs is '3' \(file a.yaml\); expected an integer"),
         ("a.yaml", "strategy: {name: ddp, static_graph: 'yes'}", r"static_graph is 'yes' \(file a.yaml\)"),

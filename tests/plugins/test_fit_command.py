@@ -530,7 +530,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(capsys, words, message):
     [
         ("gone.yaml", None, r"'gone.yaml' does not exist"),
         ("run.json", "{}", r"expected a name that ends in .yaml, .yml or .toml"),
-        ("list.yaml", "[1]", r"holds a list at its top level; expected a mapping with seed, model, data"),
+        ("list.yaml", "[1]", r"has a list at its top level; expected a mapping with seed, model, data"),
         ("broken.yaml", "a: [", r"is not YAML"),
     ],
 )
