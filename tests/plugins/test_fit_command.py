@@ -506,7 +506,7 @@ def test_mistakes_in_the_file_are_one_sentence(capsys, sections, message):
     [
         (["--model.widht", "3"], r"model sets 'widht' \(command line\), .*did you mean 'width'"),
         (["--model.width", "wide"], r"model.width is 'wide' \(command line\); expected an integer"),
-        (["--model.width.depth", "3"], r"command line sets model.width.depth and model.width is not an object"),
+        (["--model.width.depth", "3"], r"command line sets model.width.depth and model.width has no arguments"),
         (["--model", "net.Demanding"], r"model lacks 'needed' \(command line\)"),
         (["--trainer.max_epochs", "x"], r"max_epochs is 'x' \(command line\); expected an integer"),
         (["--trainer.max_epoch", "3"], r"command line sets 'max_epoch', .*did you mean 'max_epochs'"),
