@@ -215,7 +215,7 @@ def rewritten(path, change):
         (lambda m: m["tensors"][0].update(dtype="system"), "has a tensor of dtype 'system'"),
         (lambda m: m["tensors"][0].update(offset=10**9), "has a tensor outside tensors.bin"),
         (lambda m: m["tensors"][0].update(offset=-64), "has a tensor outside tensors.bin"),
-        (lambda m: m.update(format="another"), "in no format|another format|is not in"),
+        (lambda m: m.update(format="another"), "not in an installed checkpoint format|another format|is not in"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change, message):

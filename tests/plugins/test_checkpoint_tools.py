@@ -45,7 +45,7 @@ def test_verify_tells_whole_from_damaged(written, capsys):
     assert main(["checkpoint", "verify", str(written), str(damaged), str(written.with_name("no.ckpt"))]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("whole")
-    assert "is not what was written" in lines[1] or "in no format" in lines[1]
+    assert "is not what was written" in lines[1] or "not in an installed checkpoint format" in lines[1]
     assert "does not exist" in lines[2]
 
 

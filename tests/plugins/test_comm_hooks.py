@@ -463,7 +463,7 @@ def test_noop_leaves_each_rank_with_its_own_gradients():
 
     for rank, (weights, warned) in enumerate(run_in_processes(_noop, 2, batches)):
         assert relative_difference(weights, train_plainly(part(batches, rank, 2))[0]) < 1e-6
-        assert warned == (["comm_hook 'noop' sends no gradients: the ranks train apart"] if rank == 0 else [])
+        assert warned == (["comm_hook 'noop' sends no gradients: the replicas diverge"] if rank == 0 else [])
 
 
 # --- Bytes -------------------------------------------------------------------------------------------------------
