@@ -70,7 +70,7 @@ def test_torch_describes_the_machine_on_request(capsys):
 )
 def test_a_machine_that_cannot_be_described_is_a_remark(monkeypatch, source, reason):
     monkeypatch.setattr(doctor, "_MACHINE", source)
-    if reason.startswith("did not end"):
+    if reason.startswith("did not finish"):
         monkeypatch.setattr(doctor, "_MACHINE_S", 0.1)
 
     assert doctor._machine_lines(doctor._machine())[0].removeprefix("torch.utils.collect_env ").startswith(reason)
