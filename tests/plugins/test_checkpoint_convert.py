@@ -180,7 +180,7 @@ def test_an_index_that_leaves_the_folder_is_refused(written, tmp_path):
 def test_what_is_there_is_not_overwritten(written, tmp_path, capsys):
     (tmp_path / "x.safetensors").write_text("mine")
     assert main(["checkpoint", "convert", str(written / "full.ckpt"), str(tmp_path / "x.safetensors")]) == 1
-    assert "exists; expected a path where nothing is; nothing was changed" in capsys.readouterr().err
+    assert "exists; expected a new path; choose another path; nothing was changed" in capsys.readouterr().err
     assert (tmp_path / "x.safetensors").read_text() == "mine"
 
 

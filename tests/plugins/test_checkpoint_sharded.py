@@ -235,7 +235,7 @@ def test_a_folder_of_checkpoints_is_not_a_checkpoint(tmp_path):
             CheckpointError, match="is a folder and not a checkpoint; .* pass one of those in it: x.ckpt"
         ):
             read_checkpoint(run.context, tmp_path)
-    with pytest.raises(CheckpointError, match="give one of those in it: x.ckpt"):
+    with pytest.raises(CheckpointError, match="pass one of those in it: x.ckpt"):
         read_any(tmp_path)
 
 
