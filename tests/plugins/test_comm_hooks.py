@@ -924,7 +924,7 @@ def test_nothing_is_a_dead_end_for_a_warm_start(value, epsilon):
     hook = PowerSGD(start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
     run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
     reduce = run.context.bucket_reducer()
-    hook._watches.of(run.context).steps = 2
+    hook._checks.of(run.context).steps = 2
 
     reduce(one_bucket(value)).wait()
     result = reduce(one_bucket(3.0)).wait()
