@@ -159,7 +159,9 @@ OF_MODULES = [
     "configure_optimizers",
     "configure_model",
 ]
-OF_CALLBACKS = [name for name in hook_specifications() if name.startswith("on_") and name != "on_exception"]
+OF_CALLBACKS = [
+    name for name in hook_specifications() if name.startswith("on_") and name not in ("on_exception", "on_connect")
+]
 
 
 def logs_in(base, event, passes_module):

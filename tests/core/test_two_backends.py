@@ -120,7 +120,7 @@ def _save_in_the_background(rank, world_size, folder):
         dist.new_group = refuse
         run.save(f"{folder}/a.ckpt", model=run.setup(torch.nn.Linear(2, 2)))
         run.context.wait_for_saves()
-        return [each.timeout.total_seconds() for each in run.context.saver._apart]
+        return [each.timeout.total_seconds() for each in run.context.saver._groups]
 
     return run.launch(main)
 

@@ -193,5 +193,7 @@ def test_a_name_that_does_not_tell_the_format_is_asked_about(written, tmp_path, 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 8 + b"{", b'\x10\0\0\0\0\0\0\0{"a": [broken]}'])
 def test_a_broken_safetensors_file_is_one_sentence(content, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"x\.safetensors (cannot be read|is not in an installed checkpoint format)"):
+    with pytest.raises(
+        CheckpointError, match=r"x\.safetensors (cannot be read|is not in an installed checkpoint format)"
+    ):
         read_any(tmp_path / "x.safetensors")

@@ -13,13 +13,17 @@ _EXPECTED = "a set of classes (or their names), a torch policy or a callable"
 
 
 def check_policy(policy: Any, option: str) -> None:
-    """Refuse, before there is a model, what no model could be chosen from with."""
+    """Refuse, before there is a model, a policy that selects modules of no model."""
     if isinstance(policy, set | frozenset | list | tuple):
-        wrong = [each for each in policy if not isinstance(each, type | str)]
+        wrong = [each for each in policy if not (isinstance(each, type) or _is_class_name(each))]
         if wrong or not policy:
             raise ConfigError(f"{option} is {shown(policy)}", expected="a set of classes or of their names")
     elif not (callable(policy) or isinstance(policy, str) or hasattr(policy, "_run_policy")):
         raise ConfigError(f"{option} is {shown(policy)}", expected=_EXPECTED)
+
+
+def _is_class_name(value: Any) -> bool:
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
 
 
 def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
