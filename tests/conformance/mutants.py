@@ -781,7 +781,7 @@ class DoesNotScale(MixedPrecision):
 
 @mutant("test_an_overflow_skips_the_step_on_every_rank")
 class RanksDoNotAgreeOnOverflow(ScaledPrecision):
-    def _agree(self, found, run):
+    def _all_reduce_overflow(self, found, run):
         pass
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from mutants import MUTANTS, Counting, Replicated
 
@@ -28,6 +30,21 @@ def test_the_kit_notices(mutant):
     caught = mutant.caught_by()
 
     assert (caught is None) == (mutant.name in SURVIVORS), f"caught by {caught}"
+
+
+def test_every_mutant_changes_a_method_and_names_a_check_that_exist():
+    stale = []
+    for mutant in MUTANTS:
+        cls = type(mutant.plugin)
+        bases = [base for base in cls.__mro__[1:] if base is not object]
+        private = [name for name, value in vars(cls).items() if name.startswith("_") and inspect.isfunction(value)]
+        unknown = [name for name in private if name[1] != "_" and not any(hasattr(base, name) for base in bases)]
+        used = {name for value in vars(cls).values() if inspect.isfunction(value) for name in value.__code__.co_names}
+        stale += [f"{mutant.name}.{name}" for name in unknown if name not in used]
+        if not any(name.startswith(mutant.first) for name, _ in mutant.conformance().checks()):
+            stale.append(f"{mutant.name}: {mutant.first}")
+
+    assert not stale
 
 
 def test_at_least_95_of_a_hundred_are_caught():

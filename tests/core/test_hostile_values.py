@@ -54,8 +54,6 @@ PLUGINS_ACCEPT = {
     "deepspeed.config": {"{}"},  # DeepSpeed's defaults
     "deepspeed.logging_level": {"-1"},  # a level of Python's logging is any integer
     # Names of classes, looked for in the model when a fit begins.
-    "fsdp.auto_wrap_policy": {"''", "NUL"},
-    "fsdp.activation_checkpointing_policy": {"''", "NUL"},
 }
 for logger in ("csv", "tensorboard"):  # this level of folders is left out
     PLUGINS_ACCEPT |= {f"{logger}.name": {"''"}, f"{logger}.version": {"''"}}

@@ -18,7 +18,7 @@ def check_policy(policy: Any, option: str) -> None:
         wrong = [each for each in policy if not (isinstance(each, type) or _is_class_name(each))]
         if wrong or not policy:
             raise ConfigError(f"{option} is {shown(policy)}", expected="a set of classes or of their names")
-    elif not (callable(policy) or isinstance(policy, str) or hasattr(policy, "_run_policy")):
+    elif not (callable(policy) or _is_class_name(policy) or hasattr(policy, "_run_policy")):
         raise ConfigError(f"{option} is {shown(policy)}", expected=_EXPECTED)
 
 
