@@ -944,7 +944,7 @@ def test_the_schema_describes_options_with_their_comments(validator):
     trainer = validator.schema["$defs"]["trainer"]["properties"]
     strategies = json.dumps(validator.schema["$defs"]["strategy"])
 
-    assert trainer["num_nodes"]["description"].startswith("Machines taking part")
+    assert trainer["num_nodes"]["description"].startswith("The number of machines")
     assert trainer["max_steps"]["default"] == -1
     assert "Larger buckets mean fewer messages" in strategies
 
