@@ -27,6 +27,7 @@ NEEDED = {
     "post_localsgd": {"model_averaging_period": 2},
     "early_stopping": {"monitor": "train_loss"},
     "stochastic_weight_averaging": {"swa_lrs": 0.1},
+    "activation_checkpointing": {"policy": "Linear"},
 }
 #: Trains in one process here, and cheaply.
 BESIDE = {

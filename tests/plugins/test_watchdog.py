@@ -73,16 +73,16 @@ def _leave(rank, world_size):
         return None
     _wait_for(store, "closed")
     found += [_diagnosis(run).endpoints.probe()[0], watchdog._lost()]
-    watchdog._board = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
+    watchdog._store = type("Nobody", (), {"get": lambda self, key: None})()  # it did not say that it leaves
     found += [watchdog._lost(), watchdog._sure]
-    watchdog._board = None  # the store went with it
+    watchdog._store = None  # the store went with it
     found += [watchdog._lost(), watchdog._sure]
     store.put("looked", "")
     return [str(each) if isinstance(each, PeerError) else each for each in found]
 
 
-def _wait_for(board, key):
-    while board.get(key) is None:
+def _wait_for(store, key):
+    while store.get(key) is None:
         pass
 
 
@@ -210,7 +210,7 @@ def test_a_slow_store_makes_no_rank_a_lost_one(store_answers):
     watchdog = watching([])
     watchdog._reports, watchdog._silent = FailureReports(None, 0.05), {}
     watchdog._endpoints = SimpleNamespace(token=b"", probe=lambda ranks: ({1: "gone"}, store_answers))
-    watchdog._board = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
+    watchdog._store = SimpleNamespace(get=lambda key: told.wait(10), put=notes.__setitem__)
 
     for _ in range(2):
         assert watchdog._gone({1}) == ({} if store_answers else {1: "gone"})

@@ -165,8 +165,8 @@ def _exit_later(*_: Any) -> None:
 class _SignalWatcher:
     """Handle signals and poll the key-value store on one rank; see [Note: agreeing on a step]."""
 
-    def __init__(self, board: Any, rank: int, world_size: int, look_every_s: float) -> None:
-        self.board, self.rank, self.world_size, self.look_every_s = board, rank, world_size, look_every_s
+    def __init__(self, store: Any, rank: int, world_size: int, look_every_s: float) -> None:
+        self.store, self.rank, self.world_size, self.look_every_s = store, rank, world_size, look_every_s
         #: Number of the last batch that this rank has started, or is about to.
         self.begun = 1
         self.requested = False
@@ -187,18 +187,18 @@ class _SignalWatcher:
         while not self._over:
             self._wake.wait(self.look_every_s)
             with contextlib.suppress(Exception):  # the store is gone when training has ended elsewhere
-                if self._signal and self.board.get("stop") is None:
-                    self.board.put("stop", f"{self._signal} to rank {self.rank}")
-                if self.board.get("stop") is not None:
+                if self._signal and self.store.get("stop") is None:
+                    self.store.put("stop", f"{self._signal} to rank {self.rank}")
+                if self.store.get("stop") is not None:
                     self.requested = True  # before the number is posted: see the note
-                    self.board.put(f"begun/{self.rank}", str(self.begun))
+                    self.store.put(f"begun/{self.rank}", str(self.begun))
                     return
 
     def last_batch(self) -> int:
         """Return the number of the last batch for all ranks; wait for the posts of all."""
         deadline = time.monotonic() + _POST_TIMEOUT_S
         while self._last is None:
-            posts = [self.board.get(f"begun/{rank}") for rank in range(self.world_size)]
+            posts = [self.store.get(f"begun/{rank}") for rank in range(self.world_size)]
             if None not in posts:
                 self._last = max(int(post) for post in posts if post is not None)
             elif time.monotonic() > deadline:
@@ -213,7 +213,7 @@ class _SignalWatcher:
     def post_no_limit(self) -> None:
         """Post that this rank has trained all batches, so that no rank stops before that."""
         with contextlib.suppress(Exception):
-            self.board.put(f"begun/{self.rank}", str(_NO_LIMIT))
+            self.store.put(f"begun/{self.rank}", str(_NO_LIMIT))
 
     def end(self) -> int:
         """Return the signal that this rank received and did not handle; 0 if there is none."""
@@ -221,7 +221,7 @@ class _SignalWatcher:
 
     def reason(self) -> str:
         """Return which signal came to which rank."""
-        return str(self.board.get("stop"))
+        return str(self.store.get("stop"))
 
     def stop(self) -> None:
         self._over = True
