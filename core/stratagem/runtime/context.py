@@ -19,13 +19,11 @@ from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime.choices import Choices
 from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
-from stratagem.runtime.handles import ModelHandle
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
-from stratagem.runtime.transfer import CopyStream
 from stratagem.stack.plugins import Choice, Stack
 from stratagem.stack.resolver import resolve
 
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
 
     from stratagem.api.context import Materializer, RunContext
     from stratagem.distributed.bucket_reducer import BucketReducer
+    from stratagem.runtime.handles import ModelHandle
+    from stratagem.runtime.transfer import CopyStream
 
 
 class Context(Choices):
@@ -170,6 +170,8 @@ class Context(Choices):
             self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()
         if self.device.type == "cuda":
+            from stratagem.runtime.transfer import CopyStream
+
             self.copy_stream = CopyStream(self.device, hints=self.is_global_zero)
         self.saver = Saver(self.collectives)
         if self.checkpoint_format.saves_in_background:

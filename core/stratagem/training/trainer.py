@@ -18,7 +18,6 @@ from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import ConfigError, StratagemError, nearest
 from stratagem.runtime.context import Context
-from stratagem.runtime.launching import launch
 from stratagem.stack.resolver import with_callbacks
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
@@ -255,7 +254,8 @@ class Trainer(View):
     def _call(
         self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
     ) -> Any:
-        # The loops, evaluation and checkpoints are imported by the first call.
+        # The launch, the loops, evaluation and checkpoints are imported by the first call.
+        from stratagem.runtime.launching import launch
         from stratagem.training import lightning_names, trainer_state
         from stratagem.training.stage_runner import StageRequest
 

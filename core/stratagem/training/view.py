@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.capabilities import ACCUMULATION
-from stratagem.api.lr_schedulers import LRSchedulerConfig
 from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.api.context import TrainerView
+    from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
     from stratagem.training.fit_state import FitState
