@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-import stratagem.training.trainer
+import stratagem.runtime.launching
 from stratagem.api import hooks
 from stratagem.api.world import Collectives
 from stratagem.errors import ConfigError, PluginError
@@ -86,7 +86,7 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path, monkeypatch):
     with torch.device("meta"):
         model = Parametrised()
     monkeypatch.setattr(
-        stratagem.training.trainer,
+        stratagem.runtime.launching,
         "launch",
         lambda run, main: launch(run, main) if run.connected else _launch(run, main),
     )
