@@ -39,7 +39,6 @@ ACCEPTED = {name: {"True"} for name in SWITCHES} | {
     "plugins": {"[]"},
     "comm_hook": {"[]"},
     "profiler": {"[]"},
-    "activation_checkpointing": {"''", "NUL"},  # the name of a class: looked for in the model when a fit begins
 }
 
 #: What an option of a plugin accepts although its type alone would not say so, and why.
@@ -53,7 +52,6 @@ PLUGINS_ACCEPT = {
     "lambda.on": {"{}"},  # functions for no event
     "deepspeed.config": {"{}"},  # DeepSpeed's defaults
     "deepspeed.logging_level": {"-1"},  # a level of Python's logging is any integer
-    # Names of classes, looked for in the model when a fit begins.
 }
 for logger in ("csv", "tensorboard"):  # this level of folders is left out
     PLUGINS_ACCEPT |= {f"{logger}.name": {"''"}, f"{logger}.version": {"''"}}
