@@ -9,13 +9,13 @@ from stratagem_testing import CommHookConformance
 
 class TestBF16Feedback(CommHookConformance):
     plugin = "bf16_feedback"
-    tolerance = 2e-2  # a step also sends the residual of the one before
+    tolerance = 2e-2  # a step also sends the residual of the previous step
     training_tolerance = 1e-3
 
 
 def test_rounding_errors_do_not_accumulate():
     run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
-    reduce = run.context.bucket_reducer()  # over one process: what is sent comes back
+    reduce = run.context.bucket_reducer()  # over one process: the average is what was sent
     gradient, total = torch.full((8,), 1.001), torch.zeros(8)
 
     for _ in range(100):

@@ -27,8 +27,8 @@ OFFLINE = {"name": "wandb", "offline": True}
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch, tmp_path):
-    """Keep the user's account, settings and open runs out of it."""
+def _isolated(monkeypatch, tmp_path):
+    """Isolate each test from the user's wandb account, settings and open runs."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -127,7 +127,7 @@ def test_hyper_parameters_become_the_config(tmp_path):
     assert config(records) == {"lr": 5e-3, "nested": {"widths": [1, 2], "none": None, "flag": True}}
 
 
-def test_a_loop_of_ones_own_logs_hyper_parameters_at_once_and_odd_ones_as_text(tmp_path):
+def test_a_custom_loop_logs_hyper_parameters_at_once_and_odd_ones_as_text(tmp_path):
     run, logger = stratagem.Run(accelerator="cpu", default_root_dir=tmp_path), WandbLogger(offline=True)
     logger.log_hyperparams({"device": torch.device("cpu"), "deep": [{"shape": torch.Size([2])}]}, run)
     logger.close()
@@ -200,10 +200,10 @@ def test_nothing_is_created_before_there_is_something_to_log(tmp_path):
         WandbLogger().experiment  # noqa: B018
 
 
-# --- Lives -------------------------------------------------------------------------------------------------------
+# --- Runs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_run_says_so_and_keeps_what_it_logged(tmp_path):
+def test_a_failed_run_is_marked_as_failed_and_keeps_what_it_logged(tmp_path):
     class Fails(Net):
         def on_train_batch_start(self, batch_idx):
             if batch_idx == 2:
@@ -257,7 +257,7 @@ def test_a_run_that_the_program_opened_is_joined_and_left_open(tmp_path):
     assert not (tmp_path / "elsewhere" / "wandb").exists()
 
 
-def test_options_that_choose_a_run_get_one_beside_the_programs(tmp_path):
+def test_options_that_choose_a_run_open_a_second_run(tmp_path):
     mine = wandb.init(mode="offline", dir=str(tmp_path / "mine"), project="sweep")
     trainer = fit(tmp_path, logger=OFFLINE | {"project": "digits"})
     trainer.close()
@@ -325,7 +325,7 @@ trainer.fit(Net(), joined_batches(2, 8))
 """
 
 
-def test_a_script_that_closes_nothing_ends_well(tmp_path):
+def test_a_script_that_closes_nothing_finishes_its_run(tmp_path):
     result = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True)
 
     (records,) = runs(tmp_path)
@@ -364,7 +364,7 @@ def test_other_ways_to_upload_are_refused(value):
         stratagem.Trainer(logger={"name": "wandb", "log_model": value}, **QUIET)
 
 
-# --- What can go wrong -------------------------------------------------------------------------------------------
+# --- Errors -------------------------------------------------------------------------------------------------------
 
 
 def test_an_id_that_is_in_use_is_named(tmp_path):
@@ -375,7 +375,7 @@ def test_an_id_that_is_in_use_is_named(tmp_path):
     first.close()
 
 
-def test_a_folder_that_cannot_be_made_is_told_to_all_ranks_before_training(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     said = run_in_processes(_fit_into, 2, tmp_path / "file" / "logs")
 
@@ -397,26 +397,26 @@ def _fit_into(rank, size, folder):
     return "nothing"
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_the_first_metric(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_metric(tmp_path):
     logger = WandbLogger(save_dir="/proc", offline=True)
     with pytest.raises(ConfigError, match=r"wandb.save_dir is '/proc', which cannot be written"):
         log(logger, {"a": 1}, 1, tmp_path)
     logger.close()
 
 
-def test_without_a_login_it_says_how_to_get_on(tmp_path):
+def test_without_a_login_the_error_tells_how_to_log_in(tmp_path):
     with pytest.raises(ConfigError, match=r"wandb could not start a run .*wandb login.*wandb.offline"):
         fit(tmp_path, Described(), logger="wandb")
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_package_the_error_tells_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
 
     with pytest.raises(PluginError, match="pip install wandb"):
         fit(tmp_path)
 
 
-def test_choosing_it_imports_no_wandb():
+def test_choosing_the_logger_does_not_import_wandb():
     code = (
         "import sys, stratagem as sg; sg.Trainer(logger='wandb', accelerator='cpu');"
         "print(sorted(name for name in sys.modules if 'wandb' in name))"

@@ -332,7 +332,7 @@ def test_explain_names_arguments_that_the_script_does_not_read(tmp_path, monkeyp
             lambda self, batch, batch_idx, optimizer_idx: None,
             "optimizer_idx, which is not passed; .*set automatic_optimization = False and step",
         ),
-        (lambda self, batch, batch_idx, other: None, "give the others default values"),
+        (lambda self, batch, batch_idx, other: None, "give the other parameters default values"),
         (lambda self: None, r"expected \(batch, batch_idx\)"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 import stratagem as sg
-from stratagem.checkpoint.alone import Alone
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError, StratagemError
 from stratagem.stack.formats import format_named, read_any, write_with
 from stratagem_testing import run_in_processes
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_named(tmp_path, whole, form, where, value, message):
         return  # refused by the format already
     checkpoint_format = format_named(form)
     path = tmp_path / f"damaged{checkpoint_format.suffix}"
-    write_with(checkpoint_format, put(whole[0], where, lambda _: value, "value"), path, Alone())
+    write_with(checkpoint_format, put(whole[0], where, lambda _: value, "value"), path, SingleProcessRun())
 
     with pytest.raises(CheckpointError, match=message):
         resumed(path)
@@ -206,7 +206,9 @@ def test_all_ranks_refuse(tmp_path, whole):
 def test_deep_json_is_refused(tmp_path, form):
     checkpoint_format = format_named(form)
     path = tmp_path / f"deep{checkpoint_format.suffix}"
-    write_with(checkpoint_format, {"state_dict": {"a": torch.zeros(2)}, "values": {"mine": "HERE"}}, path, Alone())
+    write_with(
+        checkpoint_format, {"state_dict": {"a": torch.zeros(2)}, "values": {"mine": "HERE"}}, path, SingleProcessRun()
+    )
     bomb = "[" * 100_000 + "]" * 100_000
     if form == "safetensors":
         content = path.read_bytes()

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoint.alone import Alone
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoints import FullCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
-ALONE = Alone()
+ALONE = SingleProcessRun()
 
 
 def save(state, path):

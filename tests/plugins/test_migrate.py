@@ -16,7 +16,7 @@ from stratagem.api.world import Collectives
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.runtime.context import Context
-from stratagem_migrate import examine, names, own, today, trainers
+from stratagem_migrate import examine, installed, names, own, trainers
 from stratagem_migrate.source import Source
 from stratagem_testing import scripts
 
@@ -102,21 +102,27 @@ def test_counterparts_can_be_imported():
 
 def test_what_is_recommended_exists():
     """Whatever the tables send a reader to is there, looked up in the classes themselves."""
-    tables = [own._SELF, own._DATA, trainers._TRAINER, today.uncalled_methods(), today.uncalled_by_data_modules()]
-    advice = [text for table in [*tables, today.uncalled_by_callbacks()] for row in table.values() for text in row]
+    tables = [
+        own._SELF,
+        own._DATA,
+        trainers._TRAINER,
+        installed.uncalled_methods(),
+        installed.uncalled_by_data_modules(),
+    ]
+    advice = [text for table in [*tables, installed.uncalled_by_callbacks()] for row in table.values() for text in row]
     advice += trainers._STRATEGY.values()
     text = "\n".join(advice)
 
-    assert set(re.findall(r"trainer\.(\w+)", text)) <= today.trainer_attributes()
-    assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Context)) | today._assigned(Context)
+    assert set(re.findall(r"trainer\.(\w+)", text)) <= installed.trainer_attributes()
+    assert set(re.findall(r"\brun\.(\w+)", text)) <= set(dir(Context)) | installed._assigned(Context)
     assert set(re.findall(r"collectives\.(\w+)", text)) <= set(dir(Collectives))
-    known = today.module_attributes() | today.data_attributes() | set(today.hooks())
+    known = installed.module_attributes() | installed.data_attributes() | set(installed.hooks())
     assert set(re.findall(r"def (\w+)\(self", text)) <= known
-    assert set(re.findall(r"@hookimpl def (on_\w+)\(self", text)) <= set(today.hooks())
+    assert set(re.findall(r"@hookimpl def (on_\w+)\(self", text)) <= set(installed.hooks())
 
 
 def test_named_plugins_are_known_or_said_to_be_missing():
-    unknown = {c.plugin for c in names.NAMES.values() if c.plugin and not today.has_plugin(*c.plugin)}
+    unknown = {c.plugin for c in names.NAMES.values() if c.plugin and not installed.has_plugin(*c.plugin)}
 
     assert {kind for kind, _ in unknown} <= {"environment"}
     assert all(c.is_missing for c in names.NAMES.values() if c.plugin in unknown)
@@ -530,22 +536,22 @@ def test_the_table_of_the_page_says_what_the_command_says():
 def test_what_the_page_calls_the_same_exists():
     same = PAGE.read_text().partition("The same:")[2].partition("\n\n")[0]
     known = {
-        *today.module_attributes(), *today.data_attributes(), *dir(sg.Trainer), *defaults_of_trainer(),
+        *installed.module_attributes(), *installed.data_attributes(), *dir(sg.Trainer), *defaults_of_trainer(),
         "callback_metrics", "seed_everything", "self",
     }  # fmt: skip
     strategies = {"ddp", "ddp_spawn", "ddp_notebook", "fsdp"}
     for name in re.findall(r"`(?:self\.)?(\w+)", same):
         assert name in known | strategies or name == "limit_", name
-    assert all(today.has_plugin("strategy", name) for name in strategies)
+    assert all(installed.has_plugin("strategy", name) for name in strategies)
 
 
 def test_what_the_page_calls_missing_is():
     missing = PAGE.read_text().partition("## What is missing")[2]
 
     for argument in re.findall(r"`(min_steps|reload_dataloaders_every_n_epochs|benchmark|model_registry)`", missing):
-        assert argument not in today.trainer_arguments()
-    assert not today.has_plugin("accelerator", "tpu")
-    assert not today.has_plugin("precision", "transformer-engine")
+        assert argument not in installed.trainer_arguments()
+    assert not installed.has_plugin("accelerator", "tpu")
+    assert not installed.has_plugin("precision", "transformer-engine")
     with pytest.raises(ConfigError):
         sg.Trainer(check_val_every_n_epoch=None)
 

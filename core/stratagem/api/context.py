@@ -1,6 +1,6 @@
-"""The arguments `run` and `trainer` of hooks: `RunContext` and `TrainerView`, which are all that a plugin uses of them.
+"""Protocols for the arguments `run` and `trainer` of hooks: the attributes that a plugin may use.
 
-`stratagem.Run` and `stratagem.Trainer` have these attributes and more; the rest is theirs, and may change at any time.
+`stratagem.Run` and `stratagem.Trainer` have more attributes, which are private and may change at any time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class BucketReducer(Protocol):
-    """The stack of comm hooks as one function."""
+    """A function that averages gradient buckets over ranks, through all comm hooks of the run."""
 
     def __call__(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Start to average `bucket`; the future holds the average, in a tensor like ``bucket.buffer``."""
 
     def finish(self) -> None:
-        """Return once all buckets of this backward, up to the one that is the last, are averaged."""
+        """Wait until all buckets of this backward are averaged, including the one with `is_last`."""
 
     def serve(self, replica: DistributedDataParallel) -> None:
-        """Average the buckets of `replica`.
+        """Register the comm hooks on `replica`, so that its buckets are averaged through them.
 
         Raises:
             ConfigError: a layer has sparse gradients, which buckets cannot hold.
@@ -42,7 +42,7 @@ class BucketReducer(Protocol):
 
 
 class Materializer(Protocol):
-    """Gives parameters that were built without memory their initial values, the same on every rank."""
+    """Initializes parameters that were built on the meta device, with the same values on every rank."""
 
     #: Where the values are allocated.
     device: torch.device
@@ -52,14 +52,14 @@ class Materializer(Protocol):
 
 
 class Position(Protocol):
-    """How far training has come."""
+    """Progress of training: the epoch, optimizer steps and batches so far."""
 
     @property
     def epoch(self) -> int: ...
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far, those that a loss scale skipped included."""
+        """Optimizer steps so far, including those that a loss scale skipped."""
 
     @property
     def batches_done(self) -> int:
@@ -71,7 +71,7 @@ class Position(Protocol):
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether callbacks have seen the current epoch's end."""
+        """Whether `on_train_epoch_end` was called after all batches of the current epoch."""
 
     @property
     def skipped_steps(self) -> int:
@@ -79,20 +79,20 @@ class Position(Protocol):
 
 
 class RunContext(Protocol):
-    """One resolved set of plugins at work in this process. Unless said otherwise, values are known once connected."""
+    """The run of this process: its plugins, ranks, devices and model. Most values are known once it is connected."""
 
     # --- World and devices ---------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World | None:
-        """This process's place among all processes; None before `setup_environment` has answered."""
+        """The ranks of this process and the world size; None before `setup_environment` has answered."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def world_size(self) -> int:
-        """Processes that take part; 1 before they connect."""
+        """Number of processes; 1 before they connect."""
 
     @property
     def is_global_zero(self) -> bool: ...
@@ -113,25 +113,25 @@ class RunContext(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node. Known before anything is connected."""
+        """Number of processes on this node. Known before the processes connect."""
 
     @property
     def devices_given(self) -> bool:
-        """Whether the user set `devices`, rather than leaving it to "auto". Known before anything is connected."""
+        """Whether the user set `devices`, rather than leaving it to "auto". Known before the processes connect."""
 
     # --- Communication -------------------------------------------------------------------------------------------
 
     @property
     def collectives(self) -> Collectives:
-        """All ranks."""
+        """Collective operations over all ranks."""
 
     @property
     def peers(self) -> Collectives:
-        """The ranks that the strategy spreads the model over: all, or those of one team of an outer strategy."""
+        """Collective operations over the ranks of the strategy: all ranks, or one team of an outer strategy."""
 
     @property
     def peers_world(self) -> World:
-        """This process's place among `peers`."""
+        """The rank of this process among `peers`, and their number."""
 
     @property
     def backend(self) -> str:
@@ -139,10 +139,10 @@ class RunContext(Protocol):
 
     @property
     def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others."""
+        """How long a rank waits for the other ranks to connect."""
 
     def bucket_reducer(self, over: Collectives | None = None) -> BucketReducer | None:
-        """Return the stack of comm hooks as one function; None if there are none.
+        """Return a function that averages buckets through all comm hooks; None if there are none.
 
         A strategy that provides "gradient-buckets" calls this in `wrap_model`, and sends every bucket through it.
 
@@ -150,7 +150,7 @@ class RunContext(Protocol):
             over: the ranks to average over, if not `peers`.
         """
 
-    # --- What was chosen -----------------------------------------------------------------------------------------
+    # --- Settings and plugins------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> Any:
@@ -158,7 +158,7 @@ class RunContext(Protocol):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that answers: the innermost one."""
+        """The strategy that answers hooks: the innermost one."""
 
     @property
     def comm_hooks(self) -> Sequence[CommHook]: ...
@@ -179,7 +179,7 @@ class RunContext(Protocol):
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether every forward needs all ranks, as each holds a part of the parameters."""
+        """Whether parameters are sharded over the ranks, so that every forward needs all ranks."""
 
     def name_of(self, plugin: Any) -> str:
         """Return the name by which `plugin` was chosen."""
@@ -194,15 +194,15 @@ class RunContext(Protocol):
         """Return how many plugins of this run implement `hook`."""
 
     def preload(self) -> None:
-        """Let plugins import what they import late, before this process is copied."""
+        """Import the modules that plugins import lazily, before this process is forked."""
 
     # --- The model -----------------------------------------------------------------------------------------------
 
-    #: The user's module, what `wrap_model` made of it, and the optimizers to step.
+    #: The user's module, what `wrap_model` returned for it, and the optimizers to step.
     module: nn.Module | None
     model: Any
     optimizers: list[Optimizer]
-    #: Learning rate schedulers and when they step; empty for a loop of the user's.
+    #: Learning rate schedulers and when they step; empty if the user's own loop drives this run.
     lr_scheduler_configs: list[LRSchedulerConfig]
     #: "train", "validate", "test" or "predict".
     stage: str
@@ -216,10 +216,10 @@ class RunContext(Protocol):
 
     @property
     def owns_loop(self) -> bool:
-        """Whether a `Trainer` drives this run; False for a loop of the user's."""
+        """Whether a `Trainer` drives this run; False for the user's own loop."""
 
     def materializer(self, module: nn.Module) -> Materializer:
-        """Return what initializes the parts of a `module` that was built without values. Collective."""
+        """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
 
     def transfer(self, batch: Any) -> Any:
         """Return `batch` on the device, in the precision's dtype."""
@@ -255,18 +255,18 @@ class RunContext(Protocol):
         """Return the installed checkpoint format that reads `path`: this run's, if it does."""
 
     def save_in_background(self, write: Callable[[Collectives], None], *, background: bool) -> None:
-        """Call `write` with collectives of its own, in a thread if `background`. Collective.
+        """Call `write` with a separate `Collectives`, in a thread if `background`. Collective.
 
         Raises:
-            whatever `write` raises, if it runs now; whatever the save before this one raised.
+            Exception: an error of `write`, unless it runs in a thread; an error of the previous save.
         """
 
     def wait_for_saves(self) -> None:
-        """Return when no save is under way; raise what it raised."""
+        """Wait until no save is running; raise its error if it failed."""
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way. All ranks agree on it."""
+        """Whether a save is running, on any rank. All ranks get the same answer."""
 
     @property
     def is_writing(self) -> bool:
@@ -274,10 +274,10 @@ class RunContext(Protocol):
 
     @property
     def batches_copied(self) -> int:
-        """How many batches were copied to the device beside its computation; 0 where batches are not copied so."""
+        """Number of batches that were copied to the device while it computed; 0 without such copies."""
 
     def after_save(self, action: Callable[[], None]) -> None:
-        """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
+        """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send `metrics` to all loggers. Called on rank 0."""
@@ -297,13 +297,13 @@ class TrainerView(Protocol):
     logged_metrics: dict[str, Any]
     #: What a progress bar shows beside `progress_bar_metrics`.
     bar_metrics: dict[str, Any]
-    #: Training ends at the next step that may end it.
+    #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
     should_stop: bool
-    #: Training is under way, rather than a validation or test that the user called.
+    #: True during `fit`, False during a validation or test that the user called.
     fitting: bool
-    #: Validation is being tried before training.
+    #: True during the sanity check: some batches of validation before training.
     sanity_checking: bool
-    #: Samples in a batch of one process, if the loader tells.
+    #: Samples in a batch of one process; None if the loader does not have a batch size.
     batch_size: int | None
     num_training_batches: float
     num_val_batches: list[float]
@@ -326,7 +326,7 @@ class TrainerView(Protocol):
 
     @property
     def position(self) -> Position:
-        """How far training has come."""
+        """Progress of training."""
 
     @property
     def world_size(self) -> int: ...
@@ -368,16 +368,16 @@ class TrainerView(Protocol):
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
 
     @property
     def accumulate_grad_batches(self) -> int: ...
 
     def schedule_accumulation(self, schedule: dict[int, int]) -> None:
-        """Accumulate gradients over that many batches, by the epoch from which on; from the next epoch that begins.
+        """Set the number of batches to accumulate, by the first epoch to which it applies; from the next epoch on.
 
         Raises:
-            ConfigError: no number for epoch 0, or the strategy cannot accumulate.
+            ConfigError: epoch 0 is missing, or the strategy cannot accumulate.
         """
 
     @property
@@ -395,17 +395,18 @@ class TrainerView(Protocol):
         """`print` on rank 0 only."""
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
-        """End the current batch for all callbacks, then call `action` once; it raises to end training."""
+        """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""
 
     def replace_train_loader(self, loader: Any) -> None:
-        """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
+        """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader of this process's share, during a fit."""
+        """The training loader, which yields this rank's part of the data; only during a fit."""
 
     def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:
-        """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
+        """Run training steps and undo them afterwards.
 
-        Afterwards weights, optimizer, precision, random numbers and metrics are as before.
+        ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``. Afterwards weights, optimizer,
+        precision, random numbers and metrics are as before.
         """

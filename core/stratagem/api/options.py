@@ -1,8 +1,7 @@
-"""Typed settings and one strict way to fill them: unknown keys refused, nothing coerced that a person did not mean.
+"""Build classes from options, strictly: unknown keys and values of a wrong type are refused, not coerced.
 
 In code and files a value must already have its type ("false" is not False). Text from the command line and the
-environment is parsed by the option's type. Python objects (a class, a callable, a set of classes) are values like any
-other in code.
+environment is parsed by the option's type. In code, a value may be any Python object, such as a class or a callable.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The largest integer that C++ (and so torch) counts to.
+#: The largest int64, which is torch's largest integer.
 _LARGEST = 2**63 - 1
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
-# --- Filling a class ---------------------------------------------------------------------------------------------
+# --- Building a class --------------------------------------------------------------------------------------------
 
 
 def structure(cls: type[T], values: Mapping[str, Any], path: str, *, text: bool = False) -> T:
@@ -65,14 +64,14 @@ def convert_options(cls: type[Any], values: Mapping[str, Any], path: str, *, tex
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
-    """Call `cls` with converted `values`; whatever its validators object to becomes a ConfigError with the path."""
+    """Return `cls` called with converted `values`; errors of its validators become ConfigErrors with the path."""
     missing = [name for name, option in options(cls).items() if option.default is attrs.NOTHING and name not in values]
     if missing:
         raise _lacks(cls, missing[0], path)
     try:
         return cls(**values)
     except ConfigError as error:
-        prefix = f"{cls.__name__}."  # what the validators of `stratagem.api.validators` write, knowing no better
+        prefix = f"{cls.__name__}."  # `stratagem.api.validators` write the class, as they do not know the path
         if not error.found.startswith(prefix):
             raise
         found = _join(path, error.found.removeprefix(prefix))
@@ -84,7 +83,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str) -> T:
 
 
 def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, Any]) -> ConfigError | None:
-    """Return what is wrong with calling attrs class `cls` with `values` and the options `given`; None if nothing is."""
+    """Return the error for calling attrs class `cls` with `values` and options `given`; None if the call is valid."""
     known = options(cls)
     try:
         parameters = inspect.signature(cls.__init__).parameters
@@ -127,7 +126,7 @@ def _lacks(cls: type[Any], name: str, path: str) -> ConfigError:
 def check(instance: Any, path: str) -> None:
     """Check the options of an instance that the user built in code; attrs itself does not look at types.
 
-    Paths and durations become what a mapping of options would have made of them: ``~`` is expanded, 60 is a minute.
+    Paths and durations are converted as in a mapping of options: ``~`` is expanded, 60 becomes one minute.
     """
     hints = option_types(type(instance))
     for name, option in options(type(instance)).items():
@@ -151,12 +150,12 @@ def option_types(cls: type[Any]) -> Mapping[str, Any]:
     return _TYPES[cls]
 
 
-#: What `option_types` has found: every choice of a plugin asks for it several times.
+#: Cache of `option_types`, which is called several times for each chosen plugin.
 _TYPES: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def _resolve(cls: type[Any], field: attrs.Attribute[Any]) -> Any:
-    """Return the field's annotation as an object; one that is imported only for type checkers accepts anything."""
+    """Return the field's annotation as an object; `Any` for a name that is imported only for type checkers."""
     if not isinstance(field.type, str):
         return Any if field.type is None else field.type
     owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
@@ -196,7 +195,7 @@ def _expected(value: Any, annotation: Any) -> str:
 
 
 def _check_size(value: Any) -> None:
-    """Refuse integers that no counter holds, wherever they are in `value`."""
+    """Refuse integers that do not fit into 64 bits, also inside containers."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         for each in [*value, *(value.values() if isinstance(value, dict) else ())]:
             _check_size(each)
@@ -205,7 +204,7 @@ def _check_size(value: Any) -> None:
 
 
 def describe(annotation: Any) -> str:
-    """Spell a type as a person would: ``a number or None``, ``'min' or 'max'``."""
+    """Return a type in words, for messages: ``a number or None``, ``'min' or 'max'``."""
     if annotation is Any:
         return "anything"
     if get_origin(annotation) is Literal:
@@ -233,7 +232,7 @@ def _from_code() -> cattrs.Converter:
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook(type(None), _exactly(type(None)))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(value))
-    converter.register_structure_hook(Path, lambda value, _: _place(value))
+    converter.register_structure_hook(Path, lambda value, _: _path(value))
     return converter
 
 
@@ -246,18 +245,18 @@ def _from_text() -> cattrs.Converter:
     converter.register_structure_hook(float, lambda value, _: _number(_parse_number(value), float))
     converter.register_structure_hook(type(None), lambda value, _: _parse_none(value))
     converter.register_structure_hook(timedelta, lambda value, _: _seconds(_parse_number(value)))
-    converter.register_structure_hook(Path, lambda value, _: _place(value))
+    converter.register_structure_hook(Path, lambda value, _: _path(value))
     return converter
 
 
-def _place(value: Any) -> Path:
+def _path(value: Any) -> Path:
     if not isinstance(value, str) and is_remote(value) and hasattr(value, "fs"):
         return cast("Path", value)
     return as_path(_instance(value, (str, Path)))
 
 
 def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None = None) -> cattrs.Converter:
-    """Return a converter whose containers, unions and foreign classes are checked, not coerced.
+    """Return a converter that checks containers, unions and instances of other classes, and does not coerce them.
 
     `parse` turns text into a container before it is checked.
     """
@@ -290,7 +289,7 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
         for member in sorted(members, key=lambda member: (member is str, type(value) is not member)):
             try:
                 return converter.structure(value, member)
-            except ConfigError as error:  # says more than that the type is another
+            except ConfigError as error:  # more specific than "the type is wrong"
                 refusal = error
             except Exception:  # noqa: BLE001, S112 - another member may fit
                 continue
@@ -299,8 +298,8 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
     def literal(value: Any, annotation: Any) -> Any:
         for choice in get_args(annotation):
             same = type(choice) is type(value) and choice == value
-            alike = isinstance(value, str) and value.lower() == str(choice).lower()
-            if same or (alike and (parse or isinstance(choice, str))):
+            same_text = isinstance(value, str) and value.lower() == str(choice).lower()
+            if same or (same_text and (parse or isinstance(choice, str))):
                 return choice
         raise ValueError(value)
 
@@ -326,7 +325,7 @@ def _passthrough_converter(parse: Callable[[Any, tuple[type, ...]], Any] | None 
         (_is_union, union),
         (lambda t: t is Any, lambda value, _: value),
     ]
-    for predicate, hook in hooks:  # cattrs asks the last registered first
+    for predicate, hook in hooks:  # cattrs tries the last registered first
         converter.register_structure_hook_func(predicate, hook)
     return converter
 

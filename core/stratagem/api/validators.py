@@ -13,7 +13,7 @@ Validator = Callable[[Any, Any, Any], None]
 
 
 def _rule(holds: Callable[[Any], bool], expected: str) -> Validator:
-    """Make a validator; None passes (an optional field), a value of another type is left to the type check."""
+    """Return a validator that accepts values for which `holds` is true, and None; other types fail the type check."""
 
     def validate(instance: Any, attribute: Any, value: Any) -> None:
         try:
@@ -40,7 +40,7 @@ def _lasts(value: Any) -> bool:
     return bool((value.total_seconds() if isinstance(value, timedelta) else value) > 0)
 
 
-#: Accept a duration, in seconds or as a timedelta, that is longer than nothing.
+#: Accept a duration of more than 0 seconds, as a number of seconds or a timedelta.
 duration = _rule(_lasts, "more than 0 seconds")
 
 
@@ -48,7 +48,7 @@ def read_duration(value: Any, option: str) -> timedelta | None:
     """Return a duration that is given in seconds, as a timedelta, or as text "DD:HH:MM:SS"; None stays None.
 
     Raises:
-        ConfigError: something else, or less than nothing.
+        ConfigError: `value` is something else, or negative.
     """
     expected = 'seconds, a timedelta or "DD:HH:MM:SS", at least 0'
     if isinstance(value, str):
@@ -72,7 +72,7 @@ def duration_or_text(instance: Any, attribute: Any, value: Any) -> None:
 
 
 #: Accept anything but empty text, an empty list or an empty mapping.
-not_empty = _rule(lambda value: len(value) > 0, "something: it is empty")
+not_empty = _rule(lambda value: len(value) > 0, "a value that is not empty")
 
 
 def between(low: float, high: float) -> Validator:
@@ -91,15 +91,19 @@ def _is_limit(value: Any) -> bool:
     return value >= 0 if isinstance(value, int) else 0.0 <= value <= 1.0
 
 
-#: Accept a count of batches (int) or a share of them (float from 0.0 to 1.0).
-batch_limit = _rule(_is_limit, "a whole number of batches, or a share of them from 0.0 to 1.0")
+#: Accept a number of batches (int) or a fraction of them (float from 0.0 to 1.0).
+batch_limit = _rule(_is_limit, "a whole number of batches, or a fraction of them from 0.0 to 1.0")
 
 
 def read_accumulation(value: Any, option: str = "accumulate_grad_batches") -> dict[int, int]:
-    """Return how many batches make a step, by the epoch from which it holds, from a number or such a mapping.
+    """Return the number of batches that each optimizer step accumulates, by the first epoch to which it applies.
+
+    Args:
+        value: one number for all epochs, or a mapping such as the one that is returned.
+        option: the name of the option in messages.
 
     Raises:
-        ConfigError: no number for epoch 0, or numbers that make no sense.
+        ConfigError: epoch 0 is missing, an epoch is negative, or a number is less than 1.
     """
     schedule = dict(value) if isinstance(value, Mapping) else {0: value}
     wrong = [

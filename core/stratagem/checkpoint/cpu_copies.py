@@ -1,4 +1,4 @@
-"""Copy tensors to the CPU for saves in the background, while training waits."""
+"""Copy tensors to the CPU before a background save; training waits for the copies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 
 
 class CPUCopies:
-    """Copies many tensors; copies of CUDA tensors are queued, into pinned memory that is reused.
+    """Copies tensors to the CPU; CUDA tensors are copied asynchronously, into pinned memory that is reused.
 
-    Pinning takes longer than copying, so the next round of tensors uses the same memory. It must begin only when the
-    copies of this round are no longer read.
+    Pinning memory takes longer than copying, so the next save uses the same memory. It must begin only when the copies
+    of this save are no longer read.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class CPUCopies:
         self._devices: set[torch.device] = set()
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` on the CPU, which has its values after `wait`."""
+        """Return a copy of `tensor` on the CPU, which is complete after `wait`."""
         if not is_pinnable(tensor):
             return tensor.to("cpu", copy=True)
-        place = len(self._taken)
-        copy = self._kept[place] if place < len(self._kept) else None
+        index = len(self._taken)
+        copy = self._kept[index] if index < len(self._kept) else None
         if copy is None or (copy.shape, copy.stride(), copy.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
             copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._taken.append(copy.copy_(tensor, non_blocking=True))
@@ -44,6 +44,6 @@ class CPUCopies:
         return copy
 
     def wait(self) -> None:
-        """Wait until all copies have their values, and end this round."""
+        """Wait until all copies are complete; later calls of `take` belong to the next save."""
         wait_for(self._devices)
         self._kept, self._taken, self._devices = self._taken, [], set()

@@ -27,7 +27,7 @@ class Choices:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether every forward needs all ranks, as each holds a part of the parameters."""
+        """Whether parameters are sharded over the ranks, so that every forward needs all ranks."""
         return SHARDED_PARAMETERS in self.stack.strategy.capabilities.provides
 
     @property
@@ -47,7 +47,7 @@ class Choices:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that answers: the innermost one."""
+        """The strategy that answers hooks: the innermost one."""
         return self.stack.strategy
 
     @property
@@ -66,7 +66,7 @@ class Choices:
 
     @property
     def join_timeout(self) -> timedelta:
-        """How long a rank waits for the others."""
+        """How long a rank waits for the other ranks to connect."""
         return self.stack.join_timeout()
 
     @property
@@ -100,5 +100,5 @@ class Choices:
         return render_stack(self.describe())
 
     def preload(self) -> None:
-        """Let plugins import what they import late, before this process is copied."""
+        """Import the modules that plugins import lazily, before this process is forked."""
         self.stack.preload()

@@ -115,7 +115,7 @@ class Context(Choices):
 
     @property
     def owns_loop(self) -> bool:
-        """Whether a `Trainer` drives this run; False for a loop of the user's."""
+        """Whether a `Trainer` drives this run; False for the user's own loop."""
         return self.progress is not None
 
     def num_implementations(self, hook: str) -> int:
@@ -237,7 +237,7 @@ class Context(Choices):
         self.reducer_is_due = trains and bool(self.stack.comm_hooks) and self.reducer_is_due
 
     def materializer(self, module: nn.Module) -> Materializer:
-        """Return what initializes the parts of a `module` that was built without values. Collective."""
+        """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
         use_deferred_init(self.hooks)
         materializer: Materializer = self.hooks.ask("materializer", module=module)
         return materializer
@@ -312,12 +312,12 @@ class Context(Choices):
         self.saver.submit(write, background)
 
     def wait_for_saves(self) -> None:
-        """Return when no save is under way; raise what it raised."""
+        """Wait until no save is running; raise its error if it failed."""
         self.saver.wait()
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way. All ranks agree on it."""
+        """Whether a save is running, on any rank. All ranks get the same answer."""
         return self.saver.busy
 
     @property
@@ -331,7 +331,7 @@ class Context(Choices):
         return 0 if self.copy_stream is None else self.copy_stream.batches
 
     def after_save(self, action: Callable[[], None]) -> None:
-        """Call `action` once the save under way has succeeded; now if there is none; never if it fails."""
+        """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""
         self.saver.afterwards(action)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Processes that take part; 1 before they connect."""
+        """Number of processes; 1 before they connect."""
         return self.context.world_size
 
     @property

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.paths import as_path, refusals
-from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.files import STAGED, check_version
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     if checkpoint_format.reads_pickles:
         state = checkpoint_format.consolidate(path)
     else:
-        state = read_with(checkpoint_format, path, Alone())
+        state = read_with(checkpoint_format, path, SingleProcessRun())
     check_version(state, path)
     return state
 

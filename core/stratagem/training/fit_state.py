@@ -104,7 +104,7 @@ class FitState:
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
         return self.train_batches is None or not self.train_batches.window_is_open
 
     def begin(self, events: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a call of the trainer needs of a module."""
+"""Check that a module has the methods that a call of the trainer needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_signature(model: Any) -> None:
 
     signature = inspect.signature(step)
     if lightning_names.ARGUMENTS.keys() & signature.parameters.keys():
-        return  # which are refused by name
+        return  # `lightning_names.check` explains each of these
     raise ConfigError(
         f"{type(model).__name__}.training_step takes {signature}", expected="(batch, batch_idx) or (batch)",
-        do="give the others default values",
+        do="give the other parameters default values",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
-from stratagem.checkpoint.alone import Alone
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import (
     applying,
     check_feed,
@@ -299,7 +299,9 @@ def _best(fit: FitState) -> Path:
         newest = newest_whole(folder, fit.run.checkpoint_format)
         if newest is None:
             continue
-        states = read_with(format_of(newest, fit.run.checkpoint_format), newest, Alone()).get("callbacks", {})
+        states = read_with(format_of(newest, fit.run.checkpoint_format), newest, SingleProcessRun()).get(
+            "callbacks", {}
+        )
         for state in states.values():
             named = as_path((state.get("best_model_path") if isinstance(state, dict) else "") or ".")
             found = [path for path in (named, folder / named.name) if named.name and path.exists()]

@@ -104,7 +104,7 @@ class View:
 
     @property
     def strategy(self) -> Any:
-        """The strategy that answers: the innermost one."""
+        """The strategy that answers hooks: the innermost one."""
         return self.run.stack.strategy
 
     @property
@@ -150,7 +150,7 @@ class View:
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether no gradients are waiting for more batches before the next optimizer step."""
+        """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
         return self._state.at_step_boundary
 
     @property
@@ -210,23 +210,24 @@ class View:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader of this process's share, during a fit."""
+        """The training loader, which yields this rank's part of the data; only during a fit."""
         assert self._state.train_batches is not None, "known during a fit"
         return self._state.train_batches.loader
 
     def replace_train_loader(self, loader: Any) -> None:
-        """Train with `loader`, which is this process's share, from now on. Only while a fit starts."""
+        """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
         assert self._state.use_loader is not None, "known during a fit"
         self._state.use_loader(loader)
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
-        """End the current batch for all callbacks, then call `action` once; it raises to end training."""
+        """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""
         self._state.on_leaving = action
 
     def trial_steps(self, who: str) -> AbstractContextManager[TrialStep]:
-        """Make steps for a trial: ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``.
+        """Run training steps and undo them afterwards.
 
-        Afterwards weights, optimizer, precision, random numbers and metrics are as before.
+        ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``. Afterwards weights, optimizer,
+        precision, random numbers and metrics are as before.
 
         Raises:
             ConfigError: the module steps by hand, has several optimizers, or one that belongs to an engine.

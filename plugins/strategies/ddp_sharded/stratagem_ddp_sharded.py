@@ -1,13 +1,15 @@
-"""Replicas of the model; gradients and optimizer state divided among the processes (ZeRO, stage 2).
+"""Data parallelism with gradients and optimizer state partitioned over the ranks (ZeRO, stage 2).
 
 [Note: buckets during backward]
-Every rank must send the same messages in the same order, whichever parameters its loss reaches. The buckets are cut
-from all trained parameters, the last ones first. While backward runs, a rank sends the next bucket as soon as it has
-all gradients in it; after backward it sends the others, with zeros for what its loss did not reach. Last, the ranks
-tell each other what they reached, as CPU tensors: what no rank reached has no gradient, as in one process.
+Every rank must send the same messages in the same order, whichever parameters its loss reaches. All trained parameters
+are grouped into buckets, in reverse order. While backward runs, a rank sends the next bucket as soon as all gradients
+in it are ready. After backward it sends the other buckets, with zeros for parameters that its loss did not reach. Then
+the ranks all-reduce a flag for each parameter, on the CPU: a parameter that no rank reached has no gradient, as in a
+single process.
 
-Under manual optimization a loss may reach half of the parameters, and with comm hooks a hook is to see only what was
-reached: there the ranks tell each other first, after backward, and send that alone.
+With manual optimization a loss may reach few of the parameters, and comm hooks must get only parameters that were
+reached. In both cases the ranks all-reduce the flags first, after backward, and send only the gradients of parameters
+that were reached.
 """
 
 from __future__ import annotations
@@ -48,28 +50,28 @@ if TYPE_CHECKING:
 
     from stratagem.api import RunContext, World
 
-#: Marks a gradient that is an average over the ranks: what is added to it later is not averaged yet.
+#: Attribute of a gradient that is averaged over the ranks already. What is added to it later is not averaged yet.
 _AVERAGED = "_stratagem_averaged"
-#: Numbers up to which a tensor of the optimizer's is sent along with the outline of its state.
+#: Tensors of optimizer state with at most this many elements are sent with the outline of the state.
 _SMALL = 64
 
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
 class ShardedDDPStrategy(ProcessGroupStrategy):
-    """Each process owns a share of the parameters: it alone keeps their gradients and optimizer state, and steps them.
+    """Partition the gradients and optimizer state over the ranks: each rank steps the parameters that it owns.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 2.
     """
 
-    #: Gradients, and parameters after a step, that are sent in one message, in megabytes: larger buckets mean fewer
-    #: messages, and more memory while they are under way.
+    #: Size in megabytes of a bucket of gradients, or of parameters after a step; each bucket is one message. Larger
+    #: buckets mean fewer messages, and more memory for buckets in flight.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
 
     #: Which rank owns a parameter.
     _owners: Any = field(init=False, factory=WeakTensorKeyDictionary)
-    #: The comm hooks at work; None without any.
+    #: The bucket reducer, which applies the comm hooks; None without comm hooks.
     _reduce: Any = field(init=False, default=None)
-    #: Sends buckets while backward runs; None where they are sent after it.
+    #: Sends buckets while backward runs; None if they are sent after it.
     _sender: Any = field(init=False, default=None)
 
     capabilities = Capabilities(
@@ -83,7 +85,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         return {name: getattr(self, name) for name in options(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # attrs made it
+        self.__init__(**state)  # type: ignore[misc]  # attrs generates it
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
@@ -96,7 +98,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
-        assert run.module is not None, "it is being wrapped"
+        assert run.module is not None, "set before wrap_model is called"
         module = module.to(run.device)
         run.collectives.replicate((*module.parameters(), *module.buffers()))
         self._divide(module, run.peers.world_size)
@@ -116,7 +118,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             sender.close()
 
     def _divide(self, module: nn.Module, world_size: int) -> None:
-        """Give each parameter to the rank that owns least so far."""
+        """Assign each parameter to the rank that owns the fewest elements so far."""
         owned = [0] * world_size
         for parameter in module.parameters():
             owner = owned.index(min(owned))
@@ -132,7 +134,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             return True
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         before = {}
-        for parameter in parameters:  # what is averaged already must not be averaged with the rest again
+        for parameter in parameters:  # do not average again what is averaged already
             gradient = parameter.grad
             if gradient is not None and getattr(gradient, _AVERAGED, False):
                 before[parameter], parameter.grad = gradient, None
@@ -147,7 +149,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         return True
 
     def _average_during(self, loss: torch.Tensor, parameters: list[nn.Parameter], run: RunContext) -> None:
-        """Differentiate `loss`, and send buckets meanwhile; keep the averages that this rank owns."""
+        """Differentiate `loss`, and send buckets while backward runs; keep the averages for parameters of this rank."""
         sender = self._sender
         sender.begin(parameters)
         try:
@@ -166,7 +168,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
                 setattr(parameter.grad, _AVERAGED, True)
 
     def _average(self, parameters: list[nn.Parameter], run: RunContext) -> None:
-        """Average the gradients of `parameters` over the ranks; keep those that this rank owns."""
+        """Average the gradients of `parameters` over the ranks; keep those of parameters that this rank owns."""
         if not parameters:
             return
         for parameter in parameters:
@@ -177,10 +179,10 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         else:
             groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
             with run.peers.traffic.sent_by("gradients"):
-                # The loop above has made the gradients that were missing.
-                futures = [run.peers.average_async(_joined([p.grad for p in group])) for group in groups]  # type: ignore[misc]
+                # The loop above has created missing gradients.
+                futures = [run.peers.average_async(_flatten([p.grad for p in group])) for group in groups]  # type: ignore[misc]
             for group, future in zip(groups, futures, strict=True):
-                for parameter, part in zip(group, _parted(future.wait(), group), strict=True):
+                for parameter, part in zip(group, _unflatten(future.wait(), group), strict=True):
                     parameter.grad.copy_(part)  # type: ignore[union-attr]  # made above
         for parameter in parameters:
             if self._owners[parameter] == run.peers.rank:
@@ -191,7 +193,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     def _average_in_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients of `parameters` through the comm hooks, in flat buckets."""
         groups = _buckets(parameters, self.bucket_cap_mb * 1e6)
-        arrivals = []
+        futures = []
         for index, group in enumerate(groups):
             sizes = [parameter.numel() for parameter in group]
             buffer = torch.cat([parameter.grad.flatten() for parameter in group])  # type: ignore[union-attr]  # the caller made it
@@ -200,9 +202,9 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             bucket = Bucket(
                 buffer=buffer, index=index, is_last=last, parameters=tuple(group), gradients=tuple(views)
             )  # fmt: skip
-            arrivals.append((group, sizes, self._reduce(bucket)))
-        for group, sizes, arrival in arrivals:
-            for parameter, part in zip(group, arrival.wait().split(sizes), strict=True):
+            futures.append((group, sizes, self._reduce(bucket)))
+        for group, sizes, future in futures:
+            for parameter, part in zip(group, future.wait().split(sizes), strict=True):
                 parameter.grad.copy_(part.view_as(parameter))  # type: ignore[union-attr]  # the caller made it
 
     @hookimpl
@@ -227,16 +229,16 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
 
     @hookimpl(wrapper=True)
     def optimizer_step(self, optimizer: torch.optim.Optimizer, run: RunContext) -> Generator[None, bool, bool]:
-        # Without gradients an optimizer passes by what this rank does not own, and keeps no state for it.
+        # Parameters that this rank does not own have no gradient: the optimizer skips them and keeps no state for them.
         stepped = yield
         if stepped:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             with torch.no_grad(), run.peers.traffic.sent_by("parameters"):
-                self._share(parameters, run)
+                self._broadcast_parameters(parameters, run)
         return stepped
 
-    def _share(self, parameters: list[nn.Parameter], run: RunContext) -> None:
-        """Give all ranks the values that the owners of `parameters` have, a message for each bucket."""
+    def _broadcast_parameters(self, parameters: list[nn.Parameter], run: RunContext) -> None:
+        """Broadcast each of `parameters` from its owner to all ranks, one message per bucket."""
         peers = run.peers.unchecked
         for owner in range(run.peers.world_size):
             theirs = [parameter for parameter in parameters if self._owners[parameter] == owner]
@@ -245,9 +247,9 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
                     peers.broadcast(group[0].data, owner)
                     continue
                 values = [parameter.data for parameter in group]
-                message = peers.broadcast(_joined(values), owner)
+                message = peers.broadcast(_flatten(values), owner)
                 if run.peers.rank != owner:
-                    torch._foreach_copy_(values, list(_parted(message, group)))
+                    torch._foreach_copy_(values, list(_unflatten(message, group)))
 
     # --- State ---------------------------------------------------------------------------------------------------
 
@@ -255,9 +257,9 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
         logical = logical_optimizer_state(optimizer, module)
         others, state = self._owned_by_others(module, run), {}
-        # Adagrad makes its state when it is made, also for parameters that another rank steps.
+        # Adagrad creates its state in its constructor, also for parameters that another rank steps.
         mine = {name: entry for name, entry in logical["state"].items() if name not in others}
-        # One tensor after the other: no rank ever holds more of the others' state than it is asked for.
+        # One tensor at a time, so that no rank holds more of the other ranks' state than it needs.
         for owner, theirs in enumerate(run.peers.all_gather_object(_outline(mine))):
             for name, entry in theirs.items():
                 state[name] = {
@@ -275,13 +277,13 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         return {name for name, parameter in module.named_parameters() if self._owners.get(parameter, here) != here}
 
     def _fetch(self, mine: torch.Tensor | None, shape: _Shape, owner: int, run: RunContext) -> torch.Tensor:
-        """Return the owner's tensor where it is needed; on the meta device elsewhere. Collective."""
+        """Return the owner's tensor on ranks that need its values, a meta tensor on the others. Collective."""
         absent = torch.empty(shape.size, dtype=shape.dtype, device="meta")
         if not run.whole_state:
             return absent if mine is None else mine
         tensor = torch.empty(shape.size, dtype=shape.dtype, device=run.device) if mine is None else mine
         tensor = run.peers.broadcast(tensor.contiguous(), owner)
-        return tensor.cpu() if run.needs_values else absent  # together they are larger than what a rank may hold
+        return tensor.cpu() if run.needs_values else absent  # all of them may not fit into the device's memory
 
     @hookimpl
     def load_optimizer_state(
@@ -295,7 +297,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
 
 @frozen
 class _Shape:
-    """Stands for a tensor that only its owner has."""
+    """The shape and dtype of a tensor that only its owner has."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -315,34 +317,34 @@ def _outline(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Sender:
-    """Sends the gradients of a backward in buckets, as they come; see [Note: buckets during backward]."""
+    """Sends gradients in buckets while backward computes them; see [Note: buckets during backward]."""
 
     def __init__(self, peers: Collectives, limit: float) -> None:
         self._peers, self._limit = peers, limit
         self._ids: list[int] = []
         self._groups: list[list[nn.Parameter]] = []
         self._handles: list[Any] = []
-        #: Gradients that each bucket waits for; None while no backward is to be sent.
+        #: Number of missing gradients in each bucket; None if the gradients of this backward are not to be sent.
         self._missing: list[int] | None = None
         self._arrived: set[nn.Parameter] = set()
         self._sent: list[Any] = []
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Send what the next backward adds up in the gradients of `parameters`."""
+        """Send the gradients of `parameters` that the next backward computes, while it runs."""
         if [id(parameter) for parameter in parameters] != self._ids:
-            self._lay_out(parameters)
+            self._form_buckets(parameters)
         self._missing, self._arrived, self._sent = [len(group) for group in self._groups], set(), []
 
-    def _lay_out(self, parameters: list[nn.Parameter]) -> None:
+    def _form_buckets(self, parameters: list[nn.Parameter]) -> None:
         self.close()
         self._ids, self._groups = [id(parameter) for parameter in parameters], _buckets(parameters, self._limit)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
             for index, group in enumerate(self._groups)
             for parameter in group
         ]
 
-    def _arrive(self, index: int, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         missing = self._missing
         if missing is None or parameter in self._arrived:
             return
@@ -352,14 +354,14 @@ class _Sender:
             self._send()
 
     def _send(self) -> None:
-        """Send the next bucket, which holds the gradients from here on."""
+        """Send the next bucket, and drop the gradients that it now contains."""
         group = self._groups[len(self._sent)]
         self._arrived.update(parameter for parameter in group if parameter.grad is not None)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in group]
         for parameter in group:
             parameter.grad = None
         with self._peers.traffic.sent_by("gradients"):
-            self._sent.append(self._peers.average_async(_joined(gradients)))
+            self._sent.append(self._peers.average_async(_flatten(gradients)))
 
     def finish(self, wanted: Callable[[nn.Parameter], bool]) -> tuple[dict[nn.Parameter, torch.Tensor], list[bool]]:
         """Send the other buckets; return the averages that are `wanted`, and which parameters had a gradient here, in
@@ -369,43 +371,43 @@ class _Sender:
             self._send()
         averages = {}
         for index, group in enumerate(self._groups):
-            future, self._sent[index] = self._sent[index], None  # its bucket is freed as soon as it was copied from
-            for parameter, part in zip(group, _parted(future.wait(), group), strict=True):
+            future, self._sent[index] = self._sent[index], None  # frees the bucket as soon as its parts are copied
+            for parameter, part in zip(group, _unflatten(future.wait(), group), strict=True):
                 if wanted(parameter):
                     averages[parameter] = torch.empty_like(parameter).copy_(part)
         arrived = {id(parameter) for parameter in self._arrived}
         return averages, [number in arrived for number in self._ids]
 
     def end(self) -> None:
-        """Leave gradients alone until the next `begin`."""
+        """Send no gradients until the next `begin`."""
         self._missing, self._arrived, self._sent = None, set(), []
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._ids = [], []
 
 
 def _reached(here: list[bool], run: RunContext) -> list[bool]:
-    """Return for each flag whether it is set on any rank. Collective."""
+    """Return each flag after a logical or over the ranks. Collective."""
     flags = torch.tensor(here, dtype=torch.uint8)  # on the CPU: no wait for a GPU
     return run.peers.unchecked.all_reduce(flags, "max").bool().tolist() if here else []
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return `tensors` of one dtype as one message, which is a copy."""
+def _flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return a flat copy of `tensors`, which have one dtype, to be sent in one message."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _parted(message: torch.Tensor, like: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the views of `message` that `_joined` made it of, in the shapes of `like`."""
+def _unflatten(message: torch.Tensor, like: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Return views of a `message` of `_flatten`, with the shapes of `like`."""
     parts = message.split([each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
 def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Group `parameters`, the last ones first as backward reaches them, into buckets of one dtype and `limit` bytes."""
+    """Group `parameters` in reverse order, as backward reaches them, into buckets of one dtype and `limit` bytes."""
     groups: list[list[nn.Parameter]] = []
     open_groups: dict[torch.dtype, tuple[list[nn.Parameter], float]] = {}
     for parameter in reversed(parameters):

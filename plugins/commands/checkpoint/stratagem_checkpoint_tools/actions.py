@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.api.paths import as_path
-from stratagem.checkpoint.alone import Alone
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack import registry
 from stratagem.stack.construction import make
@@ -82,7 +82,7 @@ def _problem(path: Path) -> str:
         return ""
     name = name_of_format(path)
     try:
-        read_any(path) if name is None else read_with(format_named(name), path, Alone())
+        read_any(path) if name is None else read_with(format_named(name), path, SingleProcessRun())
     except CheckpointError as error:
         return str(error)
     return "its checksum differs from what was written."
@@ -147,7 +147,7 @@ def convert(arguments: argparse.Namespace) -> int:
     state = read_any(source, arguments.trust)
     if arguments.weights_only:
         state = {key: value for key, value in state.items() if key in ("state_dict", "format", "hyper_parameters")}
-    write_with(checkpoint_format, state, target, Alone())
+    write_with(checkpoint_format, state, target, SingleProcessRun())
     print(f"{target}: {_size(target) / 1e6:.1f} MB")
     return 0
 

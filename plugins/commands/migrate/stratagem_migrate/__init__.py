@@ -12,7 +12,7 @@ import attrs
 from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_migrate import arguments as trainer_arguments
-from stratagem_migrate import definitions, imports, own, ranks, surroundings, trainers
+from stratagem_migrate import definitions, devices_and_env, imports, own, ranks, trainers
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, read
 
@@ -21,7 +21,7 @@ RULES = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
-    ranks.guarded, surroundings.devices, surroundings.variables,
+    ranks.guarded, devices_and_env.devices, devices_and_env.variables,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from stratagem.errors import nearest
-from stratagem_migrate import today
+from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import UNKNOWN, Source, short
 
@@ -70,9 +70,9 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
         return
     value = Value(short(node), source.literal(node))
     old = f"{name}={value.text}"
-    if name in today.trainer_arguments():
+    if name in installed.trainer_arguments():
         found = list(_VALUES[name](value)) if name in _VALUES else []
-        if not found and value.literal is not UNKNOWN and (refused := today.refusal(name, value.literal)):
+        if not found and value.literal is not UNKNOWN and (refused := installed.refusal(name, value.literal)):
             found = [(CHANGE, "another value", refused)]
         for certainty, new, note in found or [(SAME, "", "")]:
             yield source.finding(node, certainty, old, new, note)
@@ -81,7 +81,7 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
     if moved is not None:
         yield source.finding(node, CHANGE, old, moved(value) if callable(moved) else moved)
     else:
-        hint = nearest(name, today.trainer_arguments())
+        hint = nearest(name, installed.trainer_arguments())
         yield source.finding(node, CHANGE, old, "", f"the Trainer has no such argument; {hint}".removesuffix("; "))
 
 
@@ -202,7 +202,7 @@ _OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
 
 def _accelerator(value: Value) -> _Rows:
     name = str(value.literal).lower()
-    if not isinstance(value.literal, str) or name == "auto" or today.has_plugin("accelerator", name):
+    if not isinstance(value.literal, str) or name == "auto" or installed.has_plugin("accelerator", name):
         return
     if name in _OLD_STRATEGIES:
         yield CHANGE, _OLD_STRATEGIES[name], ""
@@ -214,7 +214,7 @@ def _strategy(value: Value) -> _Rows:
     name = str(value.literal).lower()
     if not isinstance(value.literal, str) or name == "auto":
         return
-    if not today.has_plugin("strategy", name):
+    if not installed.has_plugin("strategy", name):
         yield (
             CHANGE,
             _OLD_STRATEGIES.get(name, "nothing"),
@@ -232,7 +232,7 @@ def _precision(value: Value) -> _Rows:
     name = str(value.literal).lower()
     if value.literal is UNKNOWN or value.literal is None:
         return
-    if not today.has_plugin("precision", name):
+    if not installed.has_plugin("precision", name):
         near = '"16-mixed"' if "mixed" in name else "nothing yet"
         yield CHANGE, near, "FP8 is not available yet" if name.startswith("transformer") else "`stratagem plugins list`"
     elif name in ("16", "16-mixed"):
@@ -249,7 +249,7 @@ def _devices(value: Value) -> _Rows:
 def _plugins(value: Value) -> _Rows:
     given = value.literal if isinstance(value.literal, list | tuple) else [value.literal]
     for name in given:
-        if isinstance(name, str) and today.has_plugin("strategy", name):
+        if isinstance(name, str) and installed.has_plugin("strategy", name):
             yield CHANGE, f'strategy="{name}"', ""
         elif isinstance(name, str):
             new = {"native_amp": 'precision="16-mixed"', "apex_amp": 'precision="16-mixed"'}.get(name.lower())

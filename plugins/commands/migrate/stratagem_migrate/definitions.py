@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stratagem_migrate import today
+from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, methods, short
 
@@ -19,31 +19,31 @@ def module_methods(source: Source) -> Iterator[Finding]:
             yield from _module_method(source, method)
     for cls in source.of_role("data"):
         for method in methods(cls):
-            if method.name in today.uncalled_by_data_modules():
+            if method.name in installed.uncalled_by_data_modules():
                 yield source.finding(
-                    method, CHANGE, f"def {method.name}", *today.uncalled_by_data_modules()[method.name]
+                    method, CHANGE, f"def {method.name}", *installed.uncalled_by_data_modules()[method.name]
                 )
 
 
 def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
     name, given = method.name, [argument.arg for argument in method.args.args[1:]]
     old = f"def {name}({', '.join(['self', *given])})"
-    if name in today.uncalled_methods():
-        yield source.finding(method, CHANGE, old, *today.uncalled_methods()[name])
+    if name in installed.uncalled_methods():
+        yield source.finding(method, CHANGE, old, *installed.uncalled_methods()[name])
     elif "optimizer_idx" in given or "hiddens" in given:
         new = "automatic_optimization = False" if name == "training_step" else old.replace(", optimizer_idx", "")
         note = "and step each of self.optimizers() in training_step" if name == "training_step" else ""
         yield source.finding(method, CHANGE, old, new, note)
-    elif name in today.hooks() and name in today.events():
+    elif name in installed.hooks() and name in installed.events():
         yield from _event(source, method, old)
-    elif name in today.needs():
-        note = f"a strategy must provide {today.needs()[name]!r} (`stratagem plugins show NAME`)"
+    elif name in installed.needs():
+        note = f"a strategy must provide {installed.needs()[name]!r} (`stratagem plugins show NAME`)"
         yield source.finding(method, CHECK, old, "", note)
 
 
 def _event(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef, old: str) -> Iterator[Finding]:
     """Check the arguments of an event: passed by name, or in order if the names differ; more are not allowed."""
-    known = [name for name in today.hooks()[method.name] if name not in ("trainer", "module", "run")]
+    known = [name for name in installed.hooks()[method.name] if name not in ("trainer", "module", "run")]
     required = method.args.args[1 : len(method.args.args) - len(method.args.defaults)]
     if len(required) > len(known):
         new = f"def {method.name}({', '.join(['self', *known])})"
@@ -81,7 +81,7 @@ def _configured(source: Source, cls: ast.ClassDef, method: ast.AST) -> Iterator[
 def _configuration(source: Source, node: ast.Dict) -> Iterator[Finding]:
     keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
     if "scheduler" in keys:
-        known, place = today.scheduler_options(), "leave it out"
+        known, place = installed.scheduler_options(), "leave it out"
     elif "optimizer" in keys:
         known = frozenset({"optimizer", "lr_scheduler", "monitor"})
         place = "in the dict under lr_scheduler, next to scheduler"
@@ -125,10 +125,10 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
     if any(_last_name(decorator) == "hookimpl" for decorator in method.decorator_list):
         return
     old = f"def {method.name}({', '.join(given)})"
-    known = today.hooks().get(method.name)
-    if method.name in today.other_times():
+    known = installed.hooks().get(method.name)
+    if method.name in installed.other_times():
         yield source.finding(
-            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", today.other_times()[method.name]
+            method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", installed.other_times()[method.name]
         )  # fmt: skip
     elif known is not None:
         names = ["module" if name == "pl_module" else name for name in given[1:]]
@@ -137,8 +137,8 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
             method, CHANGE, old, f"@hookimpl def {method.name}({', '.join(['self', *kept])})",
             "arguments are passed by name and have no defaults",
         )  # fmt: skip
-    elif method.name in today.uncalled_by_callbacks():
-        yield source.finding(method, CHANGE, old, *today.uncalled_by_callbacks()[method.name])
+    elif method.name in installed.uncalled_by_callbacks():
+        yield source.finding(method, CHANGE, old, *installed.uncalled_by_callbacks()[method.name])
 
 
 def _last_name(decorator: ast.expr) -> str:

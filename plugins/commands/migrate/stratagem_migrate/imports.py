@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from stratagem.errors import nearest
-from stratagem_migrate import today
+from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.names import NAMES, OPTIONS, POSITIONS, Counterpart
 from stratagem_migrate.source import Source, short, within_lightning
@@ -132,7 +132,7 @@ def _positional(source: Source, node: ast.Call, theirs: str) -> Finding:
 
 
 def _options(source: Source, node: ast.Call, theirs: str, plugin: tuple[str, str]) -> Iterator[Finding]:
-    known = today.plugin_options(*plugin)
+    known = installed.plugin_options(*plugin)
     for keyword in node.keywords:
         if keyword.arg is None or known is None:
             yield source.finding(

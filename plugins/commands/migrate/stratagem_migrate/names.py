@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from stratagem_migrate import today
+from stratagem_migrate import installed
 
 
 @frozen
@@ -23,7 +23,7 @@ class Counterpart:
 
     @property
     def is_missing(self) -> bool:
-        return not (self.name or self.text or (self.plugin and today.has_plugin(*self.plugin)))
+        return not (self.name or self.text or (self.plugin and installed.has_plugin(*self.plugin)))
 
     @property
     def imported_from(self) -> tuple[str, str] | None:
@@ -31,15 +31,15 @@ class Counterpart:
         if self.name:
             module, _, name = f"stratagem.{self.name}".rpartition(".")
             return module, name
-        if self.plugin and (cls := today.plugin_class(*self.plugin)) is not None:
-            return f"stratagem.{today.MODULES[self.plugin[0]]}", cls.__name__
+        if self.plugin and (cls := installed.plugin_class(*self.plugin)) is not None:
+            return f"stratagem.{installed.MODULES[self.plugin[0]]}", cls.__name__
         return None
 
     def __str__(self) -> str:
         if self.name:
             return f"stratagem.{self.name}"
         if self.plugin and not self.is_missing:
-            return today.expression(*self.plugin)
+            return installed.expression(*self.plugin)
         return self.text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from stratagem.errors import nearest
-from stratagem_migrate import today
+from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, methods, short
 
@@ -61,7 +61,7 @@ def on_self(source: Source) -> Iterator[Finding]:
     for cls in source.of_role("data"):
         own = {method.name for method in methods(cls)} | _stored(cls)
         for node in ast.walk(cls):
-            known = own | today.data_attributes()
+            known = own | installed.data_attributes()
             if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr in _DATA.keys() - known:
                 yield source.finding(node, CHANGE, f"self.{node.attr}", *_DATA[node.attr])
 
@@ -72,7 +72,7 @@ def _own_attribute(source: Source, node: ast.Attribute, own: set[str]) -> Iterat
         yield from _hparams(source, node)
     elif stored and name in ("truncated_bptt_steps", "example_input_array"):
         yield source.finding(node, CHECK, f"self.{name} = ...", "", "stratagem does not read it")
-    elif not stored and name in _SELF and name not in own and name not in today.module_attributes():
+    elif not stored and name in _SELF and name not in own and name not in installed.module_attributes():
         yield source.finding(node, CHANGE, f"self.{name}", *_SELF[name])
 
 
@@ -82,7 +82,7 @@ def _hparams(source: Source, node: ast.Attribute) -> Iterator[Finding]:
         yield source.finding(node, CHANGE, "self.hparams = ...", "self.save_hyperparameters()", "hparams cannot be set")
     elif isinstance(parent, ast.Attribute) and not hasattr(dict, parent.attr):
         old = f"self.hparams.{parent.attr}"
-        if today.hparams_have_attributes():
+        if installed.hparams_have_attributes():
             yield source.finding(node, SAME, old, "")
         else:
             yield source.finding(node, CHANGE, old, f'self.hparams["{parent.attr}"]')
@@ -94,7 +94,7 @@ def _own_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
     elif method == "save_hyperparameters":
         yield from _saved(source, node)
     elif method in ("optimizers", "lr_schedulers", "manual_backward"):
-        known = today.parameters("Module", method)
+        known = installed.parameters("Module", method)
         surplus = [short(value) for value in node.args[len(known) :]]
         surplus += [short(keyword) for keyword in node.keywords if keyword.arg not in known]
         if surplus:
@@ -110,18 +110,18 @@ def _log(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
         yield source.finding(node, CHANGE, f"self.{method}(..., {', '.join(rest)})", f"self.{method}(..., {named})",
                              "options are keywords")  # fmt: skip
     for keyword in node.keywords:
-        if keyword.arg is not None and keyword.arg not in today.log_options() | {
+        if keyword.arg is not None and keyword.arg not in installed.log_options() | {
             "name",
             "value",
             "dictionary",
             "values",
         }:
             yield source.finding(keyword, CHANGE, f"self.{method}(..., {short(keyword)})", "leave it out",
-                                 nearest(keyword.arg, today.log_options()))  # fmt: skip
+                                 nearest(keyword.arg, installed.log_options()))  # fmt: skip
 
 
 def _saved(source: Source, node: ast.Call) -> Iterator[Finding]:
-    known = today.parameters("Module", "save_hyperparameters")
+    known = installed.parameters("Module", "save_hyperparameters")
     objects = [value for value in node.args if not (isinstance(value, ast.Constant) and isinstance(value.value, str))]
     for value in objects:
         yield source.finding(node, CHANGE, f"self.save_hyperparameters({short(value)})", "self.save_hyperparameters()",

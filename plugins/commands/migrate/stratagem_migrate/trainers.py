@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from stratagem.errors import nearest
-from stratagem_migrate import today
+from stratagem_migrate import installed
 from stratagem_migrate.findings import CHANGE, CHECK, Finding
 from stratagem_migrate.source import Source, short
 
@@ -98,21 +98,21 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
     if name in ("strategy", "training_type_plugin", "accelerator") and isinstance(parent, ast.Attribute):
         if parent.attr in _STRATEGY:
             yield source.finding(node, CHANGE, f"{old}.{parent.attr}", _STRATEGY[parent.attr])
-    elif name in today.trainer_attributes() | source.set_on_trainers or name.startswith("__"):
+    elif name in installed.trainer_attributes() | source.set_on_trainers or name.startswith("__"):
         return
     elif name in _TRAINER:
         yield source.finding(node, CHANGE, old, *_TRAINER[name])
-    elif name in today.trainer_arguments():
+    elif name in installed.trainer_arguments():
         yield source.finding(node, CHANGE, old, f"{short(node.value)}.settings.{name}")
     else:
-        hint = nearest(name, today.trainer_attributes())
+        hint = nearest(name, installed.trainer_attributes())
         yield source.finding(node, CHANGE, old, "", f"the Trainer has no such attribute; {hint}".removesuffix("; "))
 
 
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
     if method not in _STAGES:
         return
-    known = today.parameters("Trainer", method)
+    known = installed.parameters("Trainer", method)
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in known:
             new = _KEYWORDS.get(keyword.arg, "leave it out")
@@ -162,7 +162,7 @@ def loading(source: Source) -> Iterator[Finding]:
         return
     replaced = {"map_location": "the CPU, then .to(device)", "hparams_file": "arguments of __init__ by name",
                 "checkpoint_path": "path=", "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
-    known = today.parameters("Module", "load_from_checkpoint")
+    known = installed.parameters("Module", "load_from_checkpoint")
     for node in source.nodes:
         if (
             isinstance(node, ast.Call)

@@ -15,7 +15,7 @@ import torch
 
 from stratagem.api.json_tree import encode
 from stratagem.api.paths import as_path
-from stratagem.checkpoint.alone import Alone
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import folder, start
 
@@ -47,7 +47,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         checkpoint_dir: the folder with the file ``latest``, of any stage, by any program.
         output_file: where to write.
-        tag: the folder inside; by default that which ``latest`` names.
+        tag: the name of the subfolder; by default the one in ``latest``.
         exclude_frozen_parameters: leave out parameters that are not trained.
 
     Returns:
@@ -59,7 +59,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     from stratagem.checkpoints import FullCheckpoint
 
     state = consolidate(as_path(checkpoint_dir), tag, exclude_frozen_parameters)
-    FullCheckpoint().save_checkpoint(state=state, path=as_path(output_file), run=Alone())
+    FullCheckpoint().save_checkpoint(state=state, path=as_path(output_file), run=SingleProcessRun())
     return state
 
 

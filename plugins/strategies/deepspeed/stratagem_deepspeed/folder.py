@@ -1,10 +1,11 @@
 """DeepSpeed's own checkpoint folder: its files, checks that it is complete, and reading it without executing pickles.
 
 [Note: DeepSpeed's files and the manifest]
-``latest`` names a folder inside, which has a file with the optimizer's partition of every rank (stages 1 to 3), and
-the weights in one file (up to stage 2) or in one for each rank (stage 3). All of them are pickles, which can execute
-any code when they are loaded. ``stratagem.json`` is the manifest that this package adds last: it describes the run
-that wrote the folder, with the checksum of every other file. A folder without it was written by another program.
+``latest`` contains the name of a subfolder, the *tag*. In it are one file per rank with the rank's partition of the
+optimizer state (stages 1 to 3), and the weights in one file (up to stage 2) or in one per rank (stage 3). All of them
+are pickles, which can execute any code when they are loaded. ``stratagem.json`` is the manifest that this package adds
+last: it describes the run that wrote the folder, with the checksum of every other file. A folder without it was written
+by another program.
 
 Folders of this package contain tensors, plain values, and a few classes of DeepSpeed's without code: `as_data` makes
 torch read these and refuse everything else, so that resuming from a folder does not require trust in it.
@@ -27,10 +28,10 @@ import xxhash
 from stratagem.api.paths import is_remote
 from stratagem.errors import CheckpointError
 
-#: Name of the folder inside.
+#: Name of the subfolder that this package writes.
 TAG = "checkpoint"
 MANIFEST, LATEST = "stratagem.json", "latest"
-#: All files of a checkpoint beside the folder inside.
+#: All files of a checkpoint outside of the tag's subfolder.
 BESIDE = {MANIFEST, LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
 _FORMAT, _VERSION = "stratagem deepspeed checkpoint", 1
 _CHUNK = 4 << 20
@@ -38,7 +39,7 @@ _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_O
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether `path` is a folder of DeepSpeed's, or a part of one; reads no file."""
+    """Whether `path` is a DeepSpeed folder or a part of one; reads no file."""
     if is_remote(path):
         return False
     if path.is_dir():
@@ -54,18 +55,20 @@ def is_ours(path: Path) -> bool:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that is not a folder of DeepSpeed's.
+    """Refuse a path that is not a DeepSpeed folder.
 
     Raises:
-        CheckpointError: a URL, nothing, a file or a folder inside, or another folder.
+        CheckpointError: the path is a URL, does not exist, is a part of a checkpoint, or is another folder.
     """
     if is_remote(path):
-        raise CheckpointError(f"{path} is a URL", expected="a local folder: DeepSpeed reads and writes no other place")
+        raise CheckpointError(f"{path} is a URL", expected="a local folder: DeepSpeed cannot read or write URLs")
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a folder that DeepSpeed wrote", do="check the path")
     inner = path if path.is_dir() else path.parent
     if _is_inner(inner):
-        what = "is the folder inside a checkpoint of DeepSpeed's" if path is inner else "is a file of a checkpoint"
+        what = (
+            "is the inner folder of a DeepSpeed checkpoint" if path is inner else "is a file of a DeepSpeed checkpoint"
+        )
         raise CheckpointError(f"{path} {what}", expected="the checkpoint's folder", do=f"use {inner.parent}")
     if not path.is_dir() or not (path / LATEST).is_file():
         raise CheckpointError(
@@ -76,10 +79,10 @@ def check_place(path: Path) -> None:
 
 
 def tag_in(path: Path) -> str:
-    """Return the name of the folder inside that ``latest`` names.
+    """Return the tag: the name of the subfolder that ``latest`` contains.
 
     Raises:
-        CheckpointError: there is no such folder inside.
+        CheckpointError: there is no such subfolder.
     """
     tag = (path / LATEST).read_text(errors="replace").strip()
     if not tag or "/" in tag or tag in (".", "..") or not (path / tag).is_dir():
@@ -88,20 +91,20 @@ def tag_in(path: Path) -> str:
 
 
 def model_file(path: Path, tag: str) -> Path:
-    """Return rank 0's file of weights, which also holds what a trainer added."""
+    """Return rank 0's weights file, which also holds the trainer's state."""
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         if (path / tag / name).is_file():
             return path / tag / name
-    raise CheckpointError(f"{path / tag} has no file of weights", expected="what DeepSpeed wrote", do="check the path")
+    raise CheckpointError(f"{path / tag} has no weights file", expected="what DeepSpeed wrote", do="check the path")
 
 
 def has_shards(path: Path, tag: str) -> bool:
-    """Whether ranks wrote partitions of the optimizer there: at every stage but 0."""
+    """Whether the folder has the ranks' partitions of the optimizer state: at every stage except 0."""
     return any((path / tag).glob("*_optim_states.pt"))
 
 
 def has_placeholders(path: Path, tag: str) -> bool:
-    """Whether the file of weights has no parameters, which are in the ranks' partitions: at stage 3."""
+    """Whether the weights file has no values, because they are in the ranks' partitions: at stage 3."""
     return model_file(path, tag).name.startswith("zero_pp_rank_")
 
 
@@ -113,13 +116,13 @@ def _is_inner(path: Path) -> bool:
 
 
 def files_in(path: Path) -> list[str]:
-    """Return all files of a folder but the manifest, by their paths in it, sorted."""
+    """Return the relative paths of all files in a folder except the manifest, sorted."""
     found = (each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def files_at(path: Path) -> set[str]:
-    """Return the checkpoint's files in a folder; if the manifest is damaged, those that are named like them."""
+    """Return the checkpoint's files in a folder; if the manifest is damaged, files with DeepSpeed's usual names."""
     try:
         return {MANIFEST, *read_manifest(path)["files"]}
     except CheckpointError:
@@ -128,7 +131,7 @@ def files_at(path: Path) -> set[str]:
 
 
 def seal(path: Path, names: list[str]) -> dict[str, Any]:
-    """Make files durable; return the size and checksum of each."""
+    """Flush files to the disk (fsync), and return the size and checksum of each."""
     sealed = {}
     for name in names:
         with (path / name).open("rb") as file:
@@ -138,7 +141,7 @@ def seal(path: Path, names: list[str]) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, facts: dict[str, Any]) -> None:
-    """Write the manifest of a folder that is otherwise complete."""
+    """Write the manifest, as the last file of a checkpoint."""
     text = json.dumps({"format": _FORMAT, "version": _VERSION} | facts, ensure_ascii=False).encode()
     with (path / MANIFEST).open("wb") as file:
         file.write(text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode())
@@ -147,7 +150,7 @@ def write_manifest(path: Path, facts: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, checked.
+    """Return the manifest after a check of its checksum and version.
 
     Raises:
         CheckpointError: another program wrote the folder, or a newer version of this one, or it is damaged.
@@ -189,7 +192,7 @@ def verify(path: Path, facts: dict[str, Any], rank: int = 0, world_size: int = 1
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder is complete and undamaged; for those of other programs, whether its files are not truncated."""
+    """Whether a folder is complete and undamaged; for another program's folder, whether no file is truncated."""
     try:
         check_place(path)
         if is_ours(path):
@@ -210,7 +213,7 @@ def _entry(file: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not what was written: {name} differs", expected="files that match their checksums",
+        f"{path} is damaged: {name} does not match its checksum", expected="files that match their checksums",
         do="use an older checkpoint",
     )  # fmt: skip
 
@@ -220,7 +223,7 @@ def _damaged(path: Path, name: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def as_data() -> Iterator[None]:
-    """Within: every torch.load, also DeepSpeed's, returns tensors and plain values or raises an error."""
+    """Make every torch.load in the block, also DeepSpeed's, load with ``weights_only=True``."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

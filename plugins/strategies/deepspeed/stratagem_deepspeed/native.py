@@ -19,8 +19,8 @@ from attrs import define
 from stratagem.api import Capabilities, CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
-from stratagem.checkpoint.alone import Alone
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError
 from stratagem_deepspeed import consolidation, engine_state, folder
 from stratagem_deepspeed.engine_state import EngineState
@@ -231,7 +231,7 @@ def _check_fits(facts: Mapping[str, Any], path: Path, run: RunContext) -> None:
     Raises:
         CheckpointError: another stage, precision or number of processes wrote it, or the strategy is another one.
     """
-    if isinstance(run, Alone):
+    if isinstance(run, SingleProcessRun):
         return
     strategy = run.strategy
     if getattr(strategy, "load_full_weights", False):

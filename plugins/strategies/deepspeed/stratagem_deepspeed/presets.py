@@ -1,4 +1,4 @@
-"""Presets of the strategy: names with options set."""
+"""Presets of the DeepSpeed strategy: each function returns the strategy with the options that its name stands for."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from stratagem_deepspeed.strategy import DeepSpeedStrategy
 
 
 def stage_1() -> DeepSpeedStrategy:
-    """``deepspeed_stage_1``"""
+    """Return `deepspeed_stage_1`: the optimizer state is partitioned."""
     return DeepSpeedStrategy(stage=1)
 
 
 def stage_1_offload() -> DeepSpeedStrategy:
-    """``deepspeed_stage_1_offload``"""
+    """Return `deepspeed_stage_1_offload`: stage 1 with the optimizer state in CPU memory."""
     return DeepSpeedStrategy(stage=1, offload_optimizer=True)
 
 
 def stage_2() -> DeepSpeedStrategy:
-    """``deepspeed_stage_2``"""
+    """Return `deepspeed_stage_2`: the gradients are partitioned, too."""
     return DeepSpeedStrategy(stage=2)
 
 
 def stage_2_offload() -> DeepSpeedStrategy:
-    """``deepspeed_stage_2_offload``"""
+    """Return `deepspeed_stage_2_offload`: stage 2 with the optimizer state in CPU memory."""
     return DeepSpeedStrategy(stage=2, offload_optimizer=True)
 
 
 def stage_3() -> DeepSpeedStrategy:
-    """``deepspeed_stage_3``"""
+    """Return `deepspeed_stage_3`: the parameters are partitioned, too."""
     return DeepSpeedStrategy(stage=3)
 
 
 def stage_3_offload() -> DeepSpeedStrategy:
-    """``deepspeed_stage_3_offload``"""
+    """Return `deepspeed_stage_3_offload`: stage 3 with optimizer state and parameters in CPU memory."""
     return DeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
 
 
 def stage_3_offload_nvme() -> DeepSpeedStrategy:
-    """``deepspeed_stage_3_offload_nvme``"""
+    """Return `deepspeed_stage_3_offload_nvme`: stage 3 with optimizer state and parameters on an NVMe disk."""
     return DeepSpeedStrategy(
         stage=3,
         offload_optimizer=True,

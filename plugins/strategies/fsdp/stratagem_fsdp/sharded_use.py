@@ -1,4 +1,4 @@
-"""Explain an operation on parameters while their unit is sharded: which ones, of which unit, and what to do."""
+"""Explain torch's error for an operation on sharded parameters: name them and their FSDP unit, and what to do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stratagem.errors import ConfigError
 from stratagem_fsdp.param_groups import param_groups
 from stratagem_fsdp.wording import few
 
-#: In torch's message about an operation between an ordinary or gathered tensor and a shard.
+#: Part of torch's message about an operation that mixes plain tensors and shards (`DTensor`).
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
 def is_sharded_use(error: BaseException) -> bool:
-    """Whether `error` is torch's for an operation between a shard and a tensor that is not one."""
+    """Whether `error` is torch's error for an operation that mixes plain tensors and shards."""
     return _MIXED in str(error)
 
 
@@ -53,7 +53,7 @@ def _shards_of(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def _tensors_in_use(error: BaseException) -> Iterator[Any]:
-    """Yield the variables of the function that failed, and the attributes that its failed line names."""
+    """Yield the local variables of the innermost function with shards, and the attributes that its failed line uses."""
     for trace in reversed(list(_traces(error.__traceback__))):
         frame = trace.tb_frame
         found = [value for value in frame.f_locals.values() if isinstance(value, DTensor)]

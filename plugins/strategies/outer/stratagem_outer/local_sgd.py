@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class LocalSGDStrategy(OuterStrategy):
-    """Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with `start_step` post-local SGD: Lin et
-    al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+    """Train replicas separately, and average their parameters every `period` steps.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with `start_step` post-local SGD: Lin et al.,
+    "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
     """
 
     path: ClassVar[str] = "strategy.local_sgd"

@@ -118,18 +118,18 @@ def other_times() -> Mapping[str, str]:
 
 @cache
 def needs() -> Mapping[str, str]:
-    """Return the capabilities that a strategy must provide for each of these methods."""
+    """Return the capability that a strategy must provide for a method of a module, by the name of the method."""
     from stratagem.training import lightning_names
 
     return lightning_names.NEEDS
 
 
-def _as_findings(table: Mapping[str, Any], mark: str = "") -> dict[str, tuple[str, str]]:
+def _as_findings(table: Mapping[str, Any], decorator: str = "") -> dict[str, tuple[str, str]]:
     def new(expected: str) -> str:
         method = re.match(r"(\w+)\(self", expected)
         if method is None:
             return expected
-        return f"{mark if method[1] in hooks() else ''}def {expected}"
+        return f"{decorator if method[1] in hooks() else ''}def {expected}"
 
     return {name: (new(instead.expected), instead.do) for name, instead in table.items()}
 
@@ -162,7 +162,7 @@ def scheduler_options() -> frozenset[str]:
 
 @cache
 def hparams_have_attributes() -> bool:
-    """Return whether ``self.hparams.x`` is ``self.hparams["x"]``."""
+    """Return whether ``self.hparams.x`` works in place of ``self.hparams["x"]``."""
     from stratagem import Module
 
     return hasattr(type(Module().hparams), "__getattr__")

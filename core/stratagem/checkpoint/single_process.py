@@ -1,4 +1,4 @@
-"""The attributes of a run that a checkpoint format needs, for a program without a run."""
+"""A replacement for a run where checkpoint files are read or written without a trainer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from stratagem.api.world import Collectives, World
 from stratagem.checkpoint.background_save import Saver
 
 
-class Alone:
-    """The attributes of a run that a checkpoint format needs, for one process without plugins."""
+class SingleProcessRun:
+    """The attributes of a `RunContext` that a checkpoint format uses, for one process without plugins."""
 
     rank, world_size, is_global_zero = 0, 1, True
 
