@@ -65,7 +65,7 @@ def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list
         raise CheckpointError(
             f"optimizer state has parameter groups of sizes {[len(group) for group in saved]}",
             expected=f"{sizes} as in this run's optimizer",
-            do="resume with the optimizer that wrote it, or load the weights alone",
+            do="resume with the optimizer that wrote it, or load only the weights",
         )
 
 

@@ -1,11 +1,11 @@
-"""Whether an error only tells that another process failed."""
+"""Recognize errors of a collective that another process caused."""
 
 from __future__ import annotations
 
 import dis
 import re
 
-#: What gloo, NCCL and the store say when the other side is gone. Whole words: "cannot restore" is somebody's own error.
+#: Parts of messages of gloo, NCCL and the store about a lost peer. Whole words, so that "restore" does not match.
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|\bsocket|remote process exited|timed out waiting"
     r"|application timeout|operation timeout|\b(work)?nccl|recvvalue failed|\b(tcp|file|hash|prefix)?store\b"
@@ -13,10 +13,10 @@ _ECHO = re.compile(
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether `error` comes from a collective that failed because of another process.
+    """Whether `error` comes from a collective that failed because another process failed.
 
-    gloo and the store raise a plain RuntimeError from C++. One that Python code raised, outside torch.distributed and
-    stratagem, is the user's own, whatever it says; so is every OSError (a data loader's, an HTTP client's).
+    gloo and the store raise a plain RuntimeError from C++. A RuntimeError that Python code outside torch.distributed
+    and stratagem raised is never such an error, whatever its message. Nor is any OSError, such as a data loader's.
     """
     if isinstance(error, OSError):
         return False

@@ -1,4 +1,4 @@
-"""The part of a plugin's state key that tells two of one class apart."""
+"""The part of a plugin's state key that distinguishes plugins of the same class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratagem.api.redaction import redact
 
 
 def options_key(plugin: Any) -> str:
-    """Return the options of `plugin` that are not at their defaults, as text with a space before it; or ""."""
+    """Return the options of `plugin` that differ from their defaults, as " " and JSON; "" if there are none."""
     changed = {}
     for name, option in options(type(plugin)).items():
         value = getattr(plugin, option.name, None)

@@ -29,12 +29,12 @@ _LIKE_PARAMETERS = {
 }  # fmt: skip
 _MAPPINGS = ("hyper_parameters", "loop", "callbacks", "plugins", "values", "format")
 _LISTS = ("optimizers", "lr_schedulers", "ranks")
-#: Errors of code that gets other data than it expects.
-_CONFUSED = (
+#: Errors that code raises when it gets data that it does not expect.
+_DATA_ERRORS = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, AssertionError,
     RuntimeError,
 )  # fmt: skip
-_DO = "nothing was changed; use another checkpoint, or load the weights alone"
+_DO = "nothing was changed; use another checkpoint, or load only the weights"
 
 
 def check_structure(state: Any, path: Any) -> None:
@@ -103,7 +103,7 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
     """
     entries, saved = state.get("state"), state.get("param_groups")
     groups, is_torchs = getattr(optimizer, "param_groups", ()), type(optimizer).__module__.startswith("torch.optim")
-    # The options of every group. Those that a user added to one group may be missing; if this is None, none may be.
+    # Options that every group has. Options that a user added to one group may be missing; if this is None, none may be.
     defaults = getattr(optimizer, "defaults", None)
     _check(where, "state", entries, Mapping, "a mapping by the names of parameters")
     _check(where, "param_groups", saved, list | tuple, "a list of mappings")
@@ -132,7 +132,7 @@ def check_optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], optimi
             elif isinstance(own[key], int | float | tuple) and not isinstance(own[key], bool):
                 raise CheckpointError(f"{where}.{place} has no {key!r}", expected=f"one like {own[key]!r}", do=_DO)
         if is_torchs:
-            _check_alike({name: entries[name] for name in group["params"] if name in entries}, where)
+            _check_same_keys({name: entries[name] for name in group["params"] if name in entries}, where)
 
 
 def _check_usable(value: Any, where: str) -> None:
@@ -141,7 +141,7 @@ def _check_usable(value: Any, where: str) -> None:
 
 
 def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return `state` with options added that only the groups of `optimizer` have, and a sentence for each of them."""
+    """Return `state` plus the options that only groups of `optimizer` have, and a message for each added option."""
     own, defaults = getattr(optimizer, "param_groups", ()), getattr(optimizer, "defaults", None)
     groups, added = [dict(group) for group in state["param_groups"]], []
     for number, (mine, group) in enumerate(zip(own, groups, strict=False)):
@@ -151,7 +151,7 @@ def with_new_options(state: Mapping[str, Any], optimizer: Any, where: str) -> tu
     return {**state, "param_groups": groups}, added
 
 
-def _check_alike(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:
+def _check_same_keys(entries: Mapping[str, Mapping[str, Any]], where: str) -> None:
     """Check that all parameters of one group have the same entries, except those that never had a gradient."""
     for key in {key for entry in entries.values() for key in entry if key == "step" or key in _LIKE_PARAMETERS}:
         lacking = [name for name, entry in entries.items() if entry and key not in entry]
@@ -199,8 +199,8 @@ def check_numbers(state: Mapping[str, Any], where: str) -> None:
             raise _wrong("", f"{where}[{key!r}]", value, "a number")
 
 
-def check_feed(state: Mapping[str, Any], where: str) -> None:
-    """Check the state of the batches of one rank within an epoch.
+def check_batches(state: Mapping[str, Any], where: str) -> None:
+    """Check the saved state of one rank's `ResumableBatches`.
 
     Raises:
         CheckpointError: names the key.
@@ -208,10 +208,10 @@ def check_feed(state: Mapping[str, Any], where: str) -> None:
     if not state:
         return
     check_like(state, {"marks": {}, "accumulate": 1}, where)
-    for number, mark in state["marks"].items():
+    for number, replay_state in state["marks"].items():
         if type(number) is not int:
             raise _wrong("", f"{where}.marks: a key", number, "the number of a batch")
-        _check(where, f"marks[{number}]", mark, Mapping, "a mapping")
+        _check(where, f"marks[{number}]", replay_state, Mapping, "a mapping")
     if "window" in state:
         _check(where, "window", state["window"], Mapping, "a mapping")
         check_like(state["window"], {"start": 0, "buffers": {}}, f"{where}.window")
@@ -231,19 +231,19 @@ def check_similar(now: Any, state: Any, where: str) -> None:
 
 @contextlib.contextmanager
 def applying(where: str) -> Iterator[None]:
-    """Turn errors of code that gets other data than it expects into a `CheckpointError` that names `where`."""
+    """Turn errors of code that applies a state it does not expect into a `CheckpointError` that names `where`."""
     try:
         yield
     except (StratagemError, torch.OutOfMemoryError):
         raise
-    except _CONFUSED as error:
+    except _DATA_ERRORS as error:
         if is_echo(error):
             raise
         text = str(error).strip().splitlines()
         raise CheckpointError(
             f"{where} cannot be applied ({type(error).__name__}: {text[0][:120] if text else 'no reason given'})",
-            expected="a value such as this version of the run saves there",
-            do="use another checkpoint, or load the weights alone",
+            expected="a value like the one that this run would save there",
+            do="use another checkpoint, or load only the weights",
         ) from error  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def together(collectives: Any, act: Callable[[], None]) -> None:
 
 
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
-    """Whether a tensor of dtype `mine` can hold values of dtype `theirs`: the same kind, integers without loss."""
+    """Whether dtype `mine` can hold values of dtype `theirs`: both of the same kind, and no integer loses bits."""
     if mine == theirs:
         return True
     if mine.is_floating_point or theirs.is_floating_point:
@@ -279,7 +279,7 @@ def _check_like(weight: Any, value: Any, where: str) -> None:
         return
     if tuple(value.shape) != tuple(weight.shape):
         raise CheckpointError(
-            f"{where} has shape {tuple(value.shape)}", expected=f"{tuple(weight.shape)} as its parameter", do=_DO
+            f"{where} has shape {tuple(value.shape)}", expected=f"{tuple(weight.shape)}, its parameter's", do=_DO
         )
     if not _holds(weight.dtype, value.dtype):
         raise CheckpointError(
@@ -288,7 +288,7 @@ def _check_like(weight: Any, value: Any, where: str) -> None:
 
 
 def _check_similar(mine: Any, theirs: Any, where: str) -> None:
-    """Check that `theirs` is of the kind of `mine`: a flag, a number, text, a list or a mapping."""
+    """Check that `theirs` is of the same kind as `mine`: a bool, a number, a string, a list or a mapping."""
     if theirs is None:
         return
     if mine is None:

@@ -140,7 +140,7 @@ def check_optimizers(
     if optimizers and len(states) != len(optimizers):
         raise CheckpointError(
             f"the checkpoint holds {len(states)} optimizer states", expected=f"{len(optimizers)} as in this run",
-            do="resume with the optimizers that wrote it, or load the weights alone",
+            do="resume with the optimizers that wrote it, or load only the weights",
         )  # fmt: skip
     for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
         if _is_logical(state):

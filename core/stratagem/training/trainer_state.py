@@ -1,4 +1,4 @@
-"""The whole run as one dictionary: for checkpoints, and for a process that trained on its parent's behalf."""
+"""The whole run as one dictionary: for checkpoints, and for the result of a worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoint.state_checks import (
     applying,
-    check_feed,
+    check_batches,
     check_like,
     check_numbers,
     check_scheduler,
@@ -203,7 +203,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
             if key not in rank:
                 raise CheckpointError(f"{where} has no {key!r}", expected="what each rank saved", do="use another one")
         check_numbers(rank["callback_metrics"], f"{where}.callback_metrics")
-        check_feed(rank["feed"], f"{where}.feed")
+        check_batches(rank["feed"], f"{where}.feed")
     mine = state["ranks"][fit.run.rank % len(state["ranks"])]
     where = f"{path}: ranks[{fit.run.rank % len(state['ranks'])}]"
     restore = functools.partial(restore_random_state, devices=fit.run.devices)

@@ -53,7 +53,7 @@ def connect(world: World, run: RunContext) -> Collectives:
 
 @hookspec
 def on_connect(run: RunContext) -> None:
-    """All act: the ranks are connected and were started alike; ``run.collectives`` and ``run.peers`` work."""
+    """All act: the ranks are connected and have equal settings; ``run.collectives`` and ``run.peers`` can be used."""
 
 
 # --- The model ---------------------------------------------------------------------------------------------------

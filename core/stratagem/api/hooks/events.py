@@ -1,4 +1,4 @@
-"""Events, which callbacks and loggers implement; and the end of a run."""
+"""Hooks for events, which callbacks and loggers implement, and for the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @hookspec
 def setup(trainer: TrainerView, module: nn.Module, stage: str, run: RunContext) -> None:
-    """A call starts in this process: data is prepared, the data module is set up, the model may not be built yet.
+    """A fit, validation, test or prediction starts; the data is set up, the model may not be built yet.
 
     `stage` is "fit", "validate", "test" or "predict". The module's own ``setup(stage)`` is called after it.
     """
@@ -62,10 +62,10 @@ def on_train_epoch_start(trainer: TrainerView, module: nn.Module, run: RunContex
 
 @hookspec
 def on_train_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """After the epoch's last batch and its validation, metrics reduced.
+    """After the epoch's last batch and its validation; the epoch's metrics are reduced.
 
     Also when training ends within an epoch (`max_steps`, `max_time`, `trainer.should_stop`):
-    ``trainer.position.epoch_ended`` is then False, and it is called again after a resumed run has trained the rest. A
+    ``trainer.position.epoch_ended`` is then False, and the hook is called again when a resumed run ends the epoch. A
     metric that is logged here is reduced at once.
     """
 
@@ -89,17 +89,17 @@ def on_before_backward(trainer: TrainerView, module: nn.Module, loss: Tensor, ru
 
 @hookspec
 def on_after_backward(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """The gradients of a batch are accumulated; they still carry the loss scale."""
+    """After the gradients of a batch are accumulated; they are not unscaled yet."""
 
 
 @hookspec
 def on_before_optimizer_step(trainer: TrainerView, module: nn.Module, optimizer: Optimizer, run: RunContext) -> None:
-    """Gradients are complete (averaged, accumulated), not yet unscaled or clipped."""
+    """Before an optimizer step; gradients are averaged and accumulated, not yet unscaled or clipped."""
 
 
 @hookspec
 def on_before_zero_grad(trainer: TrainerView, module: nn.Module, optimizer: Optimizer, run: RunContext) -> None:
-    """Before gradients are zeroed: after each step, unless the module defines a method of the step."""
+    """Before gradients are zeroed: after each step; before the next backward if the module defines `optimizer_step`."""
 
 
 @hookspec
@@ -139,7 +139,7 @@ def on_validation_epoch_end(trainer: TrainerView, module: nn.Module, run: RunCon
 
 @hookspec
 def on_validation_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """After validation, metrics reduced and in ``trainer.callback_metrics``."""
+    """After validation; its metrics are reduced, and in ``trainer.callback_metrics``."""
 
 
 @hookspec
@@ -179,7 +179,7 @@ def on_test_epoch_end(trainer: TrainerView, module: nn.Module, run: RunContext) 
 
 @hookspec
 def on_test_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> None:
-    """After testing, metrics reduced."""
+    """After testing; its metrics are reduced."""
 
 
 @hookspec
@@ -224,7 +224,7 @@ def on_predict_end(trainer: TrainerView, module: nn.Module, run: RunContext) -> 
 
 @hookspec
 def on_save_checkpoint(trainer: TrainerView, module: nn.Module, checkpoint: dict[str, Any], run: RunContext) -> None:
-    """The logical state is complete; add to it or change it. Values must be tensors, numbers, strings or containers."""
+    """Before `checkpoint` is written: change it, or add values (tensors, numbers, strings, containers)."""
 
 
 @hookspec

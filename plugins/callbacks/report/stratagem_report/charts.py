@@ -11,9 +11,9 @@ from attrs import field, frozen
 from stratagem_report.figures import labels, log_labels, log_ticks, step_ticks, ticks
 from stratagem_report.history import Series
 
-#: Points drawn for each curve: about one for two pixels of a chart.
+#: Maximum number of points per curve: about one for every two pixels of a chart's width.
 DRAWN = 320
-#: Curves with up to this many points show them as dots.
+#: Curves with at most this many points get a dot at each point.
 _DOTTED = 40
 #: Maximum number of curves in one chart, each with its colour.
 COLOURS = 8
@@ -27,7 +27,7 @@ _CADENCE = re.compile(r"(?<=.)_(?:step|epoch)$")
 
 
 def quantity(name: str) -> str:
-    """Return the metric without its stage: "loss" for "train_loss_epoch" and "val/loss"."""
+    """Return the name of a metric without its stage: "loss" for "train_loss_epoch" and "val/loss"."""
     bare = _CADENCE.sub("", _LOADER.sub("", name))
     return _STAGE_LAST.sub("", _STAGE_FIRST.sub("", bare))
 
@@ -75,7 +75,7 @@ class StepAxis:
 
 @frozen(kw_only=True)
 class Chart:
-    """The content of a chart: `curves` with their names, over the steps of `axis`."""
+    """The data of a chart: `curves` with their names, over the steps of `axis`."""
 
     title: str
     unit: str

@@ -36,7 +36,7 @@ def data_parallel(module: nn.Module, run: RunContext) -> DataParallelSteps:
 
 
 def _check_replicable(module: Any, run: RunContext) -> None:
-    """Refuse modules whose replicas would still run the original module: compiled ones, and those that checkpoint."""
+    """Refuse modules whose replicas would run the original module: compiled, or with activation checkpointing."""
     compiled = [
         each
         for each in module.modules()
