@@ -1,1 +1,1 @@
-"""Processes: how they are started, how they find each other, what they send, and what one says when another is gone."""
+"""The processes of a run: environment variables, rendezvous, process groups, collectives and error reports."""

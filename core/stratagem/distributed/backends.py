@@ -19,7 +19,7 @@ def with_gloo(backend: str, device: torch.device) -> str:
 
     if ":" in backend or device.type == "cpu" or "cpu" in dist.Backend.backend_capability.get(backend.lower(), ["cpu"]):
         return backend
-    return f"cpu:gloo,{device.type}:{backend.lower()}"  # torch takes any case, what looks for "nccl" does not
+    return f"cpu:gloo,{device.type}:{backend.lower()}"  # torch accepts any case, code that looks for "nccl" does not
 
 
 def backends_in(backend: str) -> dict[str, str]:

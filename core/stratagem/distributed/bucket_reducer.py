@@ -71,7 +71,7 @@ class BucketReducer:
         return in_flight.average
 
     def finish(self) -> None:
-        """Return once all buckets up to the last are averaged: for an engine that is about to send on its own."""
+        """Wait until all buckets up to the last are averaged, before an engine sends messages without this reducer."""
         for bucket in list(self._in_flight):
             bucket.average.wait()
 
@@ -113,7 +113,7 @@ class BucketReducer:
 
 
 class _Average(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of an average. A caller that waits for it before the last bucket was sent has no other bucket."""
+    """The future of an average. Waiting for it also advances the buckets in flight."""
 
     reducer: BucketReducer
 
@@ -123,7 +123,7 @@ class _Average(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class _InFlightBucket:
-    """One bucket: down through the stages as a message, and up again as an average."""
+    """A bucket that is being averaged: first each hook turns it into a message, then back into an average."""
 
     def __init__(self, reducer: BucketReducer, bucket: Bucket) -> None:
         self.reducer = reducer
@@ -138,7 +138,7 @@ class _InFlightBucket:
         self._first = bucket
 
     def resume(self) -> None:
-        """Advance with what was waited for; an error is raised where the average is waited for."""
+        """Continue with the result of `pending`; an error is raised by the future of the average."""
         assert self.pending is not None, "a hook waits"
         try:
             self._next = self.pending.wait()
@@ -207,8 +207,8 @@ class _InFlightBucket:
         )
 
 
-# --- For strategies that are made of torch's DDP -----------------------------------------------------------------
-# torch reads the annotations of a hook, and takes classes but no strings: these have none.
+# --- For strategies that use torch's DDP -------------------------------------------------------------------------
+# torch checks the annotations of a hook and refuses annotations that are strings: these functions have none.
 
 
 def _reduce(reducer, bucket):  # type: ignore[no-untyped-def]

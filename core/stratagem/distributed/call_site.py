@@ -1,4 +1,4 @@
-"""Where a process is: the call in which it may wait for other ranks, and the user's line."""
+"""Describe where a process is: the call in which it may wait for other ranks, and the user's line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = re.compile(r"(stratagem\w*|torch|pluggy|deepspeed|contextlib|functools|t
 
 #: Where the methods of `Collectives` are defined.
 _COLLECTIVES = ("stratagem.api.world", "stratagem.distributed.process_group")
-#: Methods of torch in which other ranks are waited for, when they were not called through `Collectives`.
+#: Functions of torch that wait for other ranks; they may be called without `Collectives`.
 _TORCH_CALLS = {
     "torch._tensor": {"backward": "loss.backward()"},
     "torch.autograd": {"backward": "torch.autograd.backward()"},

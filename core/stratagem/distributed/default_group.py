@@ -53,14 +53,14 @@ def not_joined(world: World, error: Exception) -> LaunchError:
 
 
 def trace_calls() -> None:
-    """Let each rank write its last calls to a file when a collective of NCCL times out, unless the user decided."""
+    """Make each rank dump its last calls to a file when an NCCL collective times out, unless the user has set this."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name; every process warns if it is set
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def check_adoptable(device: torch.device, backend: str, size: int) -> None:
-    """Refuse the process group that exists if it has another size, or another backend for `device`."""
+    """Refuse the existing process group if it has another size, or another backend for `device`."""
     import torch.distributed as dist
 
     found, wanted = backends_of(None), backends_in(with_gloo(backend, device))

@@ -1,4 +1,4 @@
-"""The network interface that gloo listens at, and the connections that it may open."""
+"""Choose the network interface that gloo uses, and raise the limit of open files for its connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stratagem.api.world import World
 
 
-#: Files that a process may need beside the connections of its groups.
+#: Files that a process may need besides the connections of its groups.
 _OTHER_FILES = 512
 
 
@@ -32,16 +32,16 @@ def allow_connections(world_size: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-# --- The interface that gloo listens at --------------------------------------------------------------------------
+# --- The interface that gloo uses --------------------------------------------------------------------------------
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(world: World) -> bool:
-    """Let gloo listen where the other ranks of the run can reach this one; return whether that was left to choose.
+    """Set gloo's network interface to one that the other ranks can reach; return whether it was set.
 
-    On one machine that is the loopback address; else the interface that packets to the main address leave by. Also for
-    the groups that an engine makes later, so the variable stays until the group is left.
+    On one machine it is the loopback interface; on several, the interface of the route to the main address. The
+    variable stays set until the group is destroyed, for groups that an engine creates later.
     """
     global _listens_here
     if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
@@ -64,25 +64,25 @@ def _loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
-#: An address on no machine (RFC 5737): packets to it would leave by the default route.
+#: An address that no machine has (RFC 5737): packets to it would take the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
 def _interface_towards(world: World) -> str | None:
-    """Return the interface by which this node of several reaches the others; None if that is unknown."""
+    """Return the interface through which this node reaches the other nodes; None if it is unknown."""
     for host in (world.main_address, _ELSEWHERE):
         try:
             address = address_towards(host, world.main_port or 1)[1]
         except OSError:  # no route to it
             continue
-        # On node 0 its own name often leads to the loopback address: the default route has to do.
+        # On node 0 its own name often resolves to the loopback address: use the default route then.
         if not (address.startswith("127.") or address == "::1"):
             return interface_of(address)
     return None
 
 
 def address_towards(host: str, port: int) -> tuple[int, str]:
-    """Return the address family and the address of this machine that packets to `host` come from; none is sent."""
+    """Return the address family and this machine's source address for packets to `host`; sends none."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as towards:
         towards.connect(place)
@@ -112,5 +112,5 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-#: This process set the interface of gloo.
+#: Whether this process set gloo's interface.
 _listens_here = False

@@ -1,6 +1,6 @@
-"""What a process that a launcher started does for it: end when the launcher ends, and report the error that ends it.
+"""What a launched process must do: end when its launcher ends, and report the error that ends it.
 
-The launcher's side is the launcher's own. It tells a process of these by the variables of `process_variables`.
+The launcher asks for both with the environment variables of `process_variables`. Its own part is in the launcher.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from stratagem.errors import LaunchError
 _PR_SET_PDEATHSIG = 1
 
 
-# --- Beside the processes that this one launched -----------------------------------------------------------------
+# --- In a rank that launched the others --------------------------------------------------------------------------
 
 
 class LaunchedBeside(Protocol):
-    """The processes that a launcher started beside this one, which is one of the ranks."""
+    """The processes that the launcher in this process started; this process is one of the ranks, too."""
 
     @property
     def interrupted_us(self) -> bool:
-        """Whether the main thread was interrupted because one of them failed."""
+        """Whether the launcher interrupted the main thread because one of the processes failed."""
 
     @property
     def were_ended(self) -> bool:
-        """Whether they were ended after an error."""
+        """Whether the launcher ended the processes after an error."""
 
 
 _beside: LaunchedBeside | None = None
 
 
 def set_beside(processes: LaunchedBeside) -> None:
-    """Called by a launcher whose own process is one of the ranks, once it has started the others."""
+    """Register the `processes` that a launcher in this process has started; for launchers with `parent_trains`."""
     global _beside
     _beside = processes
 
 
 def interrupted_by_launcher() -> bool:
-    """Whether a KeyboardInterrupt tells of another process of this node that failed, rather than of Ctrl-C."""
+    """Whether a KeyboardInterrupt was caused by a failed process of this node, rather than by Ctrl-C."""
     return _beside is not None and _beside.interrupted_us
 
 
@@ -56,7 +56,7 @@ def interrupted_by_launcher() -> bool:
 
 
 def report_to_launcher() -> None:
-    """In a process that a launcher started by running the program again: report what ends it, rather than print it.
+    """Report an uncaught error to the launcher instead of printing it, if a launcher ran this program again.
 
     Raises:
         LaunchError: this process launched the others, and they were ended after an error that the program caught.
@@ -64,7 +64,7 @@ def report_to_launcher() -> None:
     if _beside is not None and _beside.were_ended:
         raise LaunchError(
             "the other processes of this program were ended after an error",
-            expected="all of them to be there",
+            expected="all of them to be running",
             do="start the program again, or use a strategy that forks: it starts new processes for every call",
         )
     folder = os.environ.get(REPORTS_VARIABLE)
@@ -72,7 +72,7 @@ def report_to_launcher() -> None:
         return
     sys.excepthook = _report_and_exit
     atexit.register(left(Path(folder), int(os.environ["RANK"])).touch)  # runs after what is registered later
-    if sys.platform != "linux":  # elsewhere the launcher had the kernel told before the program began
+    if sys.platform != "linux":  # on Linux the launcher called prctl before the program began
         die_with(int(os.environ[PARENT_VARIABLE]))
 
 
@@ -87,13 +87,13 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Any
 
 
 def die_with(parent: int) -> None:
-    """End this process when `parent` ends, however that ends.
+    """End this process when the process `parent` ends, for any reason.
 
-    To the kernel the parent is the *thread* that started this process. A process that forks calls `libc` first.
+    For the kernel the parent is the *thread* that started this process. Call `libc` before a fork.
     """
     if sys.platform == "linux":
         libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before the kernel knew
+        if os.getppid() != parent:  # `parent` ended before prctl was called
             os._exit(1)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
@@ -101,7 +101,7 @@ def die_with(parent: int) -> None:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The C library; loaded before a fork, as the loader's lock may be held by a thread that the fork does not copy."""
+    """Return the C library. Load it before a fork: another thread may hold the loader's lock during the fork."""
     return ctypes.CDLL(None)
 
 

@@ -1,4 +1,4 @@
-"""Python objects as messages: pickled, with their tensors on the CPU."""
+"""Pickle Python objects for collectives, with their tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Packer(pickle.Pickler):
-    """Packs tensors of a device as tensors of the CPU: another rank would put them on the sender's device."""
+    """Pickles all tensors as CPU tensors: otherwise another rank would load them onto the sender's device."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -25,24 +25,30 @@ class _Packer(pickle.Pickler):
     proto = pickle.DEFAULT_PROTOCOL
 
 
-#: Begins what is sent in place of an object that cannot be pickled: all ranks raise, and none waits. No pickle does.
+#: Prefix of the message that replaces an object that cannot be pickled, so that all ranks raise. No pickle has it.
 REFUSAL = b"stratagem: "
 
 
 def packed(value: Any) -> bytes:
+    """Return `value` pickled; if that fails, `REFUSAL` and the reason."""
     file = io.BytesIO()
     try:
         _Packer(file).dump(value)
-    except Exception as error:  # noqa: BLE001 - objects of the user raise what they like
+    except Exception as error:  # noqa: BLE001 - the user's objects may raise anything
         return REFUSAL + f"{type(value).__name__}, {type(error).__name__}: {error}".encode()
     return file.getvalue()
 
 
 def unpacked(message: bytes, rank: int) -> Any:
+    """Return the object in a `message` of `packed` from `rank`.
+
+    Raises:
+        ConfigError: that rank could not pickle it.
+    """
     if message.startswith(REFUSAL):
         reason = message.removeprefix(REFUSAL).decode().rstrip(".")
         raise ConfigError(
             f"rank {rank} sends an object that cannot be pickled ({reason})",
-            do="send what pickle takes: no functions or classes from within a function, and no open files",
+            do="send an object that can be pickled: without open files, local functions and local classes",
         )
     return pickle.loads(message)  # noqa: S301 - what a rank of this run sent

@@ -2,13 +2,13 @@
 
 [Note: two backends]
 A process group has a backend for each type of device: on CUDA devices it is connected as ``cpu:gloo,cuda:nccl``. A
-tensor is sent from where it is. Objects and decisions (``any``, ``barrier``, the comparison of calls) are CPU tensors:
-they go over gloo, and neither wait for what is queued on a GPU nor take memory there. A group that the user made may
-have NCCL alone; then they go by way of the GPU.
+tensor is sent from its own device. Objects and flags (``any``, ``barrier``, the comparison of calls) are CPU tensors:
+gloo sends them, without waiting for the GPU's stream or taking its memory. A group that the user made may have only
+NCCL; then they are copied to the GPU and sent from there.
 
 [Note: comparing calls]
 Two ranks that make different calls would mix their values, wait until the timeout, or abort (gloo, for different
-sizes). So all ranks first sum a fingerprint of what they are about to call, over a gloo group of its own: parts h of a
+sizes). So all ranks first sum a fingerprint of what they are about to call, over a separate gloo group: parts h of a
 hash, and their squares. All ranks have the same text exactly if n * sum(h^2) == sum(h)^2 for each part. The parts
 have 20 bits, so that the sums are exact in 64-bit integers, and in float64 up to thousands of ranks.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class TorchCollectives(Collectives):
-    """Collectives over one of torch.distributed's process groups of all ranks, the default one unless given."""
+    """Collectives over a process group of torch.distributed; by default over its default group."""
 
     def __init__(
         self, world: World, device: torch.device, *, owns_group: bool, group: Any = None,
@@ -55,11 +55,11 @@ class TorchCollectives(Collectives):
         self.world_size, self.device, self._owns_group = world.world_size, device, owns_group
         self.rank, self._store, self._num_barriers = world.rank, default_store(), 0
         self._world, self.group = world, group
-        #: How long a message may take.
+        #: Timeout of a collective.
         self.timeout = timeout
-        #: The group over which ranks compare what they call; None: they do not. See [Note: comparing calls].
+        #: The group over which ranks compare their calls; None if they do not. See [Note: comparing calls].
         self._comparing: Any = None
-        #: The interface of gloo was chosen for this run in a group of the user's, which stays.
+        #: This run set gloo's network interface, but the user made the default group, which outlives the run.
         self._chose_interface = False
         self._duplicates: dict[str, Collectives] = {}
         #: The backend for each type of device; see [Note: two backends].
@@ -73,7 +73,7 @@ class TorchCollectives(Collectives):
 
         Raises:
             ConfigError: a group exists with another backend or size.
-            LaunchError: the other ranks did not appear within `timeout`, or `backend` could not connect them.
+            LaunchError: the other ranks did not connect within `timeout`, or `backend` could not connect them.
         """
         import torch.distributed as dist
 
@@ -101,12 +101,12 @@ class TorchCollectives(Collectives):
             if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
                 raise not_joined(world, error) from error
             raise
-        # A group may outlive its run: a script that drops its trainer must leave in order all the same.
+        # A script may end without closing its trainer: the group must be destroyed before the interpreter exits.
         atexit.register(leave_group)
         return joined
 
     def _compare(self) -> TorchCollectives:
-        """From now on compare calls, where gloo sends CPU tensors. Collective."""
+        """Start to compare calls, if gloo sends CPU tensors; return self. Collective."""
         import torch.distributed as dist
 
         global _comparing
@@ -133,10 +133,10 @@ class TorchCollectives(Collectives):
         return self.device if self.device.type in self._backends else torch.device("cpu")
 
     def _same_call(self, call: str, *facts: Any) -> None:
-        """Return once all ranks are about to make this call; see [Note: comparing calls].
+        """Wait for all ranks, and check that all make this call; see [Note: comparing calls].
 
         Raises:
-            ConfigError: on all ranks, if some make another one.
+            ConfigError: some ranks make another call; raised on all ranks.
         """
         if self._comparing is None:
             return
@@ -151,11 +151,11 @@ class TorchCollectives(Collectives):
         dist.all_gather_object(calls, f"{where(sys._getframe())} with {facts}", group=self._comparing)
         rank = next((rank for rank, other in enumerate(calls) if other != calls[0]), 0)
         first, other = calls[0], calls[rank]
-        if first.partition(" (")[0] != other.partition(" (")[0]:  # the arguments do not matter
+        if first.partition(" (")[0] != other.partition(" (")[0]:  # other methods: leave out the arguments
             first, other = first.rpartition(" with ")[0], other.rpartition(" with ")[0]
         raise ConfigError(
             f"rank 0 is in {first} and rank {rank} in {other}", expected="all ranks to make the same call",
-            do="call it on every rank: drop the condition that only some of them meet",
+            do="call it on every rank: remove the condition around it that is true on only some ranks",
         )  # fmt: skip
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class TorchCollectives(Collectives):
         return self._duplicates[purpose]
 
     def _on_cpu(self) -> TorchCollectives:
-        """Return collectives of these ranks on CPU tensors, over a gloo group of their own. Collective."""
+        """Return collectives of the same ranks for CPU tensors, over a new gloo group. Collective."""
         import torch
         import torch.distributed as dist
 
@@ -200,7 +200,7 @@ class TorchCollectives(Collectives):
         self._count("all_reduce", tensor)
         # Divide first: a sum of large fp16 gradients would overflow before the division.
         work = dist.all_reduce(tensor.div_(self.world_size), async_op=True, group=self.group)
-        # gloo's holds complex ones as real.
+        # gloo's future holds complex tensors as real ones.
         average: torch.futures.Future[torch.Tensor] = work.get_future().then(
             lambda future: self._settled(future, tensor)
         )
@@ -224,7 +224,7 @@ class TorchCollectives(Collectives):
 
         self._count("all_gather", tensor)
         whole = torch.empty(self.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        # torch 2.13 renamed it, and warns of the old name.
+        # torch 2.13 renamed it, and warns about the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(whole, tensor.contiguous(), async_op=True, group=self.group)
         gathered: torch.futures.Future[torch.Tensor] = work.get_future().then(
@@ -245,12 +245,12 @@ class TorchCollectives(Collectives):
         return received
 
     def _settled(self, future: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`, which a message was received in, once any stream may read it."""
+        """Return `tensor`, the output of a collective, once it can be read on any stream."""
         import torch
 
-        future.value()  # raises what went wrong on the way
+        future.value()  # raises the error of the collective
         if tensor.device.type == "cuda" and self._backends.get("cuda") == "gloo":
-            # gloo sends from the CPU; its future is done when the copy back is queued, on a stream of its own.
+            # gloo sends from the CPU; its future is done when the copy to the GPU is queued, on a separate stream.
             torch.cuda.synchronize(tensor.device)
         return tensor
 
@@ -277,7 +277,7 @@ class TorchCollectives(Collectives):
         self._same_call("split", *map(tuple, groups))
         whole = dist.get_process_group_ranks(self.group)
         mine: TorchCollectives | None = None
-        for ranks in groups:  # every rank takes part in making every group
+        for ranks in groups:  # new_group is collective over all ranks
             group = dist.new_group([whole[rank] for rank in ranks], timeout=self.timeout)
             if self.rank in ranks:
                 place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
@@ -294,7 +294,7 @@ class TorchCollectives(Collectives):
 
         place = self._sent_from(tensor)
         self._same_call("broadcast", *_facts(tensor, place), src)
-        moved = tensor.to(place).contiguous()  # backends write into memory, whatever the strides
+        moved = tensor.to(place).contiguous()  # backends ignore strides
         self._count("broadcast", moved)
         dist.broadcast(moved, group=self.group, group_src=src)
         return tensor if moved is tensor else tensor.copy_(moved)
@@ -334,7 +334,7 @@ class TorchCollectives(Collectives):
         import torch.distributed as dist
 
         self._same_call("barrier")
-        if "cpu" in self._backends:  # torch's own would wait for the device
+        if "cpu" in self._backends:  # dist.barrier would wait for the device
             dist.all_reduce(torch.zeros(()), group=self.group)
         else:
             dist.barrier(group=self.group)
@@ -356,10 +356,12 @@ class TorchCollectives(Collectives):
             message = f"{what} was called on rank {self.rank} and on {came} of {self.world_size} ranks"
             if late:
                 message += f", not on rank {late[0]}" + (f" and {len(late) - 1} more" if len(late) > 1 else "")
-            raise ConfigError(message, expected="all ranks to call it", do="drop the guard for rank 0") from None
+            raise ConfigError(
+                message, expected="all ranks to call it", do="remove the `if rank == 0` around it"
+            ) from None
 
     def report_failure(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # the store ends with the rank that hosts it
+        with contextlib.suppress(Exception):  # the rank that hosts the store may have ended
             self._store.compare_set("stratagem/note", "", text)
 
     def read_failure_report(self, limit_s: float = 2.0) -> str | None:
@@ -373,7 +375,7 @@ class TorchCollectives(Collectives):
         return None
 
     def key_value_store(self) -> KeyValueStore:
-        return TCPKeyValueStore(self._store.clone())  # a connection of its own: a wait on the other one would block it
+        return TCPKeyValueStore(self._store.clone())  # a separate connection: a wait on the shared one would block it
 
     def with_own_connection(self) -> Collectives:
         same = copy.copy(self)
@@ -396,12 +398,12 @@ class TorchCollectives(Collectives):
             leave_group()
 
 
-#: The default group, and the group over which the runs of this process compare calls. Both are torch's: references that
-#: outlived them would be freed in a forked process, which hangs, as their threads are not there.
+#: The default group, and the group over which the runs of this process compare calls. Weak references: a forked process
+#: would free the groups and hang, because their threads do not exist there.
 _comparing: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def _facts(tensor: torch.Tensor, place: torch.device) -> tuple[Any, ...]:
-    """Return what all ranks must have in common when they send `tensor` from `place`."""
+    """Return what must be equal on all ranks when they send `tensor` from `place`."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     return (shape, dtype) if place.type == "cpu" else (shape, dtype, place.type)

@@ -12,12 +12,12 @@ from attrs import evolve
 from stratagem.api.world import World
 from stratagem.errors import ConfigError, LaunchError
 
-#: For processes of one machine: other machines cannot reach what listens there.
+#: Address for processes of one machine; other machines cannot connect to it.
 LOOPBACK = "127.0.0.1"
 
 
 class RendezvousStore:
-    """The store that the processes of a launch connect to. It holds its port from now on; its server starts later.
+    """The store to which launched processes connect. It binds its port at once; its server starts later.
 
     Start the server once all processes are started: a process that connects earlier waits in the port's queue. The
     server's thread looks up the names of the clients, and a process that is forked meanwhile waits forever for a lock
@@ -72,7 +72,7 @@ class RendezvousStore:
             self._store = dist.TCPStore(self.address, self.port, **options)
         except dist.DistError as error:
             raise self._cannot_listen(error) from error
-        self._socket = None  # the server has taken it
+        self._socket = None  # the server owns it now
         return self._store
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ def check_address(world: World, limit_s: float) -> None:
 
 
 def _resolve(address: str, port: int | None, limit_s: float) -> str:
-    """Return what is wrong with `address`. Stop waiting for name servers after `limit_s` seconds."""
+    """Return why `address` cannot be resolved, or "". Stop waiting for name servers after `limit_s` seconds."""
     errors: list[str] = []
 
     def look_up() -> None:

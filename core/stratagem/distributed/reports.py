@@ -1,4 +1,4 @@
-"""What a process reports before it ends."""
+"""The error report that a process writes for its launcher before it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stratagem.errors import StratagemError
 
 
 def report(error: BaseException, rank: int, folder: Path) -> None:
-    """Leave the report of `error`; the first one of a process stands."""
+    """Write a report of `error` into `folder`, unless this process has written one already."""
     path = folder / f"{rank}.json"
     if path.exists():
         return
@@ -33,7 +33,7 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
 
 
 def tell_launcher(error: BaseException, rank: int) -> None:
-    """Leave the report of `error` for the launcher of this process, or print it where there is none to read it."""
+    """Write a report of `error` for the launcher of this process; print it if there is no launcher."""
     folder = os.environ.get(REPORTS_VARIABLE)
     if folder is not None and os.path.isdir(folder) and os.environ.get(PARENT_VARIABLE) != str(os.getpid()):
         report(error, rank, Path(folder))
@@ -42,5 +42,5 @@ def tell_launcher(error: BaseException, rank: int) -> None:
 
 
 def left(folder: Path, rank: int) -> Path:
-    """Return the file that a process leaves when Python has ended in order: all that follows is tidying up."""
+    """Return the path of the file that a process creates when its program has ended and only cleanup remains."""
     return folder / f"{rank}.left"

@@ -7,7 +7,7 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Give a program that was started without standard output or error (``>&-``, a service) null ones.
+    """Open null streams for a program that was started without standard output or error (``>&-``, a service).
 
     Python has None for them, which has no methods; and the next file opened would take their number, and what a
     library prints.

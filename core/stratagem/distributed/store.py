@@ -1,4 +1,4 @@
-"""The key-value store of a run's processes: found by its clients, or hosted by rank 0."""
+"""The key-value store of a run's processes: connect to it as a client, or host it on rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TCPKeyValueStore(KeyValueStore):
-    """Texts by key, in the store of the process group."""
+    """A key-value store of strings, in the store of the process group."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -32,7 +32,7 @@ _num_connections = 0
 
 
 def connect_store(world: World, timeout: timedelta) -> Any:
-    """Return the store of this run, connected to; each run of a process has keys of its own in it."""
+    """Return this run's store, connected; each run of a process has its own key prefix in it."""
     import torch.distributed as dist
 
     if world.main_port is None:
@@ -43,18 +43,18 @@ def connect_store(world: World, timeout: timedelta) -> Any:
     hosts = world.is_global_zero and not world.store_hosted
     store = _hosted_store(world) if hosts else dist.TCPStore(*_store_place(world), is_master=False, timeout=timeout)
     store.set_timeout(timeout)
-    if hosts:  # launchers of other nodes wait for what rank 0's launcher would have said: see `agree_before_connecting`
+    if hosts:  # launchers of other nodes wait for this key of rank 0's launcher: see `agree_before_connecting`
         store.set(f"stratagem/agreement/{world.generation}/{_num_connections}/facts", "null")
     # A store that outlives the run still holds the addresses of the last group that connected through it.
     return dist.PrefixStore(f"stratagem/{world.generation}/{_num_connections}", store)
 
 
-#: The stores that this process hosts, by place.
+#: The stores that this process hosts, by address and port.
 _hosted: dict[tuple[str, int], Any] = {}
 
 
 def _store_place(world: World) -> tuple[str, int]:
-    """Return where the store is; on one machine at the loopback address, unless whoever launched it hosts it."""
+    """Return the address and port of the store; on one machine the loopback address, unless the launcher hosts it."""
     assert world.main_port is not None, "several processes have the port of a store"
     alone = world.num_nodes == 1 and not world.store_hosted
     return (LOOPBACK if alone else world.main_address), world.main_port
@@ -63,12 +63,12 @@ def _store_place(world: World) -> tuple[str, int]:
 def _hosted_store(world: World) -> Any:
     """Return the store that rank 0 hosts.
 
-    It lives as long as this process: after a run the other ranks may ask it for the next one before this rank could
-    host another on the same port.
+    It lives as long as this process: other ranks may connect for the next run before this rank could host a new store
+    on the same port.
     """
     place = _store_place(world)
     if not _hosted:
-        atexit.register(_hosted.clear)  # registered before the group is: it ends after the group was left
+        atexit.register(_hosted.clear)  # registered before `leave_group`, so it runs after it
     if place not in _hosted:
         _hosted[place] = RendezvousStore(*place, for_others=world.num_nodes > 1).serve()
     return _hosted[place].clone()
