@@ -315,7 +315,7 @@ def test_memory_that_was_used_before_is_not_taken_for_empty():
 def test_what_cannot_be_put_off_is_refused(write):
     with meta_init():
         part = nn.Linear(3, 3)
-        with pytest.raises(ConfigError, match="of shape \\(3, 3\\) is written to in a way that cannot be put off"):
+        with pytest.raises(ConfigError, match="of shape \\(3, 3\\) is written to in a way that cannot be recorded"):
             write(part)
 
 

@@ -1,4 +1,4 @@
-"""Start the other processes of this machine: run the program again, or call the function in new or copied processes."""
+"""Launch the processes of this node: run the program again, or call a function in spawned or forked processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _IMPORTING = "STRATAGEM_IMPORTING_MAIN"
 
 @define(eq=False, kw_only=True)
 class SubprocessLauncher(Launcher):
-    """Runs the program again for each further process of this machine; the one you started is local rank 0.
+    """Runs the program again for each other process of this node; the process that you started is local rank 0.
 
     All processes live to the end of the program, so a script may fit, then test, then fit another model.
     """
@@ -65,12 +65,12 @@ class SubprocessLauncher(Launcher):
         world, store = reserve_store(run.world)
         first, *others = local_places(world)
         folder = reports_folder()
-        dying = _dying_with(os.getpid())
+        preexec = _ending_with(os.getpid())
         children: list[tuple[int, subprocess.Popen[bytes]]] = []
 
         def start() -> None:
             for place in others:
-                process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=dying)
+                process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=preexec)
                 children.append((place.rank, process))
 
         try:
@@ -85,13 +85,13 @@ class SubprocessLauncher(Launcher):
         return LocalWorkers(children, folder, store).run(main)
 
 
-def _dying_with(parent: int) -> Callable[[], None] | None:
+def _ending_with(parent: int) -> Callable[[], None] | None:
     return functools.partial(die_with, parent) if sys.platform == "linux" else None
 
 
 @define(eq=False, kw_only=True)
 class _FunctionLauncher(Launcher):
-    """Calls the training function in processes of its own and carries rank 0's result home."""
+    """Calls the training function in new processes, and returns rank 0's result."""
 
     parent_trains = False
     start_method: ClassVar[str]
@@ -100,7 +100,7 @@ class _FunctionLauncher(Launcher):
     def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
         assert run.world is not None, "a launcher starts the processes of a world"
         self._prepare(run)
-        self._check(run)  # after the imports, which may ask the driver, too
+        self._check(run)  # after the imports, which may initialize the CUDA driver
         main = self._pack(main)
         world, store = reserve_store(run.world)
         folder = reports_folder()
@@ -121,15 +121,15 @@ class _FunctionLauncher(Launcher):
                 wait_for(children, folder)
                 return _read_result(folder)
         finally:
-            end(children)  # also where starting the last one failed
+            end(children)  # also if a process could not be started
             store.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, run: RunContext) -> None:
-        """Refuse where this way of starting cannot work."""
+        """Raise an error if processes cannot be started in this way."""
 
     def _prepare(self, run: RunContext) -> None:
-        """Do what processes may share."""
+        """Do once, before a fork, what every process would have to do."""
 
     def _pack(self, main: Any) -> Any:
         return main
@@ -137,7 +137,7 @@ class _FunctionLauncher(Launcher):
 
 @define(eq=False, kw_only=True)
 class SpawnLauncher(_FunctionLauncher):
-    """Fresh interpreters, which import the script: it needs ``if __name__ == "__main__":``, and all must pickle."""
+    """Starts new interpreters, which import the script: it needs ``if __name__ == "__main__":``. All must pickle."""
 
     start_method = "spawn"
 
@@ -175,7 +175,7 @@ class SpawnLauncher(_FunctionLauncher):
 
 
 class _Pickler(pickle.Pickler):
-    """Remembers which classes and functions of the main program it met: they travel as names."""
+    """Collects the classes and functions of the main program in what it pickles: only their names are sent."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -189,7 +189,7 @@ class _Pickler(pickle.Pickler):
 
 @define(eq=False, kw_only=True)
 class ForkLauncher(_FunctionLauncher):
-    """Copies of this process, in a fraction of a second; nothing has to pickle. For notebooks and tests."""
+    """Forks this process, which takes a fraction of a second; objects need not pickle. For notebooks and tests."""
 
     start_method = "fork"
 
@@ -197,11 +197,11 @@ class ForkLauncher(_FunctionLauncher):
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("launcher 'fork' does not exist on this system", expected="'spawn' or 'subprocess'")
         uses_cuda = DEVICE_CUDA in run.accelerator.capabilities.provides
-        if uses_cuda and not _copies_can_start_cuda():
+        if uses_cuda and not _forks_can_initialize_cuda():
             raise ConfigError(
                 "launcher 'fork' was chosen and this process already uses CUDA",
                 expected="a process that has neither used a CUDA device nor called torch.cuda.is_available(): "
-                "a copy of it cannot start CUDA",
+                "otherwise a forked process cannot initialize CUDA",
                 do="restart the notebook, create no tensor on a GPU before fit and set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
                 "before torch is imported, or use another launcher",
             )
@@ -212,30 +212,30 @@ class ForkLauncher(_FunctionLauncher):
         run.preload()
 
 
-def _copies_can_start_cuda() -> bool:
-    """Ask a copy of this process: in the original torch does not tell whether the driver was asked already."""
+def _forks_can_initialize_cuda() -> bool:
+    """Try it in a forked process: in this one torch does not tell whether the CUDA driver is initialized."""
     import torch
 
     if torch.cuda.is_initialized():
         return False
-    copy = multiprocessing.get_context("fork").Process(target=_leave_with_answer)
+    copy = multiprocessing.get_context("fork").Process(target=_exit_with_answer)
     copy.start()
     copy.join()
     return copy.exitcode == 0
 
 
-def _leave_with_answer() -> None:
+def _exit_with_answer() -> None:
     import torch
 
     os._exit(int(torch.cuda._is_in_bad_fork()))
 
 
 def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_method: str) -> None:
-    """What a started process does."""
+    """Call `main` in a launched process; write its result, or a report of its error, to `folder`."""
     forget_signals()
     die_with(int(variables[PARENT_VARIABLE]))
-    # Garbage of the parent is not ours to collect: the destructor of a process group would wait for threads that a
-    # fork does not copy.
+    # Do not collect the parent's garbage: the destructor of a process group would wait for threads that a fork does not
+    # copy.
     gc.freeze()
     os.environ.update(variables)
     os.environ.pop(_IMPORTING, None)
@@ -243,9 +243,9 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
         import torch
 
         if start_method == "fork":
-            # A pool of threads does not survive a fork: the first parallel operation would wait for it forever.
+            # A thread pool does not survive a fork: the first parallel operation would wait for it forever.
             torch.set_num_threads(1)
-        result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - our own parent's
+        result = (pickle.loads(main) if isinstance(main, bytes) else main)()  # noqa: S301 - the parent sent it
         if variables["LOCAL_RANK"] == "0":
             torch.save(result, folder / "result.pt")
     except KeyboardInterrupt:
@@ -253,13 +253,13 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
     except SystemExit as stop:
         if stop.code not in (None, 0):
             report(stop, rank, folder)
-            _leave(1)
+            _flush_and_exit(1)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it
         report(error, rank, folder)
-        _leave(1)
+        _flush_and_exit(1)
 
 
-def _leave(code: int) -> None:
+def _flush_and_exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -269,7 +269,7 @@ def _read_result(folder: Path) -> Any:
     import torch
 
     if not (folder / "result.pt").exists():
-        raise SystemExit(0)  # rank 0 left the program in `main`, as it would have without other processes
+        raise SystemExit(0)  # rank 0 called sys.exit in `main`: do the same here
     # Written by our own process into a folder that only this user can write to.
     return torch.load(folder / "result.pt", map_location="cpu", weights_only=False)
 

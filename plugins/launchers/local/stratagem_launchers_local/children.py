@@ -1,4 +1,4 @@
-"""Processes that this one started: whether they run, and how to end them."""
+"""Child processes: check whether they run, and end them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from collections.abc import Callable, Iterable
 
 from attrs import define
 
-#: How long a process may take to end when told to.
+#: Seconds that a process has to end after SIGTERM, and after SIGKILL.
 END_S = 5.0
 
 
 @define(eq=False)
 class Child:
-    """A process on this machine."""
+    """A process that this one started."""
 
     rank: int
     pid: int
     #: Return its exit code, negative for a signal; None while it runs.
     poll: Callable[[], int | None]
-    #: The parent made it end.
+    #: Whether the parent ended it.
     was_ended: bool = False
 
 
 def end(children: Iterable[Child]) -> None:
-    """Ask `children` to end, then make them; return when they have."""
-    for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+    """End `children` with SIGTERM, then with SIGKILL; wait until they have ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         running = [child for child in children if child.poll() is None]
         for child in running:
             child.was_ended = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, number)
-        wait_until(functools.partial(_are_over, running), patience)
+        wait_until(functools.partial(_have_ended, running), END_S)
 
 
-def _are_over(children: list[Child]) -> bool:
+def _have_ended(children: list[Child]) -> bool:
     return all(child.poll() is not None for child in children)
 
 

@@ -16,7 +16,7 @@ def relaunch_command() -> list[str]:
         ConfigError: there is no program to run again (a notebook, ``python -c``, a prompt).
     """
     main = sys.modules["__main__"]
-    # What the interpreter was given, as the program may have edited sys.argv since.
+    # The arguments of the interpreter: the program may have changed sys.argv.
     flags, program = _split_command(sys.orig_argv[1:])
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and spec.name != "__main__":
@@ -31,7 +31,7 @@ def relaunch_command() -> list[str]:
             expected="a script, or a module run with -m",
             do='pass launcher="fork", which copies this process and works with every strategy, or write a script',
         )
-    # Under a debugger or a profiler (python -m pdb train.py) the command was theirs: run the script without them.
+    # Under a debugger or a profiler (python -m pdb train.py) the program is that tool: run the script without it.
     same = bool(program) and os.path.basename(program[0].rstrip("/")) == os.path.basename(file)
     return [sys.executable, *flags, os.path.abspath(file), *(program[1:] if same else sys.argv[1:])]
 

@@ -1,4 +1,4 @@
-"""Read what processes reported before they ended, and tell which of several reports is the cause."""
+"""Read the error reports of processes, and find the root cause among them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Report:
-    """What a process said before it ended."""
+    """The error report of a process."""
 
     rank: int
     time: float
@@ -29,17 +29,17 @@ class Report:
     traceback: str
     #: The parts of a StratagemError, so that the parent can raise the same.
     parts: dict[str, str]
-    #: It only tells that a collective failed, which another process caused; see `is_echo`.
+    #: Whether the error is only a consequence of another process's failure; see `is_echo`.
     is_echo: bool
 
 
 def reports_folder() -> Path:
-    """Return a new folder for reports and results, readable by this user alone."""
+    """Return a new folder for reports and results, readable by this user only."""
     return Path(tempfile.mkdtemp(prefix="stratagem-"))
 
 
 def root_cause(folder: Path, children: Iterable[Child]) -> StratagemError | None:
-    """Return the error to show for what happened, made from the reports and the exit codes; None if nothing did."""
+    """Return the root cause as an error, from the reports and the exit codes; None if no process failed."""
     reports = sorted((read_report(path) for path in folder.glob("*.json")), key=lambda report: report.time)
     known = {found.rank for found in reports}
     silent = [c for c in children if c.poll() not in (None, 0) and not c.was_ended and c.rank not in known]

@@ -1,11 +1,11 @@
-"""Start local processes with a place each, watch them, and end them together.
+"""Supervise the processes of one node: watch them, and end all of them when one fails.
 
 [Note: supervision]
-When a process dies the others are ended within seconds, and what is shown is the *root* error: the one of the rank that
-was not merely told by a broken connection that somebody else had died. Each process leaves a report of its error in a
-folder that the parent made. Processes stay in the parent's process group, and die with it, also when it is killed: on
-Linux the kernel sees to that (PR_SET_PDEATHSIG); elsewhere each process looks for its parent once a second. A process
-that the parent itself made end is never the cause of anything: its exit code is the parent's doing.
+When a process fails, the others are ended within seconds, and the *root* error is shown, not the error of a rank whose
+connection broke because another rank had failed. Each process writes a report of its error to a folder that the parent
+created. Processes stay in the parent's process group, and end with the parent, also when it is killed: on Linux the
+kernel ends them (PR_SET_PDEATHSIG); elsewhere each process checks once a second whether its parent still runs. A
+process that the parent has ended is never the cause.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from stratagem_launchers_local.reports import read_report, root_cause
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
 
-_HELD = (signal.SIGTERM, signal.SIGINT)
+_DELAYED = (signal.SIGTERM, signal.SIGINT)
 
 
-# --- Life and death ----------------------------------------------------------------------------------------------
+# --- Start and end -----------------------------------------------------------------------------------------------
 
 
 def start_for_good(start: Callable[[], Any]) -> Any:
     """Call `start`, which starts processes, from a thread that lives as long as this process; return its result.
 
-    Processes that `die_with` their parent would otherwise die with a worker thread that happened to start them.
+    Processes that call `die_with` would otherwise end with the thread that started them.
     """
     if sys.platform == "linux":
         libc()
@@ -54,7 +54,7 @@ def start_for_good(start: Callable[[], Any]) -> Any:
     def keep() -> None:
         try:
             outcome.set_result(start())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             outcome.set_exception(error)
         threading.Event().wait()
 
@@ -64,9 +64,9 @@ def start_for_good(start: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Within: SIGTERM ends this process with code 143 in order, so that it can end its children and tidy up first.
+    """Make SIGTERM raise ``SystemExit(143)`` in the block, so that this process ends its children and cleans up.
 
-    Nothing changes where somebody handles the signal already, nor outside the main thread.
+    Does nothing if the signal has a handler already, or outside of the main thread.
     """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if ours:
@@ -80,11 +80,11 @@ def ending_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """Within: SIGTERM and SIGINT wait, so that this process knows of all that it started when one ends it.
+    """Delay SIGTERM and SIGINT to the end of the block, so that no started process is missing when one ends this one.
 
-    A process that is forked within holds them too, until `forget_signals`.
+    A process that is forked in the block delays them too, until it calls `forget_signals`.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _DELAYED)
     try:
         yield
     finally:
@@ -96,16 +96,16 @@ def _exit_on_sigterm(*_: object) -> None:
 
 
 def forget_signals() -> None:
-    """In a forked child: undo the parent's `ending_on_sigterm` and `holding_signals`."""
+    """Undo the parent's `ending_on_sigterm` and `holding_signals`, in a forked child."""
     if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DELAYED)
 
 
 def _ending_code(code: int | None, folder: Path, rank: int) -> int | None:
-    """Return `code`, but 0 for a process that was aborted while tidying up.
+    """Return `code`, but 0 for a process that was aborted during its final cleanup.
 
-    A thread that a library of torch's leaves behind can abort a process whose work is done (std::terminate, seen with
+    A thread that a library of torch did not stop can abort a process whose work is done (std::terminate, seen with
     torch 2.13 and gloo about once in thirty runs of a script that never closes its trainer).
     """
     return 0 if code == -signal.SIGABRT and left(folder, rank).exists() else code
@@ -134,7 +134,7 @@ def wait_for(children: list[Child], folder: Path) -> None:
     reports = [read_report(path) for path in folder.glob("*.json")]
     codes = {each.message if each.type == SystemExit.__name__ else "" for each in reports}
     if len(reports) == len(children) and len(codes) == 1 and (code := codes.pop()).isdecimal():
-        raise SystemExit(int(code))  # they left in agreement
+        raise SystemExit(int(code))  # all ranks called sys.exit with this code
     cause = root_cause(folder, children)
     assert cause is not None, "a process failed"
     raise cause
@@ -142,12 +142,12 @@ def wait_for(children: list[Child], folder: Path) -> None:
 
 def _root_is_known(folder: Path) -> bool:
     reports = [read_report(path) for path in folder.glob("*.json")]
-    # A rank that calls sys.exit may have agreed on it with the others: they get the time to do the same.
+    # All ranks may call sys.exit together: if one has, wait for the others.
     return any(not (each.is_echo or each.type == SystemExit.__name__) for each in reports)
 
 
 class LocalWorkers:
-    """The other processes of this node, beside a parent that is one of the ranks itself."""
+    """The launched processes of this node, where the parent is a rank, too."""
 
     def __init__(self, children: list[tuple[int, subprocess.Popen[bytes]]], folder: Path, store: Any) -> None:
         self.children = [
@@ -156,7 +156,7 @@ class LocalWorkers:
         ]
         self.folder, self.store = folder, store
         self.ending = threading.Event()
-        #: A watcher interrupted the main thread: the next KeyboardInterrupt is not the user's.
+        #: Whether a watcher thread interrupted the main thread: the next KeyboardInterrupt is not Ctrl-C.
         self.interrupted_us = False
         self._owner = os.getpid()
         for rank, process in children:
@@ -167,35 +167,35 @@ class LocalWorkers:
 
     @property
     def were_ended(self) -> bool:
-        """Whether there were others, and they were ended."""
+        """Whether there are launched processes, and they were ended."""
         return bool(self.children) and self.ending.is_set()
 
     def run(self, main: Callable[[], Any]) -> Any:
-        """Call `main` as this process's part; an error that another process caused becomes that process's error."""
+        """Return the result of `main`; if it fails because another process failed, raise that process's error."""
         try:
             return main()
         except BaseException as error:
-            forked = self._owner != os.getpid()  # a copy of this process must not end what its original started
+            forked = self._owner != os.getpid()  # a forked copy must not end its parent's processes
             cause = None if forked else self._settle(error)
             if cause is None:
                 raise
             raise cause from None
 
     def _settle(self, error: BaseException) -> BaseException | None:
-        """End everybody after `error` here; return the error of another process if that one was the cause."""
-        told = self.interrupted_us and isinstance(error, KeyboardInterrupt)
+        """End all launched processes after `error` in this one; return another process's error if that is the cause."""
+        interrupted = self.interrupted_us and isinstance(error, KeyboardInterrupt)
         if echo := is_echo(error):
             wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             wait_until(lambda: _root_is_known(self.folder), 0.5)
         self.ending.set()
         end(self.children)
-        return root_cause(self.folder, self.children) if echo or told else None
+        return root_cause(self.folder, self.children) if echo or interrupted else None
 
     def _someone_failed(self) -> bool:
         return any(child.poll() not in (None, 0) for child in self.children)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """When one of them dies and this process does not notice, tell it; if it is stuck, end it."""
+        """If the process fails and this one does not notice, interrupt the main thread; if that hangs, exit."""
         if _ending_code(process.wait(), self.folder, rank) == 0 or self.ending.wait(NOTICE_S):
             return
         self.interrupted_us = True
@@ -205,7 +205,7 @@ class LocalWorkers:
         self._print_cause()
         end(self.children)
         shutil.rmtree(self.folder, ignore_errors=True)
-        _leave_now()
+        _exit_now()
 
     def _print_cause(self) -> None:
         cause = root_cause(self.folder, self.children)
@@ -213,7 +213,7 @@ class LocalWorkers:
             traceback.print_exception(cause, chain=False)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        """In a later call than the one that launched: show the cause, not its echo."""
+        """Print the root cause of an uncaught error that was raised after `run` returned."""
         settled = self.ending.is_set() or self._owner != os.getpid()
         cause = None if settled else self._settle(error)
         if cause is not None:
@@ -222,7 +222,7 @@ class LocalWorkers:
             self._earlier_hook(kind, error, trace)
 
     def _at_exit(self) -> None:
-        """Wait for the others after a normal end; end them after an exception."""
+        """Wait for the launched processes at a normal exit; end them after an uncaught exception."""
         if self._owner != os.getpid():  # a forked copy of this process
             return
         already_ending = self.ending.is_set()
@@ -239,16 +239,16 @@ class LocalWorkers:
             self._print_cause()
         shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
-            _leave_now()
+            _exit_now()
 
 
 def _interrupt_main_thread() -> None:
-    """As Ctrl-C would, also out of a sleep or another wait of the system's; nothing if the program ignores that."""
+    """Send SIGINT to the main thread, which also interrupts system calls; do nothing if the program ignores it."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _leave_now() -> None:
+def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Models that are built on the meta device, and initialized part by part, the same at every number of processes."""
+"""Build models on the meta device, and initialize them module by module, with the same values at any world size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DeferredInit", "Materializer", "has_no_values", "meta_init"]
 
 @define(eq=False, kw_only=True)
 class DeferredInit(Callback):
-    """Builds models without values, and initializes them later; a run that needs it adds it."""
+    """Builds models on the meta device, and initializes them later; a run that needs this adds it automatically."""
 
     @hookimpl
     def init_context(self, empty: bool) -> AbstractContextManager[Any] | None:

@@ -1,4 +1,4 @@
-"""Give values to a model that was built under `meta_init`: see [Note: recorded initialization]."""
+"""Initialize a model that was built under `meta_init`: see [Note: recorded initialization]."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stratagem_deferred_init.meta_init import INITIAL, RESETS
 
 
 class Materializer:
-    """Gives values to the parts of one model; keeps tied parameters tied.
+    """Allocates and initializes the modules of one model; keeps tied parameters tied.
 
     Args:
         root: the model; its parameters' names decide the random numbers.
         seed: the same on all ranks.
-        device: where the values are to be.
+        device: where to allocate the parameters.
     """
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
@@ -27,10 +27,10 @@ class Materializer:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def fill(self, part: nn.Module) -> None:
-        """Give values to all parameters of `part` that have none.
+        """Allocate and initialize all parameters of `part` that are on the meta device.
 
         Raises:
-            ConfigError: nobody gave them any, and their module has no ``reset_parameters`` to do it.
+            ConfigError: a parameter was never initialized, and its module has no ``reset_parameters``.
         """
         for module in part.modules():
             if any(parameter is not None and parameter.is_meta for parameter in module._parameters.values()):
@@ -47,40 +47,43 @@ class Materializer:
             else:
                 values = torch.empty_like(parameter, device=self.device)
                 filled = type(parameter)(values, requires_grad=parameter.requires_grad)
-                self._made[id(parameter)] = (parameter, filled)  # the empty one stays alive, or its id could come again
+                self._made[id(parameter)] = (
+                    parameter,
+                    filled,
+                )  # keeps the first alive: no other gets its id
                 fresh.append((name, filled, getattr(parameter, INITIAL, None)))
             attributes = {key: value for key, value in parameter.__dict__.items() if key != INITIAL}
             filled.__dict__.update(attributes)
             setattr(module, name, filled)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
-            if all(initial and all(done.repeatable for done in initial) for _, _, initial in fresh):
+            if all(initial and all(operation.repeatable for operation in initial) for _, _, initial in fresh):
                 for name, filled, initial in fresh:
                     self._repeat(module, name, filled, initial or ())
                 return
             self._reset(module, fresh[0][0])
             for name, filled, initial in fresh:
-                self._repeat(module, name, filled, [done for done in initial or () if not done.in_reset])
+                self._repeat(module, name, filled, [operation for operation in initial or () if not operation.in_reset])
             for filled, before in tied:
-                filled.copy_(before)  # the module that came first decides
+                filled.copy_(before)  # tied parameters keep the values of the first module
 
     def _repeat(self, module: nn.Module, name: str, filled: nn.Parameter, initial: Any) -> None:
         self._seed(f"{self._names.get(module, '')}.{name}")
-        for done in initial:
-            done(filled)
+        for operation in initial:
+            operation(filled)
 
     def _reset(self, module: nn.Module, empty: str) -> None:
         reset: Any = next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
         if reset is None:
             raise ConfigError(
                 f"{type(module).__name__} has a parameter {empty!r} without values and no reset_parameters",
-                expected="values given while the model is built, or a method that fills its parameters",
+                expected="parameters that are initialized while the model is built, or a method that initializes them",
                 do="initialize it in the module's constructor",
             )
         self._seed(self._names.get(module, ""))
         reset()
 
     def _seed(self, name: str) -> None:
-        """Let what is drawn next come from `name`; on the CPU without seeding the generators of devices."""
+        """Seed the next random numbers by `name`; for parameters on the CPU, do not seed the generators of devices."""
         seed = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:7], "big")
         if self.device.type == "cpu":
             torch.default_generator.manual_seed(seed)

@@ -6,8 +6,8 @@ is made with ``torch.empty``, as those of torch's own modules are, has a shape a
 [Note: recorded initialization]
 Every in-place operation on such a parameter while the model is built (by a constructor, by
 ``self.apply(init_weights)``, by ``load_state_dict``) is recorded on it, and repeated when it is allocated, with
-random numbers that depend on the seed and on the parameter's name alone: so the values are the same whichever rank
-initializes it, and in whichever order. What cannot be repeated (a write to a part of the parameter, or one computed
+random numbers that depend only on the seed and on the parameter's name. So the values are the same on every rank, in
+any order. What cannot be repeated (a write to a part of the parameter, or one computed
 from another parameter) is left to the module's own ``reset_parameters`` if it happens there, and is an error
 elsewhere. Parameters that have values before they are parameters (``nn.Parameter(torch.ones(8))``) keep them. So do
 buffers: they are small, and often computed.
@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
 
-#: On a parameter without values: what was done to it, a list of `_Done`.
+#: Attribute of a meta parameter: the recorded operations on it, a list of `_Operation`.
 INITIAL = "_stratagem_initial"
 RESETS = ("reset_parameters", "_reset_parameters")
 _WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided"}
-#: Initializers that compute without asking whether there is memory: those of torch before 2.13.
+#: Initializers that do not check for meta tensors: some of torch before 2.13.
 _UNASKING = {name for name in ("orthogonal_", "sparse_") if "is_meta" not in getattr(nn.init, name).__code__.co_names}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # torch declares a plain attribute
 _NO_WRITE = {"requires_grad_", "share_memory_", "rename_", "detach_"}
@@ -43,24 +43,24 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Within: parameters of modules that are built have shapes and dtypes, and no memory."""
+    """Build modules in the block on the meta device: their parameters have shapes and dtypes, and no memory."""
     original = nn.Module.register_parameter
     deepcopy: Any = nn.Parameter.__deepcopy__
-    watch = _Watch()
+    recorder = _Recorder()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
         if parameter is not None:
-            module._parameters[name] = watch.registered(parameter)
+            module._parameters[name] = recorder.registered(parameter)
 
     def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        return watch.copied(parameter, deepcopy(parameter, memo))
+        return recorder.copied(parameter, deepcopy(parameter, memo))
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign, assignment]
     try:
-        with watch, warnings.catch_warnings():
-            # It is recorded, so it is not the no-op that torch warns of.
+        with recorder, warnings.catch_warnings():
+            # torch warns that the copy is a no-op, but here it is recorded.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint", UserWarning)
             yield
     finally:
@@ -69,22 +69,22 @@ def meta_init() -> Iterator[None]:
 
 
 def has_no_values(module: nn.Module) -> bool:
-    """Whether any parameter of `module` was made under `meta_init` and has not been given values."""
+    """Whether any parameter of `module` was built under `meta_init` and is not initialized yet."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 @define
-class _Done:
-    """An operation in place on a parameter: what, with which other arguments."""
+class _Operation:
+    """A recorded in-place operation on a parameter, with its other arguments."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     #: The option that the parameter was passed as; None if it was the first argument.
     passed_as: str | None
-    #: Whether it can be done again, to another tensor of that shape.
+    #: Whether it can be repeated on another tensor of that shape.
     repeatable: bool
-    #: Whether the module's own ``reset_parameters`` did it.
+    #: Whether it was called in the module's own ``reset_parameters``.
     in_reset: bool
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -94,22 +94,22 @@ class _Done:
             self.function(*self.arguments, **self.options | {self.passed_as: tensor})
 
 
-class _Watch(TorchFunctionMode):
-    """Sees what is done to tensors; see [Note: recorded initialization]."""
+class _Recorder(TorchFunctionMode):
+    """Records in-place operations on parameters; see [Note: recorded initialization]."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Memory of ``torch.empty`` that nobody has written to, by the address of its storage.
+        #: Storages of ``torch.empty`` that were not written to yet, by address.
         self._untouched: dict[int, Any] = {}
-        #: Parameters without values by the address of the storage that stands for theirs.
+        #: Meta parameters by the address of their storage.
         self._parameters: dict[int, nn.Parameter] = {}
-        #: What was passed to register_parameter, and what stands for it there.
+        #: Parameters that were passed to register_parameter, and the meta parameters that replaced them.
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], int, nn.Parameter]] = {}
-        #: The call of one of `_UNASKING` that was noted last.
+        #: The frame of the last recorded call of one of `_UNASKING`.
         self._initializing: FrameType | None = None
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what to register for `parameter`: one without memory if it has no values yet."""
+        """Return the parameter to register for `parameter`: a meta parameter if it is not initialized yet."""
         known = self._replaced.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[2]
@@ -127,7 +127,7 @@ class _Watch(TorchFunctionMode):
         return empty
 
     def copied(self, parameter: nn.Parameter, copy: nn.Parameter) -> nn.Parameter:
-        """Return `copy`, to which has been done what has been done to `parameter`."""
+        """Return `copy`, with the operations that were recorded for `parameter`."""
         if copy is not parameter and copy.is_meta and not hasattr(copy, INITIAL):
             setattr(copy, INITIAL, list(getattr(parameter, INITIAL, ())))
             self._parameters[_address(copy)] = copy
@@ -139,7 +139,7 @@ class _Watch(TorchFunctionMode):
         if writes or "out" in options or name == "numpy":
             self._written(func, args, options)
         if func == _IS_META:
-            self._asked(args[0])
+            self._checked_for_meta(args[0])
         result = func(*args, **options)
         if name in _WITHOUT_VALUES and isinstance(result, torch.Tensor) and not result.is_meta:
             self._untouched[_address(result)] = result.untyped_storage()
@@ -161,18 +161,18 @@ class _Watch(TorchFunctionMode):
         others = {name: value for name, value in options.items() if name != named}
         whole = (target.shape, target.stride(), target.storage_offset()) == (parameter.shape, parameter.stride(), 0)
         known = not any(isinstance(value, torch.Tensor) and value.is_meta for value in (*rest, *others.values()))
-        done = _Done(function, rest, others, named, whole and known, _in_reset_of(parameter))
-        if not (done.repeatable or done.in_reset):
+        operation = _Operation(function, rest, others, named, whole and known, _in_reset_of(parameter))
+        if not (operation.repeatable or operation.in_reset):
             raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is written to in a way that cannot be put off "
-                f"({getattr(function, '__name__', function)}), and the model is built without values",
+                f"a parameter of shape {tuple(parameter.shape)} is written to in a way that cannot be recorded "
+                f"({getattr(function, '__name__', function)}), and the model is built on the meta device",
                 expected="whole parameters filled from numbers or tensors that have values",
                 do="do it in reset_parameters of the module that has the parameter",
             )
-        getattr(parameter, INITIAL).append(done)
+        getattr(parameter, INITIAL).append(operation)
 
-    def _asked(self, target: torch.Tensor) -> None:
-        """An initializer of torch's that does nothing without memory: note that it was called."""
+    def _checked_for_meta(self, target: torch.Tensor) -> None:
+        """Record the call of an initializer of torch that does nothing to meta tensors."""
         frame = sys._getframe(2)
         parameter = self._parameters.get(_address(target))
         known = frame.f_globals.get("__name__") == nn.init.__name__ and hasattr(nn.init, frame.f_code.co_name)
@@ -180,7 +180,7 @@ class _Watch(TorchFunctionMode):
             self._called(frame, target, parameter)
 
     def _in_initializer(self, parameter: nn.Parameter) -> bool:
-        """Whether one of `_UNASKING` is writing to `parameter`: its call is noted once, and no single write of it."""
+        """Whether one of `_UNASKING` is writing to `parameter`; record its call once, instead of its writes."""
         frame: FrameType | None = sys._getframe(3) if _UNASKING else None
         while frame is not None:
             if frame.f_code.co_name in _UNASKING and frame.f_globals.get("__name__") == nn.init.__name__:
@@ -192,16 +192,16 @@ class _Watch(TorchFunctionMode):
         return False
 
     def _called(self, frame: FrameType, target: torch.Tensor, parameter: nn.Parameter) -> None:
-        """Note the call of torch's initializer in `frame`, for `target`."""
+        """Record the call of torch's initializer in `frame`, for `target`."""
         function, code = getattr(nn.init, frame.f_code.co_name), frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         options = {name: frame.f_locals[name] for name in names if frame.f_locals[name] is not target}
         passed_as = next(name for name in names if frame.f_locals[name] is target)
         whole = target.shape == parameter.shape
-        getattr(parameter, INITIAL).append(_Done(function, (), options, passed_as, whole, _in_reset_of(parameter)))
+        getattr(parameter, INITIAL).append(_Operation(function, (), options, passed_as, whole, _in_reset_of(parameter)))
 
     def _replacement_at(self, address: int) -> nn.Parameter | None:
-        """Return what stands for a parameter that its maker still writes to by the name it had before."""
+        """Return the meta parameter for an original one at `address`, to which code may still write."""
         for original, where, empty in self._replaced.values():
             if where == address and original() is not None:
                 return empty
@@ -211,12 +211,12 @@ class _Watch(TorchFunctionMode):
 def _address(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a tensor that has no memory of the common kind
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage
         return 0
 
 
 def _in_reset_of(parameter: nn.Parameter) -> bool:
-    """Whether the module that has `parameter` is just resetting its parameters."""
+    """Whether the caller runs inside ``reset_parameters`` of the module that has `parameter`."""
     frame = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_name in RESETS else None

@@ -1,10 +1,10 @@
-"""Activation checkpointing: forget what a part of the model computed, and compute it again in backward.
+"""Activation checkpointing: free the activations of chosen modules, and recompute them in backward.
 
     Trainer(activation_checkpointing={Block})
     Trainer(activation_checkpointing={"policy": {Block}, "mode": "selective"})
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Applied by hooks, so that names of parameters stay
-as they are, under any strategy.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Applied by hooks, so that parameters keep their
+names, with any strategy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
 
 OPTION: Final = "activation_checkpointing"
-#: ``full`` keeps a part's inputs and computes the rest again; ``selective`` also keeps the results of matrix products,
-#: which cost most to compute again; ``offload`` computes nothing again, and keeps everything in the CPU's memory.
+#: ``full`` keeps a module's inputs and recomputes the rest; ``selective`` also keeps the results of matrix products,
+#: which cost most to recompute; ``offload`` recomputes nothing, and keeps everything in CPU memory.
 MODES: Final = ("full", "selective", "offload")
 
-#: The operations whose results ``selective`` keeps: matrix products and fused attention, as far as this torch has them.
+#: The operations whose results ``selective`` keeps: matrix products and fused attention, if this torch has them.
 _PRODUCTS: Final = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_grouped_mm_v2", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -38,13 +38,13 @@ _PRODUCTS: Final = (
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
 )  # fmt: skip
 
-#: Set on a part that is recomputed already.
+#: Attribute of a module that is recomputed already: its mode.
 _MARK = "_stratagem_recomputed"
 
 
 @define(eq=False, kw_only=True)
 class ActivationCheckpointing(Callback):
-    """Computes activations of chosen modules again in backward, which saves memory and costs time."""
+    """Recomputes the activations of chosen modules in backward, which saves memory and costs time."""
 
     #: Which modules: a set of classes or of their names, a torch policy or a callable. Also what the Trainer's argument
     #: takes. More of them save more memory and cost more time.
@@ -63,7 +63,7 @@ class ActivationCheckpointing(Callback):
 
 
 def read(wanted: Any) -> tuple[Any, str]:
-    """Return the policy and the mode that a user's `wanted` means.
+    """Return the policy and the mode in the user's value `wanted`.
 
     Raises:
         ConfigError: neither a policy nor a mapping with a policy and a mode.
@@ -75,7 +75,7 @@ def read(wanted: Any) -> tuple[Any, str]:
         unknown = sorted(set(wanted) - {"policy", "mode"})
         if unknown or "policy" not in wanted:
             raise ConfigError(
-                f"{OPTION} has the keys {', '.join(map(repr, wanted))}", expected="'policy', and 'mode' if you like",
+                f"{OPTION} has the keys {', '.join(map(repr, wanted))}", expected="'policy', and optionally 'mode'",
                 do=nearest(unknown[0], ("policy", "mode")) if unknown else "",
             )  # fmt: skip
         policy, mode = wanted["policy"], wanted.get("mode", "full")
@@ -86,7 +86,7 @@ def read(wanted: Any) -> tuple[Any, str]:
 
 
 def recompute(module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION) -> None:
-    """Let the parts of `module` that `policy` chooses be computed again in backward; once, however often called."""
+    """Recompute the modules of `module` that `policy` selects in backward; calling it again changes nothing."""
     for part in select(module, policy, option):
         if part.__dict__.get(_MARK) is None:
             _apply(part, mode)
@@ -120,7 +120,7 @@ def _keeping_products() -> Any:
 
 
 def _keep_on_cpu(part: nn.Module) -> None:
-    """Keep what `part` saves for backward in the CPU's memory."""
+    """Make `part` keep in CPU memory what it saves for backward."""
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:

@@ -1,6 +1,6 @@
 """Batch normalization over the batches of all ranks, on any device and backend.
 
-The statistics and their gradients are those of the joined batch (Ioffe and Szegedy, 2015, "Batch Normalization", read
+The statistics and their gradients are those of the joined batch (Ioffe and Szegedy, 2015, "Batch Normalization",
 over all processes). A few numbers per channel are sent: twice in forward (on CUDA once), once in backward.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stratagem.api import Collectives, RunContext
 
-#: The ranks that a layer shares its statistics with; a copy of the layer shares them with nobody.
+#: The ranks over which a layer computes its statistics; a copy of the layer uses only its own batch.
 _PEERS: weakref.WeakKeyDictionary[nn.Module, Collectives] = weakref.WeakKeyDictionary()
 
 
@@ -40,9 +40,9 @@ class SyncBatchNorm(Callback):
 
 
 def synchronize(module: nn.Module, collectives: Collectives) -> int:
-    """Let every batch normalization in `module` see the batches of all ranks; return how many there are.
+    """Make every batch normalization in `module` use the batches of all ranks; return how many there are.
 
-    The layers stay what they are (class, parameters, names in ``state_dict``), and work alone once the ranks are gone.
+    The layers become instances of a subclass; parameters and names in ``state_dict`` stay the same.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
@@ -64,7 +64,7 @@ def _blank(cls: Any) -> Any:
 
 
 class _Synced:
-    """Mixed into a class of layers."""
+    """Mixin for a class of batch normalization: computes statistics over all ranks."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         peers = _PEERS.get(self)
@@ -87,7 +87,7 @@ class _Synced:
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # The class exists in this process alone: elsewhere the layer is the ordinary one.
+        # The subclass exists only in this process: pickle the layer as its original class.
         return _blank, (type(self).__mro__[2],), self.__dict__.copy()
 
 
@@ -134,7 +134,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """As `_Normalize`, with torch's CUDA kernels: of tensors as large as the input it keeps the input alone."""
+    """As `_Normalize`, with torch's CUDA kernels; saves no large tensor for backward except the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, eps: float, peers: Collectives) -> Any:
@@ -180,11 +180,11 @@ class _Fused(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return `x` contiguous, in channels-last order if it is."""
+    """Return `x` if it is contiguous, also in channels-last order; else a contiguous copy."""
     formats = (torch.channels_last,) if x.dim() == 4 else (torch.channels_last_3d,) if x.dim() == 5 else ()
     return x if any(x.is_contiguous(memory_format=each) for each in formats) else x.contiguous()
 
 
 def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """Return `values`, one for each channel, in the shape that `like` broadcasts."""
+    """Return `values`, one for each channel, in a shape that broadcasts to `like`."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

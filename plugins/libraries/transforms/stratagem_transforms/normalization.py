@@ -1,4 +1,4 @@
-"""Normalizing layers whose weights have 16 bits, on a CPU: autocast leaves it to the caller to give them the same."""
+"""Normalization layers with 16-bit weights on the CPU, where autocast does not cast their inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def match_inputs(module: nn.Module) -> list[RemovableHandle]:
-    """Cast what normalizing layers in `module` get to the dtype of their weights; return the hooks, to be removed."""
+    """Add hooks that cast inputs of normalization layers to the dtype of their weights; return the hooks' handles."""
     return [
         part.register_forward_pre_hook(_cast_to_weight)
         for part in module.modules()

@@ -1,4 +1,4 @@
-"""Choose parts of a model: by class, by the name of a class, by one of torch's policies, or by a callable."""
+"""Select modules of a model: by class, by the name of a class, by a policy of torch, or by a callable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXPECTED = "a set of classes (or their names), a torch policy or a callable"
 
 
 def check_policy(policy: Any, option: str) -> None:
-    """Refuse, before there is a model, a policy that selects modules of no model."""
+    """Refuse a policy that cannot select modules of any model; the model need not exist yet."""
     if isinstance(policy, set | frozenset | list | tuple):
         wrong = [each for each in policy if not (isinstance(each, type) or _is_class_name(each))]
         if wrong or not policy:
@@ -30,12 +30,12 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     """Return the modules below `root` that `policy` chooses, children before parents.
 
     Args:
-        policy: a class, a set of classes or of class names, one of torch's FSDP policies, or a callable, asked as
-            torch's first FSDP did: ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
-        option: what the user calls it, for errors.
+        policy: a class, a set of classes or of class names, one of torch's FSDP policies, or a callable with the
+            arguments of FSDP1: ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
+        option: the name of the option, for errors.
 
     Raises:
-        ConfigError: it chooses nothing, or names a class that the model does not have.
+        ConfigError: it selects no module, or names a class that the model does not have.
     """
     check_policy(policy, option)
     if isinstance(policy, type | str):
@@ -45,7 +45,7 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
     elif hasattr(policy, "_run_policy"):
         chosen = set(policy._run_policy(root, set(), {}))
     else:
-        chosen = _asked(root, policy)
+        chosen = _by_callable(root, policy)
     chosen.discard(root)
     if not chosen:
         raise ConfigError(
@@ -57,7 +57,7 @@ def select(root: nn.Module, policy: Any, option: str) -> list[nn.Module]:
 
 
 def children_first(root: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the parts of `root` that are `chosen`, each after those within it."""
+    """Return the modules of `root` that are `chosen`, each after the chosen modules inside it."""
     ordered: list[nn.Module] = []
     _append_after_children(root, chosen, ordered)
     return ordered
@@ -86,11 +86,11 @@ def _is_a(part: nn.Module, wanted: Any) -> bool:
     return any(cls.__name__ == wanted for cls in type(part).__mro__)
 
 
-def _asked(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
     chosen: set[nn.Module] = set()
 
     def visit(part: nn.Module) -> int:
-        """Return how many numbers of `part` lie in chosen parts."""
+        """Return the number of elements of `part` that are in chosen modules."""
         size: int = sum(parameter.numel() for parameter in part.parameters())
         if not policy(module=part, recurse=True, nonwrapped_numel=size):
             return 0
