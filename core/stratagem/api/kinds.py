@@ -4,7 +4,7 @@ A plugin is one attrs class decorated with ``@define(eq=False, kw_only=True)``: 
 sets, its ``@hookimpl`` methods implement hooks (`stratagem.api.hooks`), its ``capabilities`` state what it provides and
 requires. A package declares it in the entry-point group of its kind.
 
-The resolver calls the plain methods of the bases below *before any process starts*: they may read nothing but options.
+The resolver calls the plain methods of the bases below *before any process starts*: they may read only options.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PluginType(ABCMeta):
-    """Makes the constructor of every plugin refuse wrong options with the message that a mapping of options gets.
+    """Makes the constructor of every plugin raise the same errors for wrong options as a mapping of options.
 
     It derives from ABCMeta so that a plugin can inherit an abstract class too.
     """
@@ -75,7 +75,7 @@ class Plugin(metaclass=PluginType):
         return None
 
     def preload(self, device_type: str) -> None:
-        """Import what a run on such devices ("cpu", "cuda") imports late; called before a launcher forks.
+        """Import modules that a run on such devices ("cpu", "cuda") imports lazily; called before a launcher forks.
 
         It must not initialize a device: a forked process could not use it.
         """
@@ -83,7 +83,7 @@ class Plugin(metaclass=PluginType):
 
 @define(eq=False, kw_only=True)
 class Strategy(Plugin):
-    """How the model is distributed over processes, and stepped. Must answer `wrap_model`."""
+    """Distributes the model over processes, and runs its optimizer steps. Must answer `wrap_model`."""
 
     kind: ClassVar[str] = "strategy"
     #: One process per device of a node. False: one process uses all of them (``run.devices``).
@@ -130,7 +130,7 @@ class Strategy(Plugin):
 
 @define(eq=False, kw_only=True)
 class Precision(Plugin):
-    """Which dtype is used where: a policy, and hooks that are called unless the strategy applies the policy itself."""
+    """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself."""
 
     kind: ClassVar[str] = "precision"
 
@@ -140,13 +140,13 @@ class Precision(Plugin):
 
 @define(eq=False, kw_only=True)
 class CommHook(Plugin):
-    """How gradients are sent. Must implement `reduce_bucket`. Several can be stacked, the first is outermost."""
+    """Averages gradient buckets. Must implement `reduce_bucket`. Several can be combined; the first is outermost."""
 
     kind: ClassVar[str] = "comm_hook"
     identified_by_options: ClassVar[bool] = True
-    #: It needs the gradients' shapes, which only the first hook of a stack sees.
+    #: It needs the gradients' shapes, which only the first hook gets.
     outermost: ClassVar[bool] = False
-    #: It sends with collectives of its own, not through the hook below it: it must be the last of a stack.
+    #: It calls collectives itself, not through the next hook: it must be the last hook.
     innermost: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
 
@@ -184,7 +184,7 @@ class Launcher(Plugin):
     """Starts the other processes. Must answer `launch`."""
 
     kind: ClassVar[str] = "launcher"
-    #: The calling process is rank 0 of its node, and its objects are trained. False: it only waits, and workers send
+    #: True: the calling process is local rank 0, and its objects are trained. False: it only waits, and workers send
     #: results back.
     parent_trains: ClassVar[bool] = True
 
@@ -215,7 +215,7 @@ class Accelerator(Plugin):
         Raises:
             ConfigError: there is no such device, or devices of this kind have no identifiers.
         """
-        raise ConfigError(f"devices names {identifier!r}", expected="numbers: this accelerator knows no identifiers")
+        raise ConfigError(f"devices names {identifier!r}", expected="numbers: its devices have no identifiers")
 
     def activate(self, device: torch.device) -> None:
         """Make `device` this process's current one; called once, before the processes connect."""
@@ -223,15 +223,15 @@ class Accelerator(Plugin):
 
 @define(eq=False, kw_only=True)
 class CheckpointFormat(Plugin):
-    """How a checkpoint is stored. Must answer `save_checkpoint` and `load_checkpoint`."""
+    """Saves and loads checkpoints. Must answer `save_checkpoint` and `load_checkpoint`."""
 
     kind: ClassVar[str] = "checkpoint"
     #: Appended to file names that callbacks generate.
     suffix: ClassVar[str] = ".ckpt"
     #: `save_checkpoint` takes sharded tensors; otherwise strategies gather them first.
     takes_shards: ClassVar[bool] = False
-    #: Reading what it writes means unpickling, which can execute code: `consolidate` does so, and is called only for
-    #: files that the user trusts.
+    #: Its files are pickles, which can execute code when they are read: only `consolidate` reads them, and it is called
+    #: only for files that the user trusts.
     reads_pickles: ClassVar[bool] = False
 
     @property

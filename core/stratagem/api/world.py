@@ -27,7 +27,7 @@ NCCL_TIMEOUT = timedelta(minutes=10)
 
 @frozen(kw_only=True)
 class World:
-    """One process's place among all processes of a run; what an environment plugin answers.
+    """The ranks of one process and the world size, from an environment plugin.
 
     rank and world_size count processes over all nodes; local_rank and local_world_size those on this node.
     """
@@ -43,7 +43,7 @@ class World:
     main_port: int | None = None
     #: The launcher hosts the store, so rank 0 connects as a client like all ranks.
     store_hosted: bool = False
-    #: Distinguishes restarts that share a store: a restarted process must not read the address of a dead one.
+    #: Distinguishes restarts that share a store: a restarted process must not read the address of an earlier one.
     generation: str = "0"
 
     @property
@@ -74,12 +74,12 @@ class Mesh:
 
     @property
     def num_data_shards(self) -> int:
-        """How many parts a data set is cut into: ``team``, ``data`` and ``shard`` axes read different samples."""
+        """Number of parts of a data set: ranks on the ``team``, ``data`` and ``shard`` axes read different samples."""
         return self.size("team") * self.size("data") * self.size("shard")
 
     @property
     def data_shard(self) -> int:
-        """Which of those parts this process reads."""
+        """Index of the part that this process reads, from 0 to `num_data_shards` - 1."""
         group = self.position("team") * self.size("data") + self.position("data")
         return group * self.size("shard") + self.position("shard")
 
@@ -109,25 +109,25 @@ class Collectives:
 
     world_size = 1
     rank = 0
-    #: Where tensors of messages are.
+    #: The device of tensors that are sent.
     device: Any = "cpu"
-    #: A collective on tensors of `device` raises when another rank dies, rather than wait until the timeout.
+    #: Whether a collective on tensors of `device` raises an error when another rank dies, before the timeout.
     reports_lost_ranks = True
-    #: torch's process group of these ranks, for engines that want one; None is its default group.
+    #: torch's process group of these ranks, for engines that need one; None is the default group.
     group: Any = None
 
     @property
     def unchecked(self) -> Collectives:
-        """The same ranks, without a comparison of what each of them calls.
+        """Collectives over the same ranks that do not check whether all ranks make the same call.
 
-        For calls of a training step that are the same on all ranks by construction. Otherwise a call that only some
-        ranks make, or another one than theirs, is an error on all of them.
+        For calls of a training step that are the same on all ranks by construction. Without `unchecked`, calls that
+        differ between ranks are an error on all of them.
         """
         return self
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Counts the bytes of tensors that were sent; groups made by `split` count here too."""
+        """The counter of bytes of sent tensors; groups made by `split` share it."""
         return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
@@ -135,7 +135,7 @@ class Collectives:
         return tensor.clone()
 
     def average_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average `tensor` over all ranks in place; the future holds it. Called below the last comm hook."""
+        """Average `tensor` over all ranks in place; the future holds it. Called after the innermost comm hook."""
         import torch
 
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -147,11 +147,11 @@ class Collectives:
         return [tensor.clone()]
 
     def all_gather_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return a future of every rank's 1-D `tensor` (equal sizes), in rank order, joined: (ranks * n,)."""
+        """Return a future of every rank's 1-D `tensor` (equal sizes), concatenated in rank order: (ranks * n,)."""
         return self.average_async(tensor.clone())
 
     def all_to_all_async(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Cut the 1-D `tensor` into a piece for each rank; the future holds the pieces that this rank was sent."""
+        """Send a chunk of the 1-D `tensor` to each rank; the future holds the chunks that this rank received."""
         return self.average_async(tensor.clone())
 
     def send_recv(self, tensor: torch.Tensor, to: int, source: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Collectives:
         return tensor.clone()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Return collectives over that one of the disjoint `groups` which this rank is in.
+        """Return collectives over the one of the disjoint `groups` that contains this rank.
 
         All ranks call it, with the same groups.
         """
@@ -170,7 +170,7 @@ class Collectives:
         return tensor
 
     def replicate(self, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
-        """Give all ranks rank `src`'s values of `tensors`, in place; whether they are trained or not."""
+        """Copy rank `src`'s values of `tensors` to all ranks, in place; parameters and buffers."""
         for tensor in tensors:
             self.broadcast(tensor.data, src)
 
@@ -183,14 +183,14 @@ class Collectives:
         return [value]
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on at least one rank."""
         return any(self.all_gather_object(bool(flag)))
 
     def fail_together(self, error: BaseException | None) -> None:
-        """Raise on all ranks if any rank passes an error, naming the first such rank; else return on all.
+        """Raise an error on all ranks if any rank passes one, naming the first such rank; else return on all.
 
         If a check fails on some ranks only, the others would wait in the next collective.
         """
@@ -202,9 +202,9 @@ class Collectives:
                 raise StratagemError(f"rank {rank} failed with {report.rstrip('.')}", do="this rank stops with it")
 
     def barrier_with_timeout(self, what: str, limit_s: float) -> None:
-        """Return once every rank has called this for the same `what`.
+        """Wait until every rank has called this for the same `what`, but at most `limit_s` seconds.
 
-        For calls that a user may make on one rank only: unlike a collective it ends, with an error.
+        For calls that a user may make on one rank only: a collective would hang, this raises an error.
 
         Raises:
             ConfigError: some ranks did not call it within `limit_s` seconds.
@@ -213,7 +213,8 @@ class Collectives:
     def report_failure(self, text: str) -> None:
         """Tell the other ranks why this one is about to end; the first report is kept. Not collective.
 
-        It outlives this process if the launcher hosts the store, as the local launchers and torchrun do.
+        The report stays available after this process ends if the launcher hosts the store, as the local launchers and
+        torchrun do.
         """
 
     def read_failure_report(self, limit_s: float = 2.0) -> str | None:
@@ -221,7 +222,7 @@ class Collectives:
         return None
 
     def key_value_store(self) -> KeyValueStore:
-        """Return a store that ranks write and read at any time; it has a connection of its own, for a thread."""
+        """Return a store that ranks write and read at any time; with a separate connection, for use in a thread."""
         if self.world_size > 1:
             raise ConfigError(
                 f"{type(self).__name__} has no key_value_store()", expected="one, for ranks to agree on when to stop",
@@ -230,13 +231,14 @@ class Collectives:
         return KeyValueStore()
 
     def with_own_connection(self) -> Collectives:
-        """Return the same collectives for failure reports of another thread, which does not wait for this one."""
+        """Return the same collectives with a separate connection, for failure reports of another thread."""
         return self
 
     def duplicate(self, purpose: str) -> Collectives:
         """Return collectives over another group of the same ranks, for CPU tensors; one group for each `purpose`.
 
-        Calls over the two groups never match each other, so ranks may be in different ones. All ranks call it.
+        Calls over different groups never match each other, so some ranks may use one while others use another. All
+        ranks call it.
         """
         return self
 
@@ -250,4 +252,4 @@ class Collectives:
         return Collectives()
 
     def close(self) -> None:
-        """Leave the group; idempotent."""
+        """Destroy the group; may be called twice."""

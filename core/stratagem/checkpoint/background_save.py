@@ -35,7 +35,7 @@ class Saver:
         self._error: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         self._finishes_at_exit = False
-        #: Collectives apart from those of training: for the thread, and for the check at each step.
+        #: Collectives that training does not use: for the thread, and for the check at each step.
         self._groups: tuple[Collectives, Collectives] | None = None
 
     def connect(self) -> tuple[Collectives, Collectives]:
@@ -48,19 +48,19 @@ class Saver:
         """Call `write` with the collectives to use, now or in the background. Collective.
 
         Raises:
-            any error of `write`, if it runs now; any error of the previous save.
+            Exception: an error of `write`, if it runs now; an error of the previous save.
         """
         self.wait()
         if not background:
             write(self._collectives)
             return
-        apart = self.connect()
+        separate = self.connect()
         self._error, self._afterwards, self._over = None, [], False
         if not self._finishes_at_exit:
             self._finishes_at_exit = True
             # Not with atexit: then no thread pool accepts tasks any more, neither this one nor an object store's.
             getattr(threading, "_register_atexit", atexit.register)(_finish, weakref.ref(self))
-        self._thread = threading.Thread(target=self._work, args=(write, apart[0]), name="stratagem-save")
+        self._thread = threading.Thread(target=self._work, args=(write, separate[0]), name="stratagem-save")
         self.busy = True
         self._thread.start()
 
@@ -81,7 +81,7 @@ class Saver:
             action()
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Call `action` after the running save has succeeded; now if there is none; never if it fails."""
+        """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""
         with self._lock:
             if not self._over:
                 self._afterwards.append(action)

@@ -24,14 +24,14 @@ _comparisons = 0
 
 
 def agree_before_connecting(world: World, facts: Mapping[str, Any], timeout: timedelta) -> bool:
-    """Compare `facts` with rank 0's, over the store that a launcher hosts: no group is needed, and none can hang.
+    """Compare `facts` with rank 0's over the store that a launcher hosts, before the process group is connected.
 
     Returns:
-        Whether they were compared. If no store is hosted yet they were not: call `agree` after connecting.
+        Whether they were compared. If not, because no launcher hosts a store, call `agree` after connecting.
 
     Raises:
         ConfigError: on every rank, with the rank and the first differences.
-        LaunchError: the others did not come within `timeout`.
+        LaunchError: the other ranks did not connect within `timeout`.
     """
     if world.world_size == 1 or not world.store_hosted or world.main_port is None:
         return False

@@ -61,18 +61,18 @@ def on_connect(run: RunContext) -> None:
 
 @hookspec
 def init_context(empty: bool, run: RunContext) -> AbstractContextManager[Any] | None:
-    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`); None enters none.
+    """All enter: contexts under which modules are built (`configure_model`, `Trainer.init_module`); None adds none.
 
-    `empty` asks for parameters without values, which a checkpoint will fill.
+    With `empty`, parameters are built on the meta device; a checkpoint will provide their values.
     """
 
 
 @hookspec(firstresult=True)
 def materializer(module: nn.Module, run: RunContext) -> Materializer:
-    """Answer: what initializes the parts of `module`, which was built without values (``empty``). Collective.
+    """Answer: a `Materializer` for `module`, which was built on the meta device (``empty``). Collective.
 
-    Called for ``run.materializer(module)``. The values depend on rank 0's seed and the names of parameters alone, not
-    on which rank initializes which part.
+    Called for ``run.materializer(module)``. The values depend only on rank 0's seed and the names of parameters, not
+    on the rank that initializes them.
     """
 
 
@@ -85,8 +85,8 @@ def prepare_module(module: nn.Module, run: RunContext) -> None:
 def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
     """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 
-    `module` is a `StepModule`, whose forward runs ``training_step`` and its siblings, so that an engine which hooks
-    into ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
+    `module` is a `StepModule`, whose forward runs ``training_step``, ``validation_step`` and so on. So an engine
+    with hooks on ``forward`` covers the whole step. Outer strategies wrap. Called for every stage (``run.stage``).
     """
 
 
@@ -97,7 +97,7 @@ def wrap_optimizers(optimizers: list[Optimizer], module: nn.Module, run: RunCont
 
 @hookspec(firstresult=True)
 def wrap_dataloader(loader: DataLoader[Any], stage: str, run: RunContext) -> DataLoader[Any]:
-    """Answer (strategy): the loader of this process's share. Default: the sampler rules of `stratagem.runtime.data`.
+    """Answer (strategy): the loader of this rank's part of the data. Default: the rules of `stratagem.runtime.data`.
 
     Not called when the user sets ``use_distributed_sampler=False``.
     """
@@ -113,7 +113,7 @@ def transfer_batch(batch: Any, run: RunContext) -> Any:
 
 @hookspec
 def step_context(stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
-    """All enter: contexts around one forward (and, when training, backward); None enters none.
+    """All enter: contexts around one forward (and, when training, backward); None adds none.
 
     `sync` is False when the gradients of this micro-batch are only accumulated, or under manual optimization.
     """
@@ -144,7 +144,7 @@ def backward(loss: Tensor, module: nn.Module, run: RunContext) -> bool:
 
 @hookspec
 def reduce_bucket(bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
-    """Comm hooks, stacked: a generator that returns ``bucket.buffer`` averaged over the ranks.
+    """Comm hooks, outermost first: a generator that returns ``bucket.buffer`` averaged over the ranks.
 
     If it yields a tensor, the value of the ``yield`` is the tensor averaged by the next hook of the stack, after the
     last hook by an all-reduce over the ranks of `collectives`. If it yields a future, such as that of
