@@ -168,6 +168,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     sys.argv = [arguments.script, *arguments.arguments]
     if not os.path.exists(arguments.script):
         raise StratagemError(f"script {arguments.script!r} does not exist", do="check the path")
+    if os.path.isdir(arguments.script):
+        raise StratagemError(f"{arguments.script!r} is a folder", expected="a Python script", do="check the path")
     sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
     try:
         runpy.run_path(arguments.script, run_name="__main__")

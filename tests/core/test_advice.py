@@ -301,6 +301,7 @@ OWN_PARSER = "sg.Trainer(accelerator='cpu', devices=2, strategy=[*map(str.lower,
 @pytest.mark.parametrize(
     ("trainer", "words", "unread"),
     [
+        ("sg.Trainer(accelerator='cpu')", [], []),
         ("sg.Trainer(accelerator='cpu')", ["--strategy", "fsdp"], ["--strategy fsdp"]),
         ("sg.Trainer(accelerator='cpu')", ["--strategy.timeout=3", "--lr", "3"], ["--strategy.timeout=3"]),
         ("sg.Trainer(accelerator='cpu')", ["--max-epochs", "3", "--devices", "2"], ["--max-epochs 3", "--devices 2"]),

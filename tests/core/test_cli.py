@@ -164,3 +164,8 @@ def test_help_imports_neither_torch_nor_what_trains(arguments):
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
 
     assert "IMPORTED []" in result.stdout
+
+
+def test_explain_refuses_a_folder(capsys, tmp_path):
+    assert main(["explain", str(tmp_path)]) == 1
+    assert f"{str(tmp_path)!r} is a folder; expected a Python script; check the path" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,7 @@ def _explain_choice(choice: Choice, stack: Stack) -> dict[str, Any]:
 def unread_arguments(stack: Stack, settings: RunSettings, words: Sequence[str]) -> list[str]:
     """Return a sentence for each Trainer argument in `words` of the command line that the run does not use."""
     sentences = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, equals, text = word.removeprefix("--").partition("=")
         text = text if equals else "" if following.startswith("--") else following
         name, dot, option = name.replace("-", "_").partition(".")
