@@ -170,6 +170,12 @@ def test_two_processes_equal_plain_pytorch(strategy, mode):
         (set(), r"activation_checkpointing is set\(\); expected a set of classes"),
         ({"policy": {Block}, "mod": "full"}, "has the keys 'policy', 'mod'; expected .*did you mean 'mode'"),
         ({"mode": "full"}, "has the keys 'mode'; expected 'policy'"),
+        ({}, "has no keys; expected 'policy'"),
+        (nn.Linear(1, 1), "activation_checkpointing is Linear.*; expected a set of classes"),
+        (
+            lambda part: True,
+            r"a callable with the arguments \(part\); expected .*\(module, recurse, nonwrapped_numel\)",
+        ),
         (
             {"policy": {Block}, "mode": "some"},
             "activation_checkpointing.mode is 'some'; expected 'full' or 'selective'",

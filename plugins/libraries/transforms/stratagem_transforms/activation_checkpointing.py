@@ -74,8 +74,9 @@ def read(wanted: Any) -> tuple[Any, str]:
     if isinstance(wanted, Mapping):
         unknown = sorted(set(wanted) - {"policy", "mode"})
         if unknown or "policy" not in wanted:
+            given = f"the keys {', '.join(map(repr, wanted))}" if wanted else "no keys"
             raise ConfigError(
-                f"{OPTION} has the keys {', '.join(map(repr, wanted))}", expected="'policy', and optionally 'mode'",
+                f"{OPTION} has {given}", expected="'policy', and optionally 'mode'",
                 do=nearest(unknown[0], ("policy", "mode")) if unknown else "",
             )  # fmt: skip
         policy, mode = wanted["policy"], wanted.get("mode", "full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,28 @@ def check_policy(policy: Any, option: str) -> None:
         wrong = [each for each in policy if not (isinstance(each, type) or _is_class_name(each))]
         if wrong or not policy:
             raise ConfigError(f"{option} is {shown(policy)}", expected="a set of classes or of their names")
-    elif not (callable(policy) or _is_class_name(policy) or hasattr(policy, "_run_policy")):
+    elif isinstance(policy, type) or _is_class_name(policy) or hasattr(policy, "_run_policy"):
+        return
+    elif isinstance(policy, nn.Module) or not callable(policy):
         raise ConfigError(f"{option} is {shown(policy)}", expected=_EXPECTED)
+    else:
+        _check_callable(policy, option)
+
+
+def _check_callable(policy: Callable[..., bool], option: str) -> None:
+    """Refuse a callable that does not take what `_asked` passes."""
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # a function of C has none
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError:
+        raise ConfigError(
+            f"{option} is a callable with the arguments {signature}",
+            expected="one with the arguments (module, recurse, nonwrapped_numel)",
+            do="use a set of classes, or lambda module, recurse, nonwrapped_numel: ...",
+        ) from None
 
 
 def _is_class_name(value: Any) -> bool:
