@@ -17,13 +17,13 @@ class BF16Feedback(CommHook):
     """
 
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
-    #: The rounding errors of the last step, by bucket.
-    _residuals: PerRun[dict[tuple[int, int], torch.Tensor]] = field(init=False, factory=lambda: PerRun(dict))
+    #: The rounding errors of the last step, by bucket: its index, size and parameters, which DDP may reorder.
+    _residuals: PerRun[dict[tuple[int, ...], torch.Tensor]] = field(init=False, factory=lambda: PerRun(dict))
 
     @hookimpl
     def reduce_bucket(self, bucket, run):
         residuals = self._residuals.of(run)
-        key = (bucket.index, bucket.buffer.numel())
+        key = (bucket.index, bucket.buffer.numel(), *map(id, bucket.parameters))
         corrected = bucket.buffer + residuals[key] if key in residuals else bucket.buffer
         sent = corrected.bfloat16()
         residuals[key] = torch.nan_to_num(corrected - sent, 0.0, 0.0, 0.0)  # an overflow leaves none

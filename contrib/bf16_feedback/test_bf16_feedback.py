@@ -22,3 +22,14 @@ def test_rounding_errors_do_not_accumulate():
         total += reduce(Bucket(buffer=gradient.clone())).wait()
 
     assert torch.allclose(total, 100 * gradient, atol=0.01)  # bf16 alone would be off by 0.1
+
+
+def test_a_residual_is_not_added_to_another_parameter():
+    run = stratagem.Run(accelerator="cpu", strategy="ddp", comm_hook="bf16_feedback")
+    reduce = run.context.bucket_reducer()
+    first, second = torch.zeros(4), torch.zeros(4)
+    reduce(Bucket(buffer=torch.tensor([1.001] * 4 + [0.0] * 4), parameters=(first, second))).wait()
+
+    average = reduce(Bucket(buffer=torch.zeros(8), parameters=(second, first))).wait()  # as DDP does after a step
+
+    assert not average[:4].any()

@@ -34,7 +34,8 @@ class Bucket:
 
     #: 1-D, any floating dtype; a hook may overwrite it.
     buffer: torch.Tensor
-    #: The same index is the same bucket on every rank and step.
+    #: The same index is the same bucket on every rank. DDP lays its buckets out once more after the first step of a
+    #: process: an index may then have other parameters, or the same in another order.
     index: int = 0
     #: The last bucket of this backward.
     is_last: bool = True
