@@ -1,4 +1,4 @@
-"""The doctor says what is here and what is broken, survives what is broken, and tells it by its exit code."""
+"""The doctor lists what is installed and what is broken; broken parts do not stop it, and change its exit code."""
 
 from __future__ import annotations
 

@@ -219,16 +219,16 @@ def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("fork", "ddp"), ("fork", "ddp_sharded"), ("fork", "fsdp"), ("spawn", "ddp")]
 )
-def test_a_model_built_without_values_comes_home_with_them(strategy, launcher):
+def test_a_model_built_on_the_meta_device_is_returned_with_values(strategy, launcher):
     batches = joined_batches(2, 16)
     trainer, loader = forked(batches, strategy=strategy, launcher=launcher)
     with trainer.init_module(empty_init=True):
         model = Net()
 
     trainer.fit(model, loader)
-    home = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first = parameters_to_vector(home.values())
-    assert not any(tensor.is_meta or tensor.isnan().any() for tensor in home.values())
+    returned = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = parameters_to_vector(returned.values())
+    assert not any(tensor.is_meta or tensor.isnan().any() for tensor in returned.values())
 
     trainer.max_epochs = 2
     trainer.fit(model, loader)  # training continues from these weights
@@ -236,7 +236,7 @@ def test_a_model_built_without_values_comes_home_with_them(strategy, launcher):
     assert 0 < (parameters_to_vector(model.state_dict().values()) - first).norm() < first.norm()
 
 
-def test_tied_parameters_and_buffers_without_values_come_home():
+def test_tied_parameters_and_buffers_on_the_meta_device_are_returned_with_values():
     class Both(Tied):
         def __init__(self):
             super().__init__()

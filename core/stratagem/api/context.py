@@ -303,7 +303,7 @@ class TrainerView(Protocol):
     fitting: bool
     #: True during the sanity check: some batches of validation before training.
     sanity_checking: bool
-    #: Samples in a batch of one process; None if the loader does not have a batch size.
+    #: Samples in a batch of one process; None if the loader has no batch size.
     batch_size: int | None
     num_training_batches: float
     num_val_batches: list[float]

@@ -1,7 +1,7 @@
-"""A state as JSON has it, with its tensors apart: how checkpoint formats store it without a pickle.
+"""Convert a state to JSON and a list of its tensors, so that checkpoint formats can store it without a pickle.
 
-What JSON lacks is marked by a key ``"$"``: tensors (by number), tuples, mappings with other keys than text, floats that
-are not numbers, bytes, complex numbers, dtypes and devices.
+Values that JSON does not have are mappings with a key ``"$"``: tensors (by number), tuples, mappings with other keys
+than text, floats that are not numbers, bytes, complex numbers, dtypes and devices.
 """
 
 from __future__ import annotations

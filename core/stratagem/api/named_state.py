@@ -39,7 +39,7 @@ def logical_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str
 
 
 def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return `logical` as ``optimizer.load_state_dict`` wants it.
+    """Return `logical` in the form that ``optimizer.load_state_dict`` accepts.
 
     Raises:
         CheckpointError: the state belongs to other parameters or other groups.

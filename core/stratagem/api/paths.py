@@ -167,7 +167,7 @@ def create_beside(path: Path, ending: str = ".staged") -> StagedFile:
 
 
 class StagedFile(io.BufferedWriter):
-    """A file for writing that knows its path."""
+    """A file for writing, with its path."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         super().__init__(io.FileIO(descriptor, "wb"))

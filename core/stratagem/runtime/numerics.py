@@ -21,7 +21,7 @@ _REPEATABLE: Final = (":4096:8", ":16:8")
 
 
 def switch(settings: RunSettings, device_type: str) -> ExitStack:
-    """Switch torch to what `settings` ask for, before a device of `device_type` is started; closing restores it.
+    """Set torch's flags from `settings`, before a device of `device_type` is started; closing restores it.
 
     What `settings` leave open stays as the process has it.
 

@@ -201,7 +201,7 @@ class ResumableBatches:
             batch_idx += 1
             if is_last:
                 if not self.looks_ahead and batch_idx == length(self.loader):
-                    next(iterator, None)  # workers end in order when a loader is asked past its end
+                    next(iterator, None)  # workers end normally when the loader is exhausted
                 return
 
     def _open(self, position: Position, first: int, state: Any) -> Iterator[Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
 
-#: Methods for which a batch is trained as [Note: the closure] says.
+#: Methods that make training follow [Note: the closure] if the module defines one.
 STEP_METHODS = ("optimizer_step", "optimizer_zero_grad")
 
 

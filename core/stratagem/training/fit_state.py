@@ -48,7 +48,7 @@ class FitState:
     #: Training is under way in this process, rather than a validation or test that the user called.
     fitting: bool = False
     sanity_checking: bool = False
-    #: Samples in a batch of one process, if the training loader tells.
+    #: Samples in a batch of one process; None if the training loader has no batch size.
     batch_size: int | None = None
     num_training_batches: float = 0
     #: Batches of each loader, as far as they are known and not limited; inf otherwise.

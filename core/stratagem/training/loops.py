@@ -1,4 +1,4 @@
-"""The training loop: epochs of batches. It calls hooks and `Run`, and knows no plugin."""
+"""The training loop: epochs of batches. It calls hooks and `Run`, and depends on no plugin."""
 
 from __future__ import annotations
 

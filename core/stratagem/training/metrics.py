@@ -343,7 +343,9 @@ def _raise_difference(ranks: list[tuple[dict[str, Any], str | int]]) -> NoReturn
     else:
         found = f"sync_dist=True in batch {other_moment} on rank {rank} and {moment} on rank 0"
         expected = "all ranks to log it in the same batches"
-    raise ConfigError(f"log({name!r}) was called with {found}", expected=expected, do="log it alike on every rank")
+    raise ConfigError(
+        f"log({name!r}) was called with {found}", expected=expected, do="log it in the same way on every rank"
+    )
 
 
 def _computes(value: Any) -> bool:
@@ -379,9 +381,9 @@ def _coded_on_cpu(values: list[Any]) -> list[Tensor]:
     """Return `_coded` of each of `values`, on the CPU: in one copy from a device, however many there are."""
     coded = [_coded(value) for value in values]
     for device in {each.device for each in coded} - {torch.device("cpu")}:
-        places = [place for place, each in enumerate(coded) if each.device == device]
-        for place, copy in zip(places, torch.stack([coded[place] for place in places]).cpu(), strict=True):
-            coded[place] = copy
+        indices = [index for index, each in enumerate(coded) if each.device == device]
+        for index, copy in zip(indices, torch.stack([coded[index] for index in indices]).cpu(), strict=True):
+            coded[index] = copy
     return coded
 
 

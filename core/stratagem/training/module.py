@@ -1,4 +1,4 @@
-"""`Module`: a torch module that knows how to train, validate, test and predict; and the dispatcher that runs it."""
+"""`Module`: a torch module with the steps of training, validation, test and prediction; and the dispatcher for them."""
 
 from __future__ import annotations
 

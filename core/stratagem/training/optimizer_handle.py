@@ -47,7 +47,7 @@ def handles_of(state: FitState) -> list[OptimizerHandle]:
 def averaging(
     closure: Callable[[], Any], collectives: Collectives, before: Callable[[], Any] | None = None
 ) -> Callable[[], Any]:
-    """Return `closure` with its loss averaged over ranks: the optimizer decides on it, and must decide alike on all.
+    """Return `closure` with its loss averaged over ranks: the optimizer decides by it, the same on all ranks.
 
     Args:
         before: called between `closure` and the average.

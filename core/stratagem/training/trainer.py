@@ -143,7 +143,7 @@ class Trainer(View):
 
         Args:
             argv: the words after the program's name; those of this process if not given.
-            defaults: arguments for what neither a file, nor the environment, nor the command line says.
+            defaults: arguments that neither a file, nor the environment, nor the command line sets.
 
         ``--config run.yaml`` reads a file first, ``--help`` shows all arguments and the chosen plugins' options. A
         mistake ends the program with one sentence and exit code 1.
@@ -289,15 +289,15 @@ class Trainer(View):
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
-            home = launch(self.run, functools.partial(self._main, request))
+            result = launch(self.run, functools.partial(self._main, request))
         finally:
             self._call_at_work = None
             if outer is not None and outer.trainer._call_at_work is not None:
-                model.__dict__["_fit"] = outer  # whose call this one was made in
-        return home.unpack(state) if isinstance(home, trainer_state.WorkerResult) else home
+                model.__dict__["_fit"] = outer  # this call was made inside a call of that trainer
+        return result.unpack(state) if isinstance(result, trainer_state.WorkerResult) else result
 
     def _main(self, request: StageRequest, run: Context) -> Any:
-        """Do `request` in this process, one of those that the launcher started."""
+        """Run `request` in this process, which is one of those that the launcher started."""
         from stratagem.training.stage_runner import StageRunner
         from stratagem.training.trainer_state import WorkerResult
 

@@ -195,7 +195,7 @@ class _SignalWatcher:
                     return
 
     def last_batch(self) -> int:
-        """Return the number of the last batch for all ranks; wait for the posts of all."""
+        """Return the number of the last batch for all ranks; wait for the numbers of all ranks."""
         deadline = time.monotonic() + _POST_TIMEOUT_S
         while self._last is None:
             posts = [self.store.get(f"begun/{rank}") for rank in range(self.world_size)]
@@ -211,7 +211,7 @@ class _SignalWatcher:
         return self._last
 
     def post_no_limit(self) -> None:
-        """Post that this rank has trained all batches, so that no rank stops before that."""
+        """Write that this rank has trained all batches, so that no rank stops before that."""
         with contextlib.suppress(Exception):
             self.store.put(f"begun/{self.rank}", str(_NO_LIMIT))
 
@@ -220,7 +220,7 @@ class _SignalWatcher:
         return self._number
 
     def reason(self) -> str:
-        """Return which signal came to which rank."""
+        """Return the signal that stopped training, and the rank that received it."""
         return str(self.store.get("stop"))
 
     def stop(self) -> None:

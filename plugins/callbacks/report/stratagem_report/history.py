@@ -2,8 +2,8 @@
 
 [Note: buckets]
 A curve has at most `LIMIT` buckets. A bucket covers ``width`` steps and has the minimum, mean and maximum of their
-values; at first ``width`` is 1. When there are too many buckets, ``width`` doubles and neighbours are merged, so that
-all parts of a run have the same resolution.
+values; at first ``width`` is 1. When there are too many buckets, ``width`` doubles and adjacent buckets are merged, so
+that all parts of a run have the same resolution.
 """
 
 from __future__ import annotations
