@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import socket
 
 import pytest
 from torch import nn
@@ -109,6 +110,19 @@ def _measured(rank, world_size, comm_hook):
     )
     trainer.fit(Wide(), share(trainer, joined_batches(6, 24)))
     return [results[-1] - results[1] for results in (sent.results, counted.results)]
+
+
+def test_bytes_count_once_they_are_written():
+    if bytes_sent() is None:
+        pytest.skip("this system does not tell how many bytes a connection sent")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as writer:
+        reader, _ = server.accept()
+        with reader:
+            before = bytes_sent()
+            writer.setblocking(False)
+            written = writer.send(bytes(10_000_000))  # as much as fits into buffers: nobody reads
+
+            assert bytes_sent() - before == written
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

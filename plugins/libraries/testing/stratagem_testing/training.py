@@ -30,8 +30,8 @@ QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_
 
 #: Seconds that the system may take to remove a thread that was joined.
 _SETTLING_S = 0.5
-#: Offset of the count of payload bytes sent in Linux's `struct tcp_info`.
-_TCPI_BYTES_SENT = 200
+#: Offsets in Linux's `struct tcp_info`: bytes that wait to be sent (uint32), and those sent, then resent (uint64 each).
+_TCPI_NOTSENT_BYTES, _TCPI_BYTES_SENT = 144, 200
 
 
 def train(
@@ -103,7 +103,7 @@ def loader(samples: Batch, batch_size: int) -> DataLoader[Any]:
 
 
 def bytes_sent() -> int | None:
-    """Return the number of bytes sent over this process's TCP connections; None if the system does not count them."""
+    """Return the number of bytes written to this process's TCP connections; None if the system does not count them."""
     if sys.platform != "linux":
         return None
     total = 0
@@ -119,8 +119,12 @@ def _bytes_sent_on(descriptor: int) -> int:
         if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
             return 0
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    sent: int = struct.unpack_from("Q", info, _TCPI_BYTES_SENT)[0] if len(info) >= _TCPI_BYTES_SENT + 8 else 0
-    return sent
+    if len(info) < _TCPI_BYTES_SENT + 16:
+        return 0
+    # A busy machine sends late, and sends again what was not acknowledged in time.
+    (waiting,) = struct.unpack_from("I", info, _TCPI_NOTSENT_BYTES)
+    sent, resent = struct.unpack_from("QQ", info, _TCPI_BYTES_SENT)
+    return int(sent - resent + waiting)
 
 
 def resources_held() -> dict[str, Any]:
