@@ -216,6 +216,8 @@ def test_standard_callbacks_come_unless_one_of_their_class_is_listed():
         "model_checkpoint"
     ]
     assert names(resolved(callbacks="tqdm", enable_checkpointing=False).callbacks) == ["tqdm"]
+    by_package = resolved(callbacks="stratagem-callbacks:Progress", enable_checkpointing=False)
+    assert names(by_package.callbacks) == ["progress"]
 
 
 def test_barebones_and_a_fast_run_have_fewer_plugins():

@@ -29,7 +29,14 @@ def test_every_run_has_it_and_no_list_of_callbacks_shows_it():
     assert "callback peer_diagnosis" in run.explain()
 
 
-@pytest.mark.parametrize("choose", [{"callbacks": "peer_diagnosis"}, {"plugins": [PeerDiagnosis()]}])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        {"callbacks": "peer_diagnosis"},
+        {"callbacks": {"name": "Stratagem-Peer-Diagnosis:peer_diagnosis"}},
+        {"plugins": [PeerDiagnosis()]},
+    ],
+)
 def test_a_listed_one_takes_the_place_of_that_one(choose):
     assert len(_chosen(sg.Trainer(**choose, **QUIET).run.stack)) == 1
 

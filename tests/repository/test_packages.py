@@ -27,7 +27,8 @@ USED_BY_OTHERS = {
     "stratagem-deepspeed": {"stratagem-deferred-init"},
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
         "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
-        "stratagem-environments-local", "stratagem-launchers-local", "stratagem-precision", "stratagem-single-device",
+        "stratagem-environments-local", "stratagem-launchers-local", "stratagem-peer-diagnosis", "stratagem-precision",
+        "stratagem-single-device",
     },
 }  # fmt: skip
 #: Imported within a function that says what to install: distribution, extra, and what the extra adds.

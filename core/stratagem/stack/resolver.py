@@ -351,13 +351,17 @@ def _transforms(settings: Any) -> list[Choice]:
     return choices
 
 
+def _names_of(entry: registry.Entry) -> tuple[str, str]:
+    return entry.name, entry.qualified_name.lower()
+
+
 def _names(value: Any, entry: registry.Entry) -> bool:
     """Whether `value` already chooses the plugin of `entry`, or one of a class derived from it."""
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
-        if name.lower() == entry.name:
+        chosen = [other for other in registry.entries("callback") if name.lower() in _names_of(other)]
+        if entry in chosen:
             return True
-        chosen = [other for other in registry.entries("callback") if other.name == name.lower()]
         return any(issubclass(other.load(), entry.load()) for other in chosen)
     return any(_entry_of("callback", cls)[1] == entry for cls in type(value).__mro__)
 
