@@ -59,7 +59,11 @@ def import_all(chosen: Distribution) -> list[str]:
 
 
 #: Plugins that the kit cannot check by their names alone, and why; tests/conformance checks them with what they need.
-NOT_BY_NAME = {"ddp2": "takes one process per node", "post_localsgd": "model_averaging_period has no default"}
+NOT_BY_NAME = {
+    "ddp2": "takes one process per node",
+    "dp": "trains on several devices from one process",
+    "post_localsgd": "model_averaging_period has no default",
+}
 
 
 def first_of_each_kind(loaded: list[tuple[EntryPoint, object]]) -> list[EntryPoint]:
