@@ -306,18 +306,16 @@ def _standard_callbacks(settings: Any) -> list[Choice]:
         if role == "checkpointing" and settings.fast_dev_run:
             continue
         entry = registry.find("callback", catalog.default(role))
-        listed = [*_as_list(settings.callbacks), *_as_list(settings.plugins)]
-        if not any(_names(value, entry) for value in listed):
+        if not _is_listed(entry, settings):
             choices.append(default("callback", role, f"{switch}=True"))
     return choices
 
 
 def _automatic_callbacks(settings: Any) -> list[Choice]:
     """Return the callbacks that the catalog has in every run, if they are installed and the user lists none of them."""
-    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
     choices = []
     for entry in registry.entries("callback"):
-        if entry.name in catalog.automatic() and not any(_names(value, entry) for value in listed):
+        if entry.name in catalog.automatic() and not _is_listed(entry, settings):
             try:
                 plugin = make(entry, {})
             except PluginError as error:  # a broken package must not touch a run that does not name it
@@ -342,24 +340,29 @@ def _transforms(settings: Any) -> list[Choice]:
         choices.append(attrs.evolve(choice, origins=origins))
     if settings.sync_batchnorm:
         choices.append(default("callback", "sync_batchnorm", "sync_batchnorm=True"))
-    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
     for choice in choices:
-        if choice.entry is not None and any(_names(value, choice.entry) for value in listed):
+        if choice.entry is not None and _is_listed(choice.entry, settings):
             raise ConfigError(
                 f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
             )
     return choices
 
 
-def _names_of(entry: registry.Entry) -> tuple[str, str]:
-    return entry.name, entry.qualified_name.lower()
+def _is_listed(entry: registry.Entry, settings: Any) -> bool:
+    """Whether the user lists the callback of `entry`, or one of a class derived from it."""
+    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
+    return any(_names(value, entry) for value in listed)
 
 
 def _names(value: Any, entry: registry.Entry) -> bool:
     """Whether `value` already chooses the plugin of `entry`, or one of a class derived from it."""
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
-        chosen = [other for other in registry.entries("callback") if name.lower() in _names_of(other)]
+        chosen = [
+            other
+            for other in registry.entries("callback")
+            if name.lower() in (other.name, other.qualified_name.lower())
+        ]
         if entry in chosen:
             return True
         return any(issubclass(other.load(), entry.load()) for other in chosen)
