@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -84,6 +85,26 @@ def clean_environment(unlaunched, monkeypatch, tmp_path):
         sys.modules["torch"].manual_seed(0)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_"))]:
         monkeypatch.delenv(name)  # of a group that an earlier test left behind
+
+
+#: "1": a program that a test needs and that is not installed is an error. CI sets it, which installs all of them.
+REQUIRED_VARIABLE = "STRATAGEM_TESTS_REQUIRE_ALL"
+
+
+@pytest.fixture(scope="session")
+def need():
+    """Return a function that skips the test where one of `programs` is not installed; in CI that is an error."""
+
+    def check(*programs, package):
+        missing = [name for name in programs if shutil.which(name) is None]
+        if not missing:
+            return
+        reason = f"{', '.join(missing)} not found: `apt-get install {package}`"
+        if os.environ.get(REQUIRED_VARIABLE) == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+    return check
 
 
 @pytest.fixture(scope="session")

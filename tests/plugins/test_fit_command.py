@@ -987,9 +987,8 @@ def test_bash_completes(scripts, words, offered):
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_can_read_their_script(scripts, shell, tmp_path):
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
+def test_other_shells_can_read_their_script(scripts, shell, tmp_path, need):
+    need(shell, package=shell)
     (tmp_path / "script").write_text(scripts[shell])
     result = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, check=False, timeout=30)
 
