@@ -47,7 +47,7 @@ class PluginType(ABCMeta):
             raise error
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Plugin(metaclass=PluginType):
     """Base of every kind.
 
@@ -81,7 +81,7 @@ class Plugin(metaclass=PluginType):
         """
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Strategy(Plugin):
     """Distributes the model over processes, and runs its optimizer steps. Must answer `wrap_model`."""
 
@@ -128,7 +128,7 @@ class Strategy(Plugin):
         return world.world_size
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Precision(Plugin):
     """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself."""
 
@@ -138,7 +138,7 @@ class Precision(Plugin):
         return PrecisionPolicy()
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class CommHook(Plugin):
     """Averages gradient buckets. Must implement `reduce_bucket`. Several can be combined; the first is outermost."""
 
@@ -158,7 +158,7 @@ class CommHook(Plugin):
         return {}
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Environment(Plugin):
     """Reads this process's rank and world. Must answer `setup_environment`. Its module must not import torch."""
 
@@ -179,7 +179,7 @@ class Environment(Plugin):
         return None
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Launcher(Plugin):
     """Starts the other processes. Must answer `launch`."""
 
@@ -189,7 +189,7 @@ class Launcher(Plugin):
     parent_trains: ClassVar[bool] = True
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Accelerator(Plugin):
     """A type of device. Its module must not import torch at the top."""
 
@@ -221,7 +221,7 @@ class Accelerator(Plugin):
         """Make `device` this process's current one; called once, before the processes connect."""
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class CheckpointFormat(Plugin):
     """Saves and loads checkpoints. Must answer `save_checkpoint` and `load_checkpoint`."""
 
@@ -260,7 +260,7 @@ class CheckpointFormat(Plugin):
         raise NotImplementedError
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Callback(Plugin):
     """Implements event hooks (`on_*`) around the loop."""
 
@@ -268,7 +268,7 @@ class Callback(Plugin):
     identified_by_options: ClassVar[bool] = True
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Logger(Plugin):
     """Writes metrics: implements `log_metrics` (rank 0 only)."""
 
@@ -294,7 +294,7 @@ class Command:
         raise NotImplementedError
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Kind:
     """A row of the table of kinds."""
 

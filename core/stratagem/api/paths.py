@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -160,7 +159,7 @@ def create_beside(path: Path, ending: str = ".staged") -> StagedFile:
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     while True:
-        name = path.with_name(f"{path.name}.{secrets.token_hex(6)}{ending}")
+        name = path.with_name(f"{path.name}.{os.urandom(6).hex()}{ending}")
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(name, flags, 0o666)  # as open() does: the user's umask decides
             return StagedFile(descriptor, name)

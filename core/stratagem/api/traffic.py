@@ -41,7 +41,7 @@ class Count:
     wire: float = 0.0
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Traffic:
     """The counts of one process, by collective and by sender."""
 

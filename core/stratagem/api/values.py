@@ -24,7 +24,7 @@ class PrecisionPolicy:
     loss_scaling: bool = False
 
 
-@frozen(kw_only=True)
+@frozen(eq=False, kw_only=True)
 class Bucket:
     """A flat buffer of gradients to average over the ranks; the argument of a comm hook.
 

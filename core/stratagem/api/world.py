@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from stratagem.api.traffic import Traffic
 from stratagem.errors import ConfigError, StratagemError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
+
+    from stratagem.api.traffic import Traffic
 
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
@@ -128,6 +129,8 @@ class Collectives:
     @functools.cached_property
     def traffic(self) -> Traffic:
         """The counter of bytes of sent tensors; groups made by `split` share it."""
+        from stratagem.api.traffic import Traffic
+
         return Traffic()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:

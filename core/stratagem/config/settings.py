@@ -26,7 +26,7 @@ from stratagem.errors import ConfigError, nearest
 S = TypeVar("S", bound="RunSettings")
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class PluginOption:
     """An option of a plugin that is not built yet."""
 
@@ -36,7 +36,7 @@ class PluginOption:
     text: bool
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class RunSettings:
     """The plugins of a run, and where it runs. Each kind takes a name, a mapping with a ``name``, or an instance."""
 
@@ -94,7 +94,7 @@ class RunSettings:
     options: dict[str, dict[str, PluginOption]] = field(factory=dict, init=False, repr=False)
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class TrainerSettings(RunSettings):
     """The arguments of a `Trainer`: those of a run, and those of its loops."""
 

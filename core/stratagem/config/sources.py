@@ -31,7 +31,7 @@ PREFIX = "STRATAGEM_"
 DOTTED = tuple(kind for kind in KINDS if kind != "callback")
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Source:
     """Arguments and plugin options from one source."""
 

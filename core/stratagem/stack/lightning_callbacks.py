@@ -12,7 +12,7 @@ from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Instead:
     """The replacement of a method that is not called."""
 

@@ -15,7 +15,7 @@ from stratagem.errors import ConfigError
 from stratagem.stack import registry
 
 
-@frozen(kw_only=True)
+@frozen(eq=False, kw_only=True)
 class Choice:
     """One plugin of the stack, and why it was chosen."""
 
@@ -33,7 +33,7 @@ class Choice:
         return f"{self.kind} {self.name!r}"
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Stack:
     """The resolved plugins of a run, in the order in which they act."""
 

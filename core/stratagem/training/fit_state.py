@@ -28,7 +28,7 @@ BARRIER_TIMEOUT_S = 60.0
 _OF_THIS_PROCESS: Final = {"of_this_process": True}
 
 
-@define(eq=False, slots=False)
+@define(eq=False, repr=False, slots=False)
 class FitState:
     """How far training has come, what it works on, and what was logged.
 

@@ -42,7 +42,7 @@ _OPTIONS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist
 _FIRST = 16
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Metric:
     """One name that a stage logs, and what has been seen of it."""
 

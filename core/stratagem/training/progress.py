@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Position:
     """How far training has come; see [Note: position]."""
 
