@@ -37,6 +37,7 @@ def test_the_demo_runs_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
     command = [sys.executable, "-u", "-m", "stratagem", "demo", "--steps", "100000", "--batch-size", "2"]
     process = scripts.Popen(

@@ -75,6 +75,7 @@ def test_it_reads_97_of_100_digits_in_less_than_a_minute(arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_same_seed_gives_the_same_numbers():
     for folder in ("one", "other"):
         digits("--max_epochs", "2", "--default_root_dir", folder)
