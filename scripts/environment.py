@@ -28,6 +28,11 @@ class Project:
         return DIST / f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     @property
+    def license(self) -> str:
+        """The name of the license in the wheel."""
+        return f"{self.name.replace('-', '_')}-{self.version}.dist-info/licenses/LICENSE"
+
+    @property
     def is_third_party(self) -> bool:
         return self.folder.parent.name == "contrib"
 

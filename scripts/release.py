@@ -15,13 +15,14 @@ where PIP_FIND_LINKS points to, at a torch without CUDA, for instance.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,9 +43,25 @@ def build() -> None:
     """Fill dist/ with an sdist of each project, and a wheel from it."""
     shutil.rmtree(DIST, ignore_errors=True)
     for project in projects():
-        uv("build", "--quiet", "--out-dir", DIST, project.folder)
-        if missing := project.source_files() - set(zipfile.ZipFile(project.wheel).namelist()):
+        with _with_license(project.folder):
+            uv("build", "--quiet", "--out-dir", DIST, project.folder)
+        expected = {*project.source_files(), project.license}
+        if missing := expected - set(zipfile.ZipFile(project.wheel).namelist()):
             raise SystemExit(f"{project.wheel.name} lacks {len(missing)} files of the sources: {sorted(missing)[:5]}")
+
+
+@contextlib.contextmanager
+def _with_license(folder: Path) -> Iterator[None]:
+    """Put the repository's license into `folder` while its distribution is built: each one has to contain it."""
+    copy = folder / "LICENSE"
+    if copy.exists():
+        yield
+        return
+    shutil.copy(ROOT / "LICENSE", copy)
+    try:
+        yield
+    finally:
+        copy.unlink()
 
 
 def check_together(folder: Path, torch: str) -> str:
