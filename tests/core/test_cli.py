@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+import stratagem as sg
 from stratagem.cli import main
+from stratagem.errors import ConfigError
 from stratagem.stack import registry
 
 
@@ -164,6 +166,13 @@ def test_help_imports_neither_torch_nor_what_trains(arguments):
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
 
     assert "IMPORTED []" in result.stdout
+
+
+def test_a_value_that_explain_would_not_set_is_refused(monkeypatch):
+    monkeypatch.setenv("STRATAGEM_EXPLAIN", "0")
+
+    with pytest.raises(ConfigError, match="STRATAGEM_EXPLAIN is '0'; expected 'text' or 'json'; unset it to train"):
+        sg.Run(devices=1, accelerator="cpu").launch(print)
 
 
 def test_explain_refuses_a_folder(capsys, tmp_path):

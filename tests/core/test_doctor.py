@@ -139,7 +139,18 @@ def test_what_a_list_hides_is_noted_and_not_loaded(install, capsys, monkeypatch)
     code, report = examined(capsys)
 
     assert code == 0
-    assert "hidden by" in row(report, "acme-broken")["notes"][0]
+    assert row(report, "acme-broken")["notes"] == ["strategy 'acme' is hidden by STRATAGEM_DISABLE_PLUGINS"]
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_a_list_that_names_what_is_not_installed_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "peer_diagnosys")
+    code, report = examined(capsys)
+
+    assert code == 1
+    assert report["problems"] == [
+        "STRATAGEM_DISABLE_PLUGINS names 'peer_diagnosys', which is not installed; did you mean 'peer_diagnosis'"
+    ]
 
 
 @pytest.mark.usefixtures("no_smoke")

@@ -139,7 +139,7 @@ def test_a_core_requirement_that_cannot_be_read_is_quoted(install):
 
 def test_deny_and_allow_lists(monkeypatch):
     monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "ddp")
-    with pytest.raises(PluginError, match="strategy 'ddp' is hidden by STRATAGEM_PLUGINS or STRATAGEM_DISABLE_PLUGINS"):
+    with pytest.raises(PluginError, match="strategy 'ddp' is hidden by STRATAGEM_DISABLE_PLUGINS"):
         registry.find("strategy", "ddp")
 
     monkeypatch.setenv("STRATAGEM_PLUGINS", "stratagem-ddp,single_device")
@@ -148,6 +148,17 @@ def test_deny_and_allow_lists(monkeypatch):
     assert "ddp_spawn" in names
     assert "ddp" not in names
     assert "csv" not in names
+    with pytest.raises(PluginError, match="logger 'csv' is hidden by STRATAGEM_PLUGINS; change"):
+        registry.find("logger", "csv")
+
+
+def test_a_run_warns_about_a_list_that_names_what_is_not_installed(monkeypatch):
+    monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "peer_diagnosys")
+
+    with pytest.warns(
+        UserWarning, match="STRATAGEM_DISABLE_PLUGINS names 'peer_diagnosys', which is not installed; did"
+    ):
+        sg.Trainer(**QUIET)
 
 
 def test_a_misspelt_hook_names_the_nearest(install):

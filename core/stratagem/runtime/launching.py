@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from stratagem.runtime.context import Context
@@ -68,6 +69,8 @@ def explained(error: BaseException, run: Context) -> BaseException:
 def _explain_and_stop(run: Context, form: str) -> None:
     from stratagem.stack.describe import unread_arguments
 
+    if form not in ("text", "json"):
+        raise ConfigError(f"{EXPLAIN_VARIABLE} is {form!r}", expected="'text' or 'json'", do="unset it to train")
     for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
         print(f"stratagem: {sentence}", file=sys.stderr)
     run.print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())

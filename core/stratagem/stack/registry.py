@@ -103,9 +103,7 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     installed = [entry.name for entry in entries(kind)]
     hidden = [entry for entry in _scan() if entry.kind == kind and entry.name.lower() == wanted]
     if hidden:
-        return PluginError(
-            f"{kind} {name!r} is hidden by {ALLOW_VARIABLE} or {DENY_VARIABLE}", do="change that variable"
-        )
+        return PluginError(f"{kind} {name!r} is hidden by {hidden_by(hidden[0])}", do="change that variable")
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
         return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
@@ -150,11 +148,32 @@ def _visible(allow: str, deny: str) -> tuple[Entry, ...]:
     allowed, denied = _names(allow), _names(deny)
     found = []
     for entry in _scan():
-        titles = {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
+        titles = _titles(entry)
         # The allow list limits runs. Commands stay available, to find out what a run lacks.
         if not titles & denied and (not allowed or titles & allowed or entry.kind == "command"):
             found.append(entry)
     return tuple(found)
+
+
+def hidden_by(entry: Entry) -> str:
+    """Return the variable that hides `entry`: the deny list if it names it, else the allow list, which does not."""
+    return DENY_VARIABLE if _titles(entry) & _names(os.environ.get(DENY_VARIABLE, "")) else ALLOW_VARIABLE
+
+
+def list_remarks() -> list[str]:
+    """Return a sentence for each name in the allow and deny lists that no installed plugin and no package has."""
+    remarks = []
+    for variable in (ALLOW_VARIABLE, DENY_VARIABLE):
+        if listed := _names(os.environ.get(variable, "")):
+            known = {title for entry in _scan() for title in _titles(entry)}
+            for name in sorted(listed - known):
+                hint = nearest(name, known)
+                remarks.append(f"{variable} names {name!r}, which is not installed" + (f"; {hint}" if hint else ""))
+    return remarks
+
+
+def _titles(entry: Entry) -> set[str]:
+    return {entry.name.lower(), entry.distribution.lower(), entry.qualified_name.lower()}
 
 
 def _names(text: str) -> set[str]:

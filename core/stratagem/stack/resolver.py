@@ -39,6 +39,8 @@ def resolve(settings: Any) -> Stack:
     Raises:
         ConfigError, PluginError: a name, option or combination that cannot work. No process was started.
     """
+    for remark in registry.list_remarks():
+        warnings.warn(remark, stacklevel=2)
     chooser = _Chooser(settings)
     accelerator = chooser.one("accelerator", settings.accelerator) or chooser.refine(detect_accelerator())
     environment = chooser.one("environment", settings.environment) or chooser.refine(detect_environment())

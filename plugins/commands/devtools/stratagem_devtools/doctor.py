@@ -67,6 +67,7 @@ def examine(machine: bool = False) -> dict[str, Any]:
     found = remarks(os.environ)
     problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
     problems += [f"{name} is set and {remark.text}" for name, remark in found.items() if remark.is_mistake]
+    problems += registry.list_remarks()
     if smoke["status"] != "ok":
         problems.append(f"two gloo processes could not communicate: {smoke['reason']}")
     return {
@@ -195,8 +196,7 @@ def _packages() -> list[dict[str, Any]]:
         )  # fmt: skip
         row["plugins"][entry.kind] = row["plugins"].get(entry.kind, 0) + 1
         if entry not in shown:
-            row["notes"].append(f"{entry.kind} {entry.name!r} is hidden by {registry.ALLOW_VARIABLE} or "
-                                f"{registry.DENY_VARIABLE}")  # fmt: skip
+            row["notes"].append(f"{entry.kind} {entry.name!r} is hidden by {registry.hidden_by(entry)}")
             continue
         status, reason = _examine(entry, everything)
         if reason and reason not in row["reasons"]:
