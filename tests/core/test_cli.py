@@ -39,7 +39,8 @@ def test_show_tells_options_capabilities_and_hooks(capsys):
     assert "bucket_cap_mb = 25.0  (a number)" in text
     assert "Larger buckets mean fewer messages" in text
     assert "gradient-buckets" in text
-    assert "answers: backward, connect, " in text
+    assert "answers: backward, connect, wrap_model\n" in text
+    assert "acts: on_fit_end, " in text
 
 
 def test_show_of_a_preset_has_its_defaults(capsys):

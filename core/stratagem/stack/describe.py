@@ -48,8 +48,7 @@ def describe(entry: Entry) -> dict[str, Any]:
         "provides": sorted(capabilities.provides),
         "requires": sorted(capabilities.requires),
         "conflicts": sorted(capabilities.conflicts),
-        "answers": _hooks(cls, wrapper=False),
-        "wraps": _hooks(cls, wrapper=True),
+        **_by_role(hook_implementations(cls, of_class=True)),
     }
 
 
@@ -119,11 +118,8 @@ def render_stack(explained: dict[str, Any]) -> str:
 
 
 def _explain_choice(choice: Choice, stack: Stack) -> dict[str, Any]:
-    plugin, specifications = choice.plugin, hook_specifications()
+    plugin = choice.plugin
     capabilities = capabilities_of(plugin)
-    implemented = hook_implementations(plugin)
-    answers = [n for n, m in implemented.items() if specifications[n]["firstresult"] and not m["wrapper"]]
-    wraps = [n for n, m in implemented.items() if m["wrapper"]]
     return {
         "kind": choice.kind,
         "name": choice.name,
@@ -141,9 +137,7 @@ def _explain_choice(choice: Choice, stack: Stack) -> dict[str, Any]:
         "provides": sorted(capabilities.provides),
         "requires": sorted(capabilities.requires),
         "conflicts": sorted(capabilities.conflicts),
-        "answers": sorted(answers),
-        "wraps": sorted(wraps),
-        "acts": sorted(set(implemented) - set(answers) - set(wraps)),
+        **_by_role(hook_implementations(plugin)),
         "stands_down": stack.precision_absorbed and choice is stack.precision,
     }
 
@@ -260,7 +254,7 @@ def render(description: dict[str, Any]) -> str:
         for option in description["options"]:
             lines.append(f"  {option['name']} = {option['default']}  ({option['type']})")
             lines += [f"      {option['doc']}"] if option["doc"] else []
-    for title in ("provides", "requires", "conflicts", "answers", "wraps"):
+    for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
         if description[title]:
             lines.append(f"{title}: {', '.join(description[title])}")
     return "\n".join(lines)
@@ -285,9 +279,14 @@ def _default(field: attrs.Attribute[Any]) -> str:
     return shown(default, None)
 
 
-def _hooks(cls: type[Any], *, wrapper: bool) -> list[str]:
-    implementations = hook_implementations(cls, of_class=True)
-    return sorted(name for name, marker in implementations.items() if bool(marker["wrapper"]) is wrapper)
+def _by_role(implemented: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the names of `implemented` hooks by role: answered, wrapped, or called for all plugins that have it."""
+    specifications = hook_specifications()
+    roles: dict[str, list[str]] = {"answers": [], "wraps": [], "acts": []}
+    for name, marker in sorted(implemented.items()):
+        answered = specifications.get(name, {}).get("firstresult")
+        roles["wraps" if marker["wrapper"] else "answers" if answered else "acts"].append(name)
+    return roles
 
 
 def _first_sentence(cls: type[Any]) -> str:
