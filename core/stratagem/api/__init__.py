@@ -29,6 +29,7 @@ from stratagem.api.capabilities import (
     Capabilities,
 )
 from stratagem.api.context import RunContext, TrainerView
+from stratagem.api.evidence import Confidence, Evidence
 from stratagem.api.kinds import (
     Accelerator,
     Callback,
@@ -77,7 +78,9 @@ __all__ = [
     "Collectives",
     "CommHook",
     "Command",
+    "Confidence",
     "Environment",
+    "Evidence",
     "Launcher",
     "Logger",
     "Mesh",

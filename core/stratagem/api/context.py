@@ -116,6 +116,10 @@ class RunContext(Protocol):
         """Number of processes on this node. Known before the processes connect."""
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes: what the environment found, else ``num_nodes=``. Known before the processes connect."""
+
+    @property
     def devices_given(self) -> bool:
         """Whether the user set `devices`, rather than leaving it to "auto". Known before the processes connect."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from attrs import define, frozen
 
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
+from stratagem.api.evidence import Evidence
 from stratagem.api.paths import modified_at
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Mesh, World
@@ -163,11 +164,12 @@ class Environment(Plugin):
     """Reads this process's rank and world. Must answer `setup_environment`. Its module must not import torch."""
 
     kind: ClassVar[str] = "environment"
-    #: If several environments are detected, the highest wins.
-    precedence: ClassVar[int] = 0
+    #: Of several that are equally certain the highest wins. It is higher for one that is started within others:
+    #: torchrun has 100, MPI 80, a scheduler of a cluster 50.
+    precedence: ClassVar[int] = 50
 
-    def detect(self) -> str | None:
-        """Return why this environment is present ("SLURM_STEP_ID is set"), or None."""
+    def detect(self) -> Evidence | None:
+        """Return why this environment is present and how certain that is, or None if it is not. Must not raise."""
         return None
 
     def processes_exist(self) -> bool:
@@ -176,6 +178,10 @@ class Environment(Plugin):
 
     def local_processes(self) -> int | None:
         """Return how many processes were started on this node, if known: the meaning of ``devices="auto"``."""
+        return None
+
+    def num_nodes(self) -> int | None:
+        """Return on how many nodes the run has processes, if known: the user need not set ``num_nodes``."""
         return None
 
 

@@ -36,6 +36,11 @@ class Choices:
         return self.stack.num_processes
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes that have processes of this run."""
+        return self.stack.num_nodes
+
+    @property
     def devices_given(self) -> bool:
         """The user set `devices`, rather than leaving it to "auto"."""
         return self.stack.devices_given

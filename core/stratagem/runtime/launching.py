@@ -34,7 +34,7 @@ def launch(run: Context, main: Callable[[Context], Any]) -> Any:
         return carry_out(run, main)
     body = _ProcessBody(run, main)
     environment, launcher = run.stack.environment.plugin, run.stack.launcher.plugin
-    alone = run.num_processes * run.settings.num_nodes == 1 and launcher.parent_trains
+    alone = run.num_processes * run.stack.num_nodes == 1 and launcher.parent_trains
     if environment.processes_exist() or alone:
         return body()
     from stratagem.distributed.rendezvous import check_address

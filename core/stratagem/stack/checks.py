@@ -115,8 +115,8 @@ def needs_of(settings: Any, stack: Stack) -> dict[str, str]:
     """Return the capabilities that `settings` need, each with the arguments that need it, for messages."""
     needs = {}
     running = stack.environment.plugin.local_processes() or 1
-    if stack.num_processes * settings.num_nodes > 1 or running > 1:
-        needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={settings.num_nodes}"
+    if stack.num_processes * stack.num_nodes > 1 or running > 1:
+        needs[MULTI_PROCESS] = f"devices={settings.devices!r} with num_nodes={stack.num_nodes}"
     if getattr(settings, "gradient_clip_val", None) is not None:
         word = CLIP_BY_NORM if settings.gradient_clip_algorithm == "norm" else CLIP_BY_VALUE
         needs[word] = f"gradient_clip_val={settings.gradient_clip_val!r} by {settings.gradient_clip_algorithm}"

@@ -86,7 +86,7 @@ def explain_stack(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     return {
         "processes": {
             "per_node": stack.num_processes,
-            "nodes": settings.num_nodes,
+            "nodes": stack.num_nodes,
             "devices": list(stack.devices),
         },
         "arguments": {

@@ -46,7 +46,7 @@ def describe(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "versions": {"stratagem": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "processes": {"per_node": stack.num_processes, "nodes": settings.num_nodes},
+        "processes": {"per_node": stack.num_processes, "nodes": stack.num_nodes},
         "arguments": {
             name: {"value": _shown(name, getattr(settings, name)), "origin": origin}
             for name, origin in sorted(settings.origins.items())

@@ -53,6 +53,8 @@ class Stack:
     devices: tuple[int, ...]
     #: Whether the user set `devices` to anything but "auto".
     devices_given: bool
+    #: How many nodes have processes: what the environment found, else ``num_nodes=``.
+    num_nodes: int
     policy: PrecisionPolicy
     #: Whether the strategy applies the precision itself: the hooks of the precision are then not called.
     precision_absorbed: bool

@@ -28,7 +28,8 @@ from stratagem.stack.checks import (
     needs_of,
 )
 from stratagem.stack.construction import make, options_of
-from stratagem.stack.defaults import default, default_strategy, detect_accelerator, detect_environment
+from stratagem.stack.defaults import default, default_strategy
+from stratagem.stack.detection import detect_accelerator, detect_environment
 from stratagem.stack.plugin_hooks import hook_implementations
 from stratagem.stack.plugins import Choice, Stack
 
@@ -50,7 +51,8 @@ def resolve(settings: Any) -> Stack:
     strategies = chooser.many("strategy", settings.strategy)
     one_each = not strategies or strategies[-1].plugin.process_per_device
     devices = _devices(settings, accelerator, environment, one_each=one_each)
-    strategies = strategies or [chooser.refine(default_strategy(len(devices), settings.num_nodes, environment.plugin))]
+    num_nodes = environment.plugin.num_nodes() or settings.num_nodes
+    strategies = strategies or [chooser.refine(default_strategy(len(devices), num_nodes, environment.plugin))]
     if strategies[-1].plugin.outer:
         strategies.append(default("strategy", "strategy", f"the default inside {strategies[-1]}"))
     precision = chooser.one("precision", settings.precision) or chooser.refine(default("precision", "precision"))
@@ -72,6 +74,7 @@ def resolve(settings: Any) -> Stack:
         automatic=_automatic_callbacks(settings),
         devices=devices,
         devices_given=given,
+        num_nodes=num_nodes,
         policy=policy,
         precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
     )

@@ -76,7 +76,7 @@ class View:
     @property
     def world_size(self) -> int:
         """Processes of the run: those that take part now, or that a launch would start."""
-        return self.run.world_size if self.run.world else self.run.num_processes * self.settings.num_nodes
+        return self.run.world_size if self.run.world else self.run.num_processes * self.run.num_nodes
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, overload
 
 from attrs import define
 
-from stratagem.api import Environment, World, hookimpl
-from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE
+from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
+from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE, other_devices, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ class LocalEnvironment(Environment):
     If LOCAL_RANK is set, all processes of this node exist; otherwise a launcher starts them.
     """
 
-    precedence = 0
-
-    def detect(self) -> str:
-        return "no other environment was found"
+    def detect(self) -> Evidence:
+        return local_evidence(os.environ)
 
     def processes_exist(self) -> bool:
         return "LOCAL_RANK" in os.environ
@@ -36,6 +34,25 @@ class LocalEnvironment(Environment):
         if run.settings.environment in (None, "auto"):  # chosen by name, it needs no check
             check_single_start(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
+
+
+#: All that a process needs to know: who sets these for each process starts no others.
+_COMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+#: What a node needs to know, where one process of each is started by hand.
+_OF_A_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def local_evidence(variables: Mapping[str, str]) -> Evidence:
+    """Return what was set by hand, or that nothing was."""
+    if was_launched(variables):  # what a launcher of this program set says nothing of who started that one
+        return Evidence("this program started this process", Confidence.FALLBACK)
+    if all(name in variables for name in _COMPLETE):
+        rank, size = (int(text) if text.isdecimal() else None for text in (variables["RANK"], variables["WORLD_SIZE"]))
+        return Evidence(f"{', '.join(_COMPLETE)} are set", rank=rank, world_size=size)
+    if all(name in variables for name in _OF_A_NODE):
+        return Evidence(f"{', '.join(_OF_A_NODE)} are set")
+    return Evidence("no other environment was found", Confidence.FALLBACK)
 
 
 #: Programs that start several processes: name, variables with their number, variable with the rank, and the variable
@@ -55,6 +72,16 @@ _STARTERS = (
 )
 
 
+#: Starters that no environment of this project reads.
+_UNREAD = ("Horovod", "Flux", "PALS (Cray)", "PMIx")
+
+
+def _how_to_read(starter: str) -> str:
+    if starter in _UNREAD:
+        return "install an environment plugin for it"
+    return "run `pip install stratagem-environments-schedulers`"
+
+
 def check_single_start(variables: Mapping[str, str], num_nodes: int, world_size: int | None = None) -> None:
     """Refuse processes that another program started several times without telling each one its rank.
 
@@ -69,7 +96,7 @@ def check_single_start(variables: Mapping[str, str], num_nodes: int, world_size:
         ConfigError: names the variables found, and what to install or set.
     """
     has_rank = "LOCAL_RANK" in variables
-    if has_rank and (world_size is None or _launched(variables)):
+    if has_rank and (world_size is None or was_launched(variables)):
         return
     if num_nodes > 1 and {"NODE_RANK", "GROUP_RANK"} & set(variables):
         return
@@ -96,7 +123,7 @@ def check_single_start(variables: Mapping[str, str], num_nodes: int, world_size:
         raise ConfigError(
             f"{what}, as if {starter} had started this program several times, and {lacks}",
             expected="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
-            do="install an environment plugin for it, start each process with torchrun, or export those variables; to "
+            do=f"{_how_to_read(starter)}, start each process with torchrun, or export those variables; to "
             + (
                 "train in one process, unset RANK and WORLD_SIZE"
                 if rank == "RANK"
@@ -124,8 +151,8 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(f"NODE_RANK is {node_rank} and num_nodes is {num_nodes}", expected=f"0 to {num_nodes - 1}")
     if local_rank >= local_size:
-        if _launched(variables):
-            raise _other_devices(_number(variables, "WORLD_SIZE", None), local_size, num_nodes)
+        if was_launched(variables):
+            raise other_devices(_number(variables, "WORLD_SIZE", None), local_size, num_nodes)
         raise ConfigError(
             f"LOCAL_RANK is {local_rank} and the run has {local_size} processes on this node",
             expected=f"0 to {local_size - 1}",
@@ -139,8 +166,8 @@ def local_world(variables: Mapping[str, str], local_size: int, num_nodes: int) -
         )
     found = _number(variables, "WORLD_SIZE", world_size)
     if found != world_size:
-        if _launched(variables):
-            raise _other_devices(found, local_size, num_nodes)
+        if was_launched(variables):
+            raise other_devices(found, local_size, num_nodes)
         raise ConfigError(
             f"WORLD_SIZE is {found} and devices x num_nodes is {local_size} x {num_nodes}",
             expected="the same number",
@@ -174,11 +201,22 @@ class TorchElasticEnvironment(Environment):
 
     precedence = 100
 
-    def detect(self) -> str | None:
-        return "TORCHELASTIC_RUN_ID is set" if "TORCHELASTIC_RUN_ID" in os.environ else None
+    def detect(self) -> Evidence | None:
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        if run_id is None:
+            return None
+        rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        return Evidence(
+            f"TORCHELASTIC_RUN_ID is {run_id!r}",
+            rank=int(rank) if rank.isdecimal() else None,
+            world_size=int(size) if size.isdecimal() else None,
+        )
 
     def local_processes(self) -> int | None:
         return _number(os.environ, "LOCAL_WORLD_SIZE", None)
+
+    def num_nodes(self) -> int | None:
+        return _number(os.environ, "GROUP_WORLD_SIZE", None)
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
@@ -228,21 +266,6 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         main_port=_port(variables, 29500),
         store_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         generation=variables.get("TORCHELASTIC_RESTART_COUNT", "0") if one_agent else "0",
-    )
-
-
-def _launched(variables: Mapping[str, str]) -> bool:
-    """Return whether an earlier run of this program started these processes, rather than the user."""
-    return STORE_HOSTED_VARIABLE in variables
-
-
-def _other_devices(started: int | None, local_size: int, num_nodes: int) -> ConfigError:
-    return ConfigError(
-        f"an earlier run of this program started {started} processes, and this one has devices x num_nodes = "
-        f"{local_size} x {num_nodes}",
-        expected="the same number: those processes live until the program ends",
-        do="give every Trainer of a program the same devices, or choose a launcher that forks or spawns for all of "
-        'them: it starts new processes for each call (strategy="ddp_spawn")',
     )
 
 

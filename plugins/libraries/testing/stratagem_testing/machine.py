@@ -18,6 +18,7 @@ import torch
 
 import stratagem as sg
 from stratagem import World
+from stratagem.api import Evidence
 from stratagem.errors import ConfigError
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
@@ -65,7 +66,7 @@ class EnvironmentConformance(_AutoDetected):
             before = dict(os.environ)
             evidence = environment.detect()
             assert dict(os.environ) == before, "detect() changes the environment"
-        assert evidence is None or isinstance(evidence, str)
+        assert evidence is None or isinstance(evidence, Evidence)
         if self.variables:
             assert evidence, f"not detected with {dict(self.variables)}"
 
@@ -73,8 +74,9 @@ class EnvironmentConformance(_AutoDetected):
         environment = self.choice().plugin
         with _variables(self.variables):
             assert isinstance(environment.processes_exist(), bool)
-            count = environment.local_processes()
-        assert count is None or (isinstance(count, int) and count >= 1)
+            counts = environment.local_processes(), environment.num_nodes()
+        for count in counts:
+            assert count is None or (isinstance(count, int) and count >= 1)
 
     def test_the_world_makes_sense(self) -> None:
         if not self.variables and self.choice().plugin.detect() is None:
@@ -85,6 +87,7 @@ class EnvironmentConformance(_AutoDetected):
         assert 0 <= world.rank < world.world_size
         assert 0 <= world.local_rank < world.local_world_size <= world.world_size
         assert 0 <= world.node_rank < world.num_nodes
+        assert world.num_nodes > 1 or world.local_world_size == world.world_size
         if self.world is not None:
             assert world == self.world
 
@@ -109,7 +112,7 @@ class EnvironmentConformance(_AutoDetected):
         size = environment.local_processes() or 1
         world = self.world or World()
         run = SimpleNamespace(
-            num_processes=size, devices_given=False,
+            num_processes=size, num_nodes=environment.num_nodes() or world.num_nodes, devices_given=False,
             settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
         )  # fmt: skip
         answer = environment.setup_environment(run=run)

@@ -25,7 +25,8 @@ from stratagem.distributed.rendezvous import RendezvousStore
 
 #: The variables in which launchers pass ranks to processes.
 LAUNCH_VARIABLES = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
 #: Seconds in which the other ranks may write their errors after one has failed.

@@ -13,12 +13,14 @@ from stratagem_testing.processes import LAUNCH_VARIABLES
 #: Variables that no import of the server reads. A command with another value of any other variable gets an interpreter
 #: of its own. (scikit-learn, torch's compiler, DeepSpeed and MLflow set the last five when they are imported.)
 _READ_LATE = (
-    *LAUNCH_VARIABLES, "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "COLUMNS", "LINES", "PWD",
+    *LAUNCH_VARIABLES, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "COLUMNS", "LINES", "PWD",
     "OLDPWD", "SHLVL", "_", "NO_COLOR", "TERM", "TMPDIR",
     "CUBLAS_WORKSPACE_CONFIG", "DS_ACCELERATOR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID",
 )  # fmt: skip
-_READ_LATE_PREFIXES = ("STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "TORCH_NCCL_", "SLURM_")
+_READ_LATE_PREFIXES = (
+    "STRATAGEM_", "PYTEST_", "TORCHELASTIC_", "GLOO_", "NCCL_", "TORCH_NCCL_", "SLURM_", "OMPI_", "PMI_", "PMIX_",
+)  # fmt: skip
 
 
 def request_of(

@@ -1,0 +1,1 @@
+"""The ranks of processes that a cluster's scheduler or MPI started."""

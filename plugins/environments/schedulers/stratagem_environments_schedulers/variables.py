@@ -1,0 +1,105 @@
+"""What the environments of this package share: numbers in variables, addresses, comparison with the run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
+#: Ports that are derived from a job: above those of services, below those that Linux gives to clients.
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+
+
+def count(variables: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    """Return the number in variable `name`.
+
+    Raises:
+        ConfigError: it is not set, not a number, or below `least`.
+    """
+    text = variables.get(name)
+    if text is None:
+        raise ConfigError(f"{name} is not set", expected=f"a whole number, {least} or more", do=_SET_BY_STARTER)
+    if not text.strip().isdecimal() or int(text) < least:
+        raise ConfigError(f"{name} is {text!r}", expected=f"a whole number, {least} or more", do=_SET_BY_STARTER)
+    return int(text)
+
+
+_SET_BY_STARTER = (
+    "start the program with what sets it, or export RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each "
+    'process and set environment="local"'
+)
+
+
+def maybe(variables: Mapping[str, str], name: str | None) -> int | None:
+    """Return the number in variable `name`; None if there is none, for `detect`, which must not raise."""
+    text = variables.get(name or "", "").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def seen(variables: Mapping[str, str], names: Iterable[str | None]) -> str:
+    """Return those of `names` that are set, with their values, for a message."""
+    return " and ".join(f"{name} is {variables[name]!r}" for name in names if name is not None and name in variables)
+
+
+def check_rank(rank: int, size: int, rank_name: str, size_name: str) -> None:
+    """Refuse a rank that is not below its count."""
+    if rank >= size:
+        raise ConfigError(f"{rank_name} is {rank} and {size_name} is {size}", expected=f"0 to {size - 1}")
+
+
+def main_address(variables: Mapping[str, str], default: str | None = None) -> str | None:
+    """Return the address that the user exported, else `default`."""
+    return variables.get("MASTER_ADDR") or default
+
+
+def main_port(variables: Mapping[str, str], default: int) -> int:
+    """Return the port that the user exported, else `default`.
+
+    Raises:
+        ConfigError: it is not a port.
+    """
+    if "MASTER_PORT" not in variables:
+        return default
+    port = maybe(variables, "MASTER_PORT")
+    if port is None or not 1 <= port <= 65535:
+        raise ConfigError(
+            f"MASTER_PORT is {variables['MASTER_PORT']!r}", expected="a port from 1 to 65535",
+            do="export the same free port in each process, or unset it to have one derived from the job",
+        )  # fmt: skip
+    return port
+
+
+def port_of(job: str, step: int = 0) -> int:
+    """Return a port for a step of a job, which all of its processes derive: neighbours get others."""
+    number = int(job) * 101 + step if job.isdecimal() else zlib.crc32(f"{job}.{step}".encode())
+    return _FIRST_PORT + number % _NUM_PORTS
+
+
+def check_run(run: RunContext, local_size: int, num_nodes: int, names: tuple[str, str], *, do: str) -> None:
+    """Refuse a run that asks for other numbers of processes than were started.
+
+    Args:
+        local_size: processes that were started on this node.
+        num_nodes: nodes on which processes were started.
+        names: what says so: for the processes of the node, and for the nodes.
+        do: how to start another number.
+
+    Raises:
+        ConfigError: names both sides.
+    """
+    if run.devices_given and run.num_processes != local_size:
+        raise ConfigError(
+            f"devices is {run.settings.devices!r}, which makes {run.num_processes} processes on this node, and "
+            f"{names[0]}",
+            expected="one process for each device", do=f'leave devices at "auto", or {do}',
+        )  # fmt: skip
+    if run.settings.num_nodes not in (1, num_nodes):  # 1 is the default
+        raise ConfigError(
+            f"num_nodes is {run.settings.num_nodes} and {names[1]}",
+            expected="the same number", do="leave num_nodes out: it is read from the variables",
+        )  # fmt: skip
