@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
-    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+    from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
     from stratagem.api.lr_schedulers import LRSchedulerConfig
     from stratagem.api.values import Bucket, PrecisionPolicy
     from stratagem.api.world import Collectives, Mesh, World
@@ -169,6 +169,9 @@ class RunContext(Protocol):
 
     @property
     def accelerator(self) -> Accelerator: ...
+
+    @property
+    def environment(self) -> Environment: ...
 
     @property
     def checkpoint_format(self) -> CheckpointFormat: ...

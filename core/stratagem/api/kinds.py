@@ -184,6 +184,21 @@ class Environment(Plugin):
         """Return on how many nodes the run has processes, if known: the user need not set ``num_nodes``."""
         return None
 
+    def default_callbacks(self) -> list[Any]:
+        """Return callbacks for each `Trainer` under this environment, as a user would pass them for ``callbacks=``."""
+        return []
+
+    def job(self) -> str | None:
+        """Return a name of the scheduler's job, the same after the scheduler has started it again; None without one.
+
+        Such an environment sets `World.generation` to the number of times that the job was started again.
+        """
+        return None
+
+    def requeue_command(self) -> list[str] | None:
+        """Return the command that has the scheduler start this job again; None if it cannot."""
+        return None
+
 
 @define(eq=False, repr=False, kw_only=True)
 class Launcher(Plugin):

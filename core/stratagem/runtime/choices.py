@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.capabilities import SHARDED_PARAMETERS
-from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Strategy
+from stratagem.api.kinds import Accelerator, CheckpointFormat, CommHook, Environment, Strategy
 from stratagem.api.values import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class Choices:
     def devices_given(self) -> bool:
         """The user set `devices`, rather than leaving it to "auto"."""
         return self.stack.devices_given
+
+    @property
+    def environment(self) -> Environment:
+        environment: Environment = self.stack.environment.plugin
+        return environment
 
     @property
     def checkpoint_format(self) -> CheckpointFormat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from stratagem.api.kinds import CheckpointFormat
 
 
-def newest_whole(folder: Path, checkpoint_format: CheckpointFormat) -> Path | None:
+def newest_whole(
+    folder: Path, checkpoint_format: CheckpointFormat, accept: Callable[[Path], bool] | None = None
+) -> Path | None:
     """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
 
-    Warns about damaged ones. `checkpoint_format` is tried first; others are imported only for a path that it does not
-    recognise.
+    With `accept`, only those for whose path it returns True. Warns about damaged ones. `checkpoint_format` is tried
+    first; others are imported only for a path that it does not recognise.
     """
     with refusals(folder, "listed"):
         if not folder.is_dir():
             return None
         found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
+    found = [candidate for candidate in found if accept is None or accept(candidate[0])]
     for path, form in found:
         if form.is_whole(path):
             return path

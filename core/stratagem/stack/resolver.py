@@ -71,7 +71,7 @@ def resolve(settings: Any) -> Stack:
         + _standard_callbacks(settings),
         loggers=_loggers(settings, chooser),
         others=chooser.extras["plugin"],
-        automatic=_automatic_callbacks(settings),
+        automatic=_automatic_callbacks(settings) + _environment_callbacks(settings, environment, chooser),
         devices=devices,
         devices_given=given,
         num_nodes=num_nodes,
@@ -134,6 +134,10 @@ class _Chooser:
         path = f"{argument}[{{}}]" if isinstance(value, list | tuple) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
+
+    def default_callback(self, value: Any) -> Choice:
+        """Return a callback that the user did not choose, without options that were set for a chosen one."""
+        return self._choose("callback", value, "callback", alone=False)
 
     def _choose(self, kind: str, value: Any, path: str, alone: bool = True) -> Choice:
         base = KINDS[kind].base
@@ -328,6 +332,21 @@ def _automatic_callbacks(settings: Any) -> list[Choice]:
                 continue
             reason = "in every run where it is installed"
             choices.append(Choice(kind="callback", name=entry.name, plugin=plugin, reason=reason, entry=entry))
+    return choices
+
+
+def _environment_callbacks(settings: Any, environment: Choice, chooser: _Chooser) -> list[Choice]:
+    """Return the callbacks that `environment` adds to a `Trainer`, but for those that the user lists."""
+    choices = []
+    wanted = environment.plugin.default_callbacks() if hasattr(settings, "callbacks") else []
+    for value in wanted if not settings.barebones else []:
+        try:
+            choice = chooser.default_callback(value)
+        except PluginError as error:  # the user did not ask for it
+            warnings.warn(f"{environment} adds a callback, and the run goes on without it: {error}", stacklevel=2)
+            continue
+        if choice.entry is None or not _is_listed(choice.entry, settings):
+            choices.append(attrs.evolve(choice, reason=f"{environment} adds it"))
     return choices
 
 

@@ -18,7 +18,7 @@ from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
 from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
-from stratagem.training import lightning_names, trainer_state
+from stratagem.training import lightning_names, restarts, trainer_state
 from stratagem.training.batches import ResumableBatches, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
@@ -343,15 +343,21 @@ class StageRunner:
         return int(size * limit)
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        found = trainer_state.find(self.state, self.request.ckpt_path)
+        found = self._find_checkpoint()
         if found is None:
             return None
-        self.read_from = found
-        state = state_io.read_checkpoint(self.run, found)
+        self.read_from, state = found
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
         if "datamodule" in state and overrides(self.request.datamodule, "load_state_dict", DataModule):
             self.request.datamodule.load_state_dict(state["datamodule"])
         return state
+
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        request, fit = self.request, self.state
+        if request.ckpt_path is None and request.stage == "fit" and restarts.is_restarted(fit):
+            return restarts.read_own_checkpoint(fit)
+        path = trainer_state.find(fit, request.ckpt_path)
+        return None if path is None else (path, state_io.read_checkpoint(self.run, path))
 
 
 def _tell_modes(module: Module) -> None:

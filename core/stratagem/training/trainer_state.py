@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
     if trained_elsewhere and fit.worker_state is not None:
         return state | fit.worker_state
     plugins = {key: plugin.state_dict() for key, plugin in identity.stateful(fit.run.stack)}
+    if (job := run.environment.job()) is not None:
+        state["job"] = job
     return (
         state
         | dump_optimizers(fit)
@@ -277,14 +280,15 @@ def _hparams_name(module: Any) -> dict[str, str]:
 
 
 def find(fit: FitState, path: str | Path | None) -> Path | None:
-    """Turn "last" and "best" into a path, the same on all ranks; None means a fresh start. Collective."""
+    """Turn "last", "best" and "hpc" into a path, the same on all ranks; None means a fresh start. Collective."""
     fit.run.saver.wait()  # what is being saved may be what is looked for
-    if path is None or path not in ("last", "best"):
+    look = None if path is None else {"last": _last, "best": _best, "hpc": _preempted}.get(str(path))
+    if look is None:
         return None if path is None else as_path(path)
     found, error = None, None
     if fit.run.is_global_zero:
         try:
-            found = _best(fit) if path == "best" else _last(fit)
+            found = look(fit)
         except CheckpointError as caught:
             error = caught
     fit.run.collectives.fail_together(error)
@@ -314,24 +318,56 @@ def _best(fit: FitState) -> Path:
 
 def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
-    folders = [callback.folder(fit.trainer) for callback in fit.trainer.callbacks if hasattr(callback, "folder")]
-    return [as_path(folder) for folder in [*folders, fit.settings.default_root_dir]]
+    folders = [as_path(callback.folder(fit.trainer)) for callback in _callbacks(fit) if hasattr(callback, "folder")]
+    return list(dict.fromkeys([*folders, as_path(fit.settings.default_root_dir)]))
+
+
+def _callbacks(fit: FitState) -> list[Any]:
+    """Return the callbacks of this run, with those that no user listed."""
+    return [*fit.trainer.callbacks, *(choice.plugin for choice in fit.run.stack.automatic)]
 
 
 def _last(fit: FitState) -> Path | None:
     folders = _folders(fit)
-    found = [newest for folder in folders if (newest := newest_whole(folder, fit.run.checkpoint_format)) is not None]
-    if found and any(is_remote(path) for path in found):
-        return found[0]
-    if found:
-        return max(found, key=lambda path: saved_at(path, fit.run.checkpoint_format))
-    if fit.run.place.generation != "0":
-        return None  # restarted before the first checkpoint: begin at step 0
+    if (newest := newest_in(fit, folders)) is not None or fit.run.place.generation != "0":
+        return newest  # None was restarted before the first checkpoint: begin at step 0
     places = " or ".join(map(str, folders))
     raise CheckpointError(
         'ckpt_path is "last"', expected=f"a whole checkpoint in {places}, in a format that is installed",
         do="check default_root_dir, or fit without ckpt_path to begin at step 0",
     )  # fmt: skip
+
+
+def _preempted(fit: FitState) -> Path | None:
+    """Return the newest checkpoint that a callback saved because of a signal."""
+    callbacks = [callback for callback in _callbacks(fit) if hasattr(callback, "saved_on_signal")]
+    found = [newest_in(fit, [as_path(each.folder(fit.trainer))], each.saved_on_signal) for each in callbacks]
+    newest = _newest_of(fit, found)
+    if newest is not None or (callbacks and fit.run.place.generation != "0"):
+        return newest
+    places = " or ".join(str(callback.folder(fit.trainer)) for callback in callbacks)
+    raise CheckpointError(
+        'ckpt_path is "hpc"',
+        expected=f"a whole checkpoint that a run saved on a signal, in {places}"
+        if callbacks
+        else "a callback that saves on a signal",
+        do='use "last" for the newest of all checkpoints, or fit without ckpt_path to begin at step 0',
+    )
+
+
+def newest_in(
+    fit: FitState, folders: list[Path] | None = None, accept: Callable[[Path], bool] | None = None
+) -> Path | None:
+    """Return the newest whole checkpoint in `folders`, by default all of this run; None if there is none."""
+    folders = _folders(fit) if folders is None else folders
+    return _newest_of(fit, [newest_whole(folder, fit.run.checkpoint_format, accept) for folder in folders])
+
+
+def _newest_of(fit: FitState, paths: list[Path | None]) -> Path | None:
+    found = [path for path in paths if path is not None]
+    if any(is_remote(path) for path in found):
+        return found[0]
+    return max(found, key=lambda path: saved_at(path, fit.run.checkpoint_format), default=None)
 
 
 # --- From workers --------------------------------------------------------------------------------------------------

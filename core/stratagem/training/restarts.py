@@ -1,0 +1,48 @@
+"""A job that its scheduler has started again continues from its own newest checkpoint.
+
+A checkpoint has the name of the job that saved it. Files of other jobs in the same folder, such as those of the other
+tasks of a job array, are left alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import StratagemError
+from stratagem.runtime import state_io
+from stratagem.training import trainer_state
+
+if TYPE_CHECKING:
+    from stratagem.training.fit_state import FitState
+
+
+def is_restarted(fit: FitState) -> bool:
+    """Whether the scheduler has started this job again, and nothing is trained yet in this process."""
+    position, run = fit.position, fit.run
+    begun = position.epoch or position.batches_done or position.global_step
+    return not begun and run.place.generation != "0" and run.environment.job() is not None
+
+
+def read_own_checkpoint(fit: FitState) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint of this job and its path; None means step 0. Says on rank 0 which. Collective."""
+    run, found, error = fit.run, None, None
+    run.saver.wait()
+    if run.is_global_zero:
+        try:
+            found = trainer_state.newest_in(fit)
+        except StratagemError as caught:
+            error = caught
+    run.collectives.fail_together(error)
+    found = run.collectives.broadcast_object(found)
+    started = f"the scheduler has started this job again (restart {run.place.generation}) and ckpt_path is None"
+    if found is None:
+        run.print(f"stratagem: {started}: it has no checkpoint yet, so training begins at step 0", flush=True)
+        return None
+    state = state_io.read_checkpoint(run, found)
+    if state.get("job") != run.environment.job():
+        run.print(f"stratagem: {started}: {found} is of another job, so training begins at step 0; "
+                  f'ckpt_path="last" continues from it', flush=True)  # fmt: skip
+        return None
+    run.print(f"stratagem: {started}: training continues from {found}", flush=True)
+    return found, state
