@@ -24,11 +24,11 @@ class TestTorchElastic(EnvironmentConformance):
     plugin = "torchelastic"
     variables = {  # noqa: RUF012
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-        "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2",
+        "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_MAX_RESTARTS": "2",
     }  # fmt: skip
-    optional = ("MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    optional = ("MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS")
     world = World(
-        rank=1, local_rank=1, world_size=2, local_world_size=2, main_address="node0", main_port=29500, generation="2"
+        rank=1, local_rank=1, world_size=2, local_world_size=2, main_address="node0", main_port=29500, may_restart=True
     )
 
 

@@ -179,22 +179,27 @@ def test_one_task_shells_and_complete_variables_run(variables, num_nodes):
 ELASTIC = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "1", "MASTER_ADDR": "h1", "MASTER_PORT": "1234", "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3",
 }  # fmt: skip
 
 
 def test_torchrun_decides():
     assert local.elastic_world(ELASTIC, None) == World(
         rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h1",
-        main_port=1234, store_hosted=True,
+        main_port=1234, store_hosted=True, generation=None, may_restart=True,
     )  # fmt: skip
 
 
-def test_attempts_are_told_apart_where_one_agent_counts_them():
-    alone = {**ELASTIC, "LOCAL_WORLD_SIZE": "4"}
+def test_ranks_agree_on_a_generation_only_in_the_store_of_an_agent():
+    own_store = {**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
-    assert local.elastic_world(alone, None).generation == "2"
-    assert local.elastic_world(ELASTIC, None).generation == "0"
+    assert local.elastic_world(ELASTIC, None).generation is None
+    assert local.elastic_world(own_store, None).generation == "0"
+
+
+def test_processes_start_again_if_torchrun_may_restart_them():
+    assert local.elastic_world(ELASTIC, None).may_restart
+    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "0"}, None).may_restart
 
 
 def test_devices_that_contradict_torchrun_are_refused():

@@ -44,8 +44,11 @@ class World:
     main_port: int | None = None
     #: The launcher hosts the store, so rank 0 connects as a client like all ranks.
     store_hosted: bool = False
-    #: Distinguishes restarts that share a store: a restarted process must not read the address of an earlier one.
-    generation: str = "0"
+    #: Distinguishes restarts that share a store: a restarted process must not read the address of an earlier one. None:
+    #: no variable does, and the ranks agree on one through the store, which must be hosted.
+    generation: str | None = "0"
+    #: The same command may start the processes again: ``ckpt_path="last"`` begins at step 0 if there is no checkpoint.
+    may_restart: bool = False
 
     @property
     def is_global_zero(self) -> bool:

@@ -29,6 +29,10 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller) -
 
     if not world.store_hosted:
         check_address(world, stack.join_timeout().total_seconds())
+    if world.generation is None:
+        from stratagem.distributed.attempts import agree_on_generation
+
+        world = agree_on_generation(world, stack.join_timeout())
     facts = lock.facts(stack, settings)
     compared = agree_before_connecting(world, facts, stack.join_timeout())
     collectives = hooks.ask("connect", world=world)

@@ -329,9 +329,12 @@ def _callbacks(fit: FitState) -> list[Any]:
 
 def _last(fit: FitState) -> Path | None:
     folders = _folders(fit)
-    if (newest := newest_in(fit, folders)) is not None or fit.run.place.generation != "0":
-        return newest  # None was restarted before the first checkpoint: begin at step 0
+    if (newest := newest_in(fit, folders)) is not None:
+        return newest
     places = " or ".join(map(str, folders))
+    if fit.run.place.may_restart or fit.run.place.generation != "0":
+        fit.run.print(f'stratagem: ckpt_path is "last" and {places} has no checkpoint yet: training begins at step 0')
+        return None
     raise CheckpointError(
         'ckpt_path is "last"', expected=f"a whole checkpoint in {places}, in a format that is installed",
         do="check default_root_dir, or fit without ckpt_path to begin at step 0",

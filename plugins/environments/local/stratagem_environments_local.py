@@ -235,9 +235,8 @@ class TorchElasticEnvironment(Environment):
 def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
     """Read torchrun's `variables`; `asked` is devices x num_nodes if the user set devices.
 
-    Restarted processes must not read the addresses of dead ones from the agent's store. With one agent the restart
-    count distinguishes attempts. With several it may differ between agents; there set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each round then gets a new port, and rank 0 hosts the store.
+    Restarted processes must not read the addresses of dead ones from the agent's store, and no variable numbers the
+    attempts: agents count restarts separately, and do not count that an agent joins or leaves.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in variables]
     if missing:
@@ -253,7 +252,7 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
             do='leave devices at "auto": torchrun sets it',
         )
     local_size = _number(variables, "LOCAL_WORLD_SIZE", 1)
-    one_agent = local_size == world_size
+    agents_store = variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return World(
         rank=_number(variables, "RANK", 0),
         local_rank=_number(variables, "LOCAL_RANK", 0),
@@ -264,8 +263,9 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         num_nodes=_number(variables, "GROUP_WORLD_SIZE", max(1, world_size // local_size)),
         main_address=variables["MASTER_ADDR"],
         main_port=_port(variables, 29500),
-        store_hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
-        generation=variables.get("TORCHELASTIC_RESTART_COUNT", "0") if one_agent else "0",
+        store_hosted=agents_store,
+        generation=None if agents_store else "0",
+        may_restart=_number(variables, "TORCHELASTIC_MAX_RESTARTS", 0) > 0,
     )
 
 
