@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 from attrs import evolve
 
 from stratagem.api.world import World
+from stratagem.distributed.probe import ask
 from stratagem.errors import ConfigError, LaunchError
 
 #: Address for processes of one machine; other machines cannot connect to it.
 LOOPBACK = "127.0.0.1"
+
+#: How long a connection of this process to its own store may take, and a look at a store that has taken the port.
+_OWN_S = 3.0
+
+#: Key under which a store tells which process hosts it.
+_HOST_KEY = "stratagem/host"
+
+
+class PortTakenError(LaunchError):
+    """Another program listens at the port, such as another run on this machine."""
 
 
 class RendezvousStore:
@@ -34,9 +49,9 @@ class RendezvousStore:
             for_others: listen on all addresses of this machine, for other machines; else on the loopback address.
 
         Raises:
-            LaunchError: the port is taken.
+            PortTakenError: the port is taken.
         """
-        self.address, self.port = address, port
+        self.address, self.port, self._for_others = address, port, for_others
         self._socket: socket.socket | None = None
         self._store: Any = None
         if is_here:
@@ -63,16 +78,21 @@ class RendezvousStore:
             return self._store
         import torch.distributed as dist
 
+        is_ours = not self._for_others or _is_here(self.address)
         options: dict[str, Any] = {
             "is_master": True,
             "wait_for_workers": False,
             "master_listen_fd": self._socket.detach(),
+            "multi_tenant": True,  # a strategy that connects in torch's own way (env://) uses the same server
         }
         try:
-            self._store = dist.TCPStore(self.address, self.port, **options)
+            self._store = dist.TCPStore(self.address if is_ours else LOOPBACK, self.port, **options)
         except dist.DistError as error:
             raise self._cannot_listen(error) from error
         self._socket = None  # the server owns it now
+        self._store.set(_HOST_KEY, f"process {os.getpid()} on {socket.gethostname()}")
+        if not is_ours:
+            self._check_address_leads_here()
         return self._store
 
     def close(self) -> None:
@@ -81,11 +101,54 @@ class RendezvousStore:
             self._socket.close()
         self._socket = self._store = None
 
+    def _check_address_leads_here(self) -> None:
+        """Refuse an address at which this store cannot be reached; an address of a gateway in front of it is fine."""
+        import torch.distributed as dist
+
+        key, leads_here = f"stratagem/self/{os.urandom(8).hex()}", False
+        self._store.set(key, "")
+        if ask(self.address, self.port, _OWN_S).kind == "store":
+            with contextlib.suppress(dist.DistError):
+                found = dist.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=_OWN_S))
+                leads_here = found.check([key])
+        if not leads_here:
+            self.close()
+            raise LaunchError(
+                f"MASTER_ADDR is {self.address!r}, which is not an address of this machine ({socket.gethostname()}), "
+                "and this process hosts the store of the run as node 0",
+                expected="an address of node 0",
+                do="set MASTER_ADDR to the address of this machine on every node, or correct NODE_RANK or RANK here",
+            )
+
     def _cannot_listen(self, error: Exception) -> LaunchError:
-        return LaunchError(
-            f"cannot listen on {self.address}:{self.port} ({error})",
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        holder = _holder(self.port) if taken else ""
+        return (PortTakenError if taken else LaunchError)(
+            f"cannot listen on {self.address}:{self.port} ({error}{holder})",
             do="choose another MASTER_PORT, or an address of this machine",
         )
+
+
+def _holder(port: int) -> str:
+    """Return which run has taken the port, if it is a run."""
+    if ask(LOOPBACK, port, _OWN_S).kind != "store":
+        return ""
+    import torch.distributed as dist
+
+    with contextlib.suppress(dist.DistError):
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=_OWN_S))
+        if store.check([_HOST_KEY]):
+            return f": it is the port of another run, whose store {store.get(_HOST_KEY).decode()} hosts"
+    return ""
+
+
+def _is_here(address: str) -> bool:
+    """Whether `address` is one of this machine's."""
+    for family, kind, protocol, _, (host, *rest) in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as candidate:
+            candidate.bind((host, 0, *rest[1:]))
+            return True
+    return False
 
 
 def reserve_store(world: World) -> tuple[World, RendezvousStore]:
@@ -94,7 +157,7 @@ def reserve_store(world: World) -> tuple[World, RendezvousStore]:
     Node 0's launcher hosts it, as the returned world states. On one machine it is at the loopback address.
 
     Raises:
-        LaunchError: the port is taken.
+        PortTakenError: the port is taken.
     """
     port, several = world.main_port or 0, world.num_nodes > 1
     address = world.main_address if several else LOOPBACK

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.world import KeyValueStore
+from stratagem.distributed.probe import wait_for_store
 from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
 
 if TYPE_CHECKING:
@@ -30,23 +32,52 @@ class TCPKeyValueStore(KeyValueStore):
 #: How often this process has connected, which is the same on all ranks.
 _num_connections = 0
 
+#: A connection that `open_store` returned, for the process group that is connected next.
+_opened: tuple[tuple[object, ...], Any] | None = None
+
+
+def open_store(world: World, timeout: timedelta) -> Any:
+    """Return this run's store, for all ranks to meet; rank 0 hosts it where no launcher does.
+
+    The connection is kept for the next `connect_store`: a connection costs a name lookup on both sides.
+
+    Raises:
+        LaunchError: no store answered within `timeout`, another program listens at its port, or rank 0 cannot host it.
+    """
+    global _opened
+    _opened = _key(world), _connection(world, timeout)
+    return _opened[1]
+
 
 def connect_store(world: World, timeout: timedelta) -> Any:
-    """Return this run's store, connected; each run of a process has its own key prefix in it."""
+    """Return this run's store for a process group, connected; each group of a process has its own key prefix in it."""
     import torch.distributed as dist
 
     if world.main_port is None:
         assert world.world_size == 1, "an environment that reports several processes must report the port of the store"
         return dist.HashStore()
-    global _num_connections
+    global _num_connections, _opened
     _num_connections += 1
-    hosts = world.is_global_zero and not world.store_hosted
-    store = _hosted_store(world) if hosts else dist.TCPStore(*_store_place(world), is_master=False, timeout=timeout)
+    opened, _opened = _opened, None
+    store = opened[1] if opened is not None and opened[0] == _key(world) else _connection(world, timeout)
     store.set_timeout(timeout)
-    if hosts:  # launchers of other nodes wait for this key of rank 0's launcher: see `agree_before_connecting`
-        store.set(f"stratagem/agreement/{world.generation}/{_num_connections}/facts", "null")
     # A store that outlives the run still holds the addresses of the last group that connected through it.
     return dist.PrefixStore(f"stratagem/{world.generation}/{_num_connections}", store)
+
+
+def _key(world: World) -> tuple[object, ...]:
+    """Return what an opened connection may be used for; a fork must not use its parent's."""
+    return os.getpid(), *_store_place(world), world.rank
+
+
+def _connection(world: World, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
+    if world.is_global_zero and not world.store_hosted:
+        return _hosted_store(world)
+    place = _store_place(world)
+    wait_for_store(world, place, timeout.total_seconds())
+    return dist.TCPStore(*place, is_master=False, timeout=timeout)
 
 
 #: The stores that this process hosts, by address and port.
