@@ -120,6 +120,10 @@ class Strategy(Plugin):
         """Return how long a rank waits for the others to connect; None leaves it to the backend."""
         return None
 
+    def may_share_device(self) -> bool:
+        """Whether several ranks may use one device; otherwise that is refused as a mistake."""
+        return False
+
     def mesh(self, world: World) -> Mesh:
         """Return how this strategy arranges the processes; by default every process reads its own data."""
         return Mesh(axes={"data": world.world_size}, rank=world.rank)
@@ -237,6 +241,13 @@ class Accelerator(Plugin):
             ConfigError: there is no such device, or devices of this kind have no identifiers.
         """
         raise ConfigError(f"devices names {identifier!r}", expected="numbers: its devices have no identifiers")
+
+    def identity(self, device: torch.device) -> tuple[str, str] | None:
+        """Return what tells `device` from all others, such as a UUID, and its model; None if ranks may share it.
+
+        Called once, after `activate`.
+        """
+        return None
 
     def activate(self, device: torch.device) -> None:
         """Make `device` this process's current one; called once, before the processes connect."""

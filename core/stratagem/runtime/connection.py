@@ -12,19 +12,21 @@ from stratagem.api.world import Collectives, Mesh, World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from stratagem.config.settings import RunSettings
     from stratagem.runtime.hook_caller import HookCaller
     from stratagem.stack.plugins import Stack
 
 
-def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller) -> Collectives:
-    """Join the other ranks, after a check that all were started with the same settings; return their collectives."""
+def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller, device: torch.device) -> Collectives:
+    """Join the other ranks, after all have met and compared their settings; return their collectives."""
     collectives: Collectives
     if world.world_size == 1:
         collectives = hooks.ask("connect", world=world)
         return collectives
     from stratagem.distributed.rendezvous import check_address
-    from stratagem.runtime.preflight import agree, agree_before_connecting
+    from stratagem.runtime.preflight import meet
     from stratagem.stack import lock
 
     if not world.store_hosted:
@@ -33,11 +35,10 @@ def join(world: World, stack: Stack, settings: RunSettings, hooks: HookCaller) -
         from stratagem.distributed.attempts import agree_on_generation
 
         world = agree_on_generation(world, stack.join_timeout())
-    facts = lock.facts(stack, settings)
-    compared = agree_before_connecting(world, facts, stack.join_timeout())
+    identity = stack.accelerator.plugin.identity(device)
+    may_share = any(choice.plugin.may_share_device() for choice in stack.strategies)
+    meet(world, lock.facts(stack, settings), stack.join_timeout(), identity, may_share_device=may_share)
     collectives = hooks.ask("connect", world=world)
-    if not compared:
-        agree(collectives, facts)
     return collectives
 
 

@@ -15,6 +15,7 @@ from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
+from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime.choices import Choices
@@ -46,6 +47,7 @@ class Context(Choices):
 
     def __init__(self, settings: RunSettings) -> None:
         open_standard_streams()
+        watch()
         self.settings = settings
         self.stack: Stack = resolve(self.settings)
         if self.settings.lock is not None:
@@ -165,7 +167,7 @@ class Context(Choices):
         self.device = self.devices[0]
         with switch(self.settings, self.device.type) as numerics:
             accelerator.activate(self.device)
-            self.collectives = join(self.world, self.stack, self.settings, self.hooks)
+            self.collectives = join(self.world, self.stack, self.settings, self.hooks, self.device)
             self.peers = split_peers(self.collectives, self.world, self.peers_world)
             self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()

@@ -101,8 +101,14 @@ def check(stack: Stack, settings: RunSettings, path: Path) -> None:
 def facts(stack: Stack, settings: RunSettings) -> dict[str, Any]:
     """Return what all ranks of a run must agree on, by path."""
     lock = describe(stack, settings)
-    flat = flatten(lock) | {f"callback {plugin['name']}": _origin(plugin) for plugin in lock["automatic"]}
+    flat = flatten(lock) | {"version of Python": _python_version()}
+    flat |= {f"callback {plugin['name']}": _origin(plugin) for plugin in lock["automatic"]}
     return {name: value for name, value in flat.items() if name.partition(".")[0] not in _NOT_COMPARED}
+
+
+def _python_version() -> str:
+    """Return the version of Python that ranks compare; updates of one are compatible."""
+    return ".".join(platform.python_version_tuple()[:2])
 
 
 def flatten(lock: Mapping[str, Any]) -> dict[str, Any]:

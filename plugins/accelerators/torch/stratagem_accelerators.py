@@ -64,6 +64,14 @@ class CUDAAccelerator(Accelerator):
             do=f'start the program with CUDA_VISIBLE_DEVICES={identifier} and leave devices at "auto"',
         )
 
+    def identity(self, device: torch.device) -> tuple[str, str] | None:
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        if "MIG" in properties.name:  # several slices may have the UUID of their GPU, and a process sees only one
+            return f"{properties.uuid} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}", properties.name
+        return str(properties.uuid), properties.name
+
     def activate(self, device: torch.device) -> None:
         import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from attrs import Attribute
 
     from stratagem.api import Collectives, RunContext, World
+
+#: NCCL's variable that lets ranks share a GPU, as an option.
+_SHARING = "multi_rank_gpu_enable"
 
 
 @define(eq=False, kw_only=True)
@@ -44,6 +48,12 @@ class ProcessGroupStrategy(Strategy):
 
     def join_timeout(self) -> timedelta | None:
         return self.timeout
+
+    def may_share_device(self) -> bool:
+        """Whether the user chose a backend for which ranks may share a GPU, or told NCCL to allow it."""
+        backend = (self.process_group_backend or "nccl").lower()
+        asked = (self.nccl or {}).get(_SHARING, os.environ.get(f"NCCL_{_SHARING.upper()}", "0"))
+        return "nccl" not in backend or str(asked) not in ("0", "False")
 
     @hookimpl
     def connect(self, world: World, run: RunContext) -> Collectives:
