@@ -53,6 +53,7 @@ def meet(
         LaunchError: the store cannot be reached or hosted, or some ranks did not come within `timeout`.
         PeerError: another rank failed before it came.
     """
+    assert world.generation is not None, "it was agreed on"
     store, where = _store(world, timeout)
     if store is None:
         return
