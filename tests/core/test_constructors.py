@@ -137,3 +137,14 @@ def test_a_misspelt_class_is_named_in_a_traceback():
     result = scripts.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
     assert "did you mean 'DDPStrategy'" in result.stderr
+
+
+class WithAttributes(sg.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
+def test_attributes_that_are_not_options_are_copied_and_pickled(duplicate):
+    """A callback that a user writes has them, and a launcher may send it to another process."""
+    assert duplicate(WithAttributes("here")).folder == "here"

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from attrs import define, frozen
+from attrs import define, fields, frozen
 
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
 from stratagem.api.evidence import Evidence
@@ -31,11 +31,27 @@ if TYPE_CHECKING:
 # --- One base for each kind --------------------------------------------------------------------------------------
 
 
+def _state(plugin: Any) -> dict[str, Any]:
+    names = [each.name for each in fields(type(plugin)) if hasattr(plugin, each.name)]
+    return {name: getattr(plugin, name) for name in names} | getattr(plugin, "__dict__", {})
+
+
+def _set_state(plugin: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        object.__setattr__(plugin, name, value)  # attrs would validate it
+
+
 class PluginType(ABCMeta):
     """Makes the constructor of every plugin raise the same errors for wrong options as a mapping of options.
 
     It derives from ABCMeta so that a plugin can inherit an abstract class too.
     """
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+        """Make copies and pickles include attributes that are not attrs fields, as a subclass with `__init__` has."""
+        namespace.setdefault("__getstate__", _state)
+        namespace.setdefault("__setstate__", _set_state)
+        return super().__new__(mcs, name, bases, namespace, **options)
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
         try:
