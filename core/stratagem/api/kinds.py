@@ -228,6 +228,9 @@ class Launcher(Plugin):
     #: True: the calling process is local rank 0, and its objects are trained. False: it only waits, and workers send
     #: results back.
     parent_trains: ClassVar[bool] = True
+    #: True: one call starts the processes of all nodes and sets their ranks, so the environment of the calling process
+    #: is not asked; ``run.world`` follows from the settings. False: each node calls the launcher for its own processes.
+    starts_all_nodes: ClassVar[bool] = False
 
 
 @define(eq=False, repr=False, kw_only=True)

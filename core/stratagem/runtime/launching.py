@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.api.world import World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,13 +38,25 @@ def launch(run: Context, main: Callable[[Context], Any]) -> Any:
     alone = run.num_processes * run.stack.num_nodes == 1 and launcher.parent_trains
     if environment.processes_exist() or alone:
         return body()
-    from stratagem.distributed.rendezvous import check_address
-
-    run.world = run.ask("setup_environment")
-    check_address(run.world, run.join_timeout.total_seconds())
+    run.world = _whole_world(run) if launcher.starts_all_nodes else _world_here(run)
     if not launcher.parent_trains:
         body.is_worker, body.random_state = True, random_state()
     return run.hooks.hook.launch(main=body, run=run)
+
+
+def _world_here(run: Context) -> World:
+    """Return the world of local rank 0 of this node, which can resolve the address of the store."""
+    from stratagem.distributed.rendezvous import check_address
+
+    world: World = run.ask("setup_environment")
+    check_address(world, run.join_timeout.total_seconds())
+    return world
+
+
+def _whole_world(run: Context) -> World:
+    """Return the world of rank 0, as the settings define it: the launcher chooses the machines and the address."""
+    num_nodes = run.settings.num_nodes
+    return World(world_size=run.num_processes * num_nodes, local_world_size=run.num_processes, num_nodes=num_nodes)
 
 
 def carry_out(run: Context, main: Callable[[Context], Any]) -> Any:

@@ -37,7 +37,8 @@ def launch(main: Callable[[], Any], run: RunContext) -> Any:
     """Answer (launcher): start ``run.num_processes`` processes, call `main` in each, return the result of rank 0.
 
     Called once, in the process that the user started, unless all processes exist already
-    (`Environment.processes_exist`); ``run.world`` is that of local rank 0. Set the variables of
+    (`Environment.processes_exist`); ``run.world`` is that of local rank 0. With `Launcher.starts_all_nodes` it starts
+    the processes of all nodes, and ``run.world`` follows from the settings. Set the variables of
     `stratagem.distributed.process_variables` for every started process. Only this answer may be None: `main` is the
     user's function.
     """
