@@ -1,0 +1,274 @@
+"""`ray` passes the checks for launchers; on a real cluster of two raylets it trains, and ends what it started.
+
+Ray listens on all addresses of a machine, so the tests give it a network of their own: `unshare --net`, as root.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem
+from stratagem.errors import ConfigError, LaunchError
+from stratagem_testing import LauncherConformance
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+CLONE_NEWNET = 0x40000000
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A network namespace that has only the loopback device, and folders of Ray's that no other cluster uses."""
+    if os.geteuid() != 0 or ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
+        pytest.skip("a network namespace can only be made by root")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets are limited to 107 characters
+    variables = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ.update(variables)
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(network):
+    """Two machines with two CPUs each, to which this process is connected."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, include_dashboard=False)
+    ray.init(address=cluster.address, logging_level=logging.WARNING)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield cluster
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def run_of(devices=2, num_nodes=1, **options):
+    launcher = {"name": "ray", **options}
+    return stratagem.Run(strategy="ddp", accelerator="cpu", devices=devices, num_nodes=num_nodes, launcher=launcher)
+
+
+def assert_gone(pids, limit_s=15):
+    deadline = time.monotonic() + limit_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} still run"
+        time.sleep(0.05)
+
+
+def is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# --- A program, before there is a cluster -----------------------------------------------------------------
+
+PROGRAM = """
+    import os, sys, time
+    import torch
+    import stratagem
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(stratagem.Module):
+        def __init__(self, wait=False):
+            super().__init__()
+            self.layer, self.wait = torch.nn.Linear(4, 1), wait
+
+        def training_step(self, batch, batch_idx):
+            if self.wait:
+                print("WAITING", os.getpid(), flush=True)
+                time.sleep(600)
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def main(run):
+        if run.rank == 0:
+            print("HELLO of rank", run.rank)
+        return run.rank, run.world_size
+
+    arguments = {"strategy": "ddp", "devices": 2, "launcher": {"name": "ray", "num_cpus": 1}, "accelerator": "cpu"}
+    print("LAUNCHED", stratagem.Run(**arguments).launch(main))
+    trainer = stratagem.Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False, **arguments
+    )
+    trainer.fit(Module(wait=True), DataLoader(TensorDataset(torch.ones(8, 4)), 4))
+"""
+
+
+def test_a_program_without_a_cluster_starts_one_and_ctrl_c_ends_it(network, tmp_path):
+    """Its classes are in ``__main__``; what rank 0 prints is its output."""
+    path, output = tmp_path / "train.py", tmp_path / "output"
+    path.write_text(textwrap.dedent(PROGRAM))
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": folder}
+    try:
+        with output.open("w") as file:
+            program = subprocess.Popen(
+                [sys.executable, str(path)], env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+        deadline = time.monotonic() + 120
+        while output.read_text().count("WAITING") < 1 and program.poll() is None:
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.1)
+        program.send_signal(signal.SIGINT)
+        program.wait(60)
+    finally:
+        program.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    text = output.read_text()
+
+    assert "no Ray cluster was found: started one on this machine" in text
+    assert "LAUNCHED (0, 2)" in text
+    assert "HELLO of rank 0" in text
+    assert "KeyboardInterrupt" in text
+    assert_gone([int(line.split()[-1]) for line in text.splitlines() if "WAITING" in line])
+
+
+# --- Checks of every launcher ---
+
+
+class TestRay(LauncherConformance):
+    plugin = "ray"
+    limit_s = 120
+
+    @pytest.fixture(autouse=True)
+    def _on_the_cluster(self, cluster):
+        """Let the programs of the checks find it through RAY_ADDRESS."""
+
+
+# --- Training ----------------------------------------------------------------------------------------------------
+
+
+class Places(stratagem.Callback):
+    """Writes down on which raylet each rank is."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    @stratagem.hookimpl
+    def on_fit_start(self, trainer):
+        world = trainer.run.world
+        node = ray.get_runtime_context().get_node_id()
+        (self.folder / f"{world.rank}").write_text(f"{world.node_rank} {world.local_rank} {node} {os.getcwd()}")
+
+
+def loader_of(batches, batch_size):
+    return DataLoader(TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True))), batch_size)
+
+
+def test_processes_on_two_machines_train_as_one_process_and_then_test(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    batches = joined_batches(10, 16)
+    reference, norms = train_plainly(batches)
+    trainer = stratagem.Trainer(
+        strategy="ddp", devices=2, num_nodes=2, launcher="ray", max_epochs=1, callbacks=[Places(tmp_path)], **QUIET
+    )
+    model = Net()
+    trainer.fit(model, loader_of(batches, 4))
+
+    assert relative_difference(model.state_dict(), reference) < 1e-6
+    assert max(norms) > 1
+    assert (trainer.global_step, trainer.world_size) == (10, 4)
+    places = [(tmp_path / str(rank)).read_text().split() for rank in range(4)]
+    assert [place[:2] for place in places] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert places[0][2] == places[1][2] != places[2][2] == places[3][2]
+    assert {place[3] for place in places} == {str(tmp_path)}
+
+    assert trainer.test(model, loader_of(batches, 4))[0]["test_loss"] > 0
+
+
+# --- Failures ----------------------------------------------------------------------------------------------------
+
+
+def fail(how, folder, run):
+    (folder / str(run.rank)).write_text(str(os.getpid()))
+    run.collectives.barrier()
+    if run.rank == 1:
+        how()
+    run.collectives.barrier()
+
+
+def raise_value_error():
+    raise ValueError("out of order")
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (raise_value_error, "rank 1 failed with ValueError: out of order"),
+        (kill_self, r"rank 1 on [\d.]+ \(pid {1}\) died and left no error report"),
+    ],
+)
+def test_the_cause_is_raised_and_all_others_end(cluster, tmp_path, how, message):
+    with pytest.raises(LaunchError) as caught:
+        run_of().launch(functools.partial(fail, how, tmp_path))
+
+    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert re.search(message.format(*pids), str(caught.value))
+    assert how is kill_self or "raise_value_error" in caught.value.__notes__[0]
+    assert_gone(pids)
+
+
+def test_what_the_cluster_does_not_have_is_an_error_at_once(cluster):
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"asks for 3 nodes, each on another machine, with 2 CPU for the 2 processes"
+                       r" of a node, and the Ray cluster has 2 machines: .* with 2 CPU"):  # fmt: skip
+        run_of(num_nodes=3).launch(print)
+    with pytest.raises(ConfigError, match="asks for 1 node, with 1 CPU, 1 tape for the 1 process"):
+        run_of(devices=1, resources={"tape": 1}).launch(print)
+
+    assert time.monotonic() - start < 10
+
+
+def test_what_other_jobs_use_is_waited_for_until_the_timeout(cluster):
+    other = placement_group([{"CPU": 2}] * 2, strategy="STRICT_SPREAD")
+    try:
+        assert other.wait(30)
+        with pytest.raises(
+            ConfigError, match=r"had too little free for 1 s, of 2 machines.*raise launcher.placement_t"
+        ):
+            run_of(placement_timeout=1).launch(print)
+    finally:
+        remove_placement_group(other)
+
+
+def test_no_resources_at_all_are_refused(cluster):
+    with pytest.raises(ConfigError, match=r"launcher.num_cpus is 0 and no other resource is asked for"):
+        run_of(num_cpus=0).launch(print)
+
+
+def test_what_does_not_pickle_is_refused(cluster):
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be sent to a Ray actor .*lock.*everything to pickle"):
+        run_of().launch(lambda run: lock)
+
+
+def test_another_cluster_than_the_connected_one_is_refused(cluster):
+    with pytest.raises(ConfigError, match=r"launcher.address is '127.0.0.1:1' and this program is connected to"):
+        run_of(address="127.0.0.1:1").launch(print)
