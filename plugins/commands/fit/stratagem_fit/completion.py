@@ -71,6 +71,8 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
             action.choices = tuple(KINDS)
         elif action.dest == "name" and "plugins" in parser.prog and not parser.prog.endswith(" new"):
             action.choices = tuple(dict.fromkeys(entry.name for entry in registry.entries() if entry.kind in KINDS))
+        elif hasattr(action, "completions"):  # words that its command checks itself
+            action.choices = action.completions
         elif action.dest in _PATHS and action.choices is None:
             _complete_files(action)
 
