@@ -337,9 +337,10 @@ def _automatic_callbacks(settings: Any) -> list[Choice]:
 
 def _environment_callbacks(settings: Any, environment: Choice, chooser: _Chooser) -> list[Choice]:
     """Return the callbacks that `environment` adds to a `Trainer`, but for those that the user lists."""
-    choices = []
-    has_callbacks = hasattr(settings, "callbacks") and not settings.barebones
-    for value in environment.plugin.default_callbacks() if has_callbacks else []:
+    choices: list[Choice] = []
+    if getattr(settings, "barebones", True):  # a `Run` has no such setting
+        return choices
+    for value in environment.plugin.default_callbacks():
         try:
             choice = chooser.default_callback(value)
         except PluginError as error:  # the user did not ask for it
