@@ -103,6 +103,7 @@ def plugin_options() -> list[tuple[str, str, str]]:
 
 #: Values for options without a default.
 REQUIRED = {
+    "samples": 8,
     "monitor": "loss", "dirpath": "somewhere", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1,
     "duration": 1.0, "model_averaging_period": 4, "project": "mine", "policy": "Linear",
 }  # fmt: skip

@@ -48,6 +48,10 @@ class Model(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 
 
+#: Plugins without state that need an option.
+NEED_OPTIONS = ("gradient_accumulation_scheduler", "global_batch_size", "lambda", "prediction_writer")
+
+
 def stateful():
     """Return the entry points of plugins with state, by kind and class."""
     found = {}
@@ -55,7 +59,7 @@ def stateful():
         try:
             plugin = make(entry, NEEDED.get(entry.name, {}))
         except ConfigError:  # it needs an option
-            assert entry.name in ("gradient_accumulation_scheduler", "lambda", "prediction_writer"), "add it to NEEDED"
+            assert entry.name in NEED_OPTIONS, "add it to NEEDED"
             continue
         if any(callable(getattr(plugin, method, None)) for method in _METHODS):
             found.setdefault((entry.kind, type(plugin)), []).append(entry)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.callbacks import GradientAccumulationScheduler
+from stratagem.callbacks import GlobalBatchSize, GradientAccumulationScheduler
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import ByHand, Net, joined_batches, relative_difference, train_module_plainly
@@ -92,3 +94,58 @@ def test_a_module_that_steps_by_hand_accumulates_by_hand():
 def test_from_a_file(tmp_path):
     (tmp_path / "run.yaml").write_text("accumulate_grad_batches: {0: 4, 2: 1}\nlogger: false\n")
     assert sg.Trainer.from_config(tmp_path / "run.yaml", accelerator="cpu").accumulate_grad_batches == 4
+
+
+# --- The same samples in each step -------------------------------------------------------------------------------
+
+
+def loader(batches, batch_size):
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def _train_by_samples(rank, world_size, samples, batch_size, batches):
+    callback = GlobalBatchSize(samples=samples)
+    trainer = sg.Trainer(max_epochs=2, strategy="ddp", devices=world_size, callbacks=callback, **QUIET)
+    trainer.fit(Net(), loader(batches, batch_size))
+    return weights_of(trainer), trainer.global_step, trainer.accumulate_grad_batches, trainer.effective_batch_size
+
+
+@pytest.mark.parametrize(("world_size", "batch_size", "factor"), [(1, 4, 6), (1, 24, 1), (2, 4, 3), (3, 4, 2)])
+def test_a_global_batch_size_trains_alike_at_any_number_of_processes(world_size, batch_size, factor):
+    batches = joined_batches(5, 24)
+    module = Net()
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer
+    for _ in range(2):
+        expected, norms = train_module_plainly(module, batches)
+    assert max(norms) > 1
+
+    for weights, *numbers in run_in_processes(_train_by_samples, world_size, 24, batch_size, batches):
+        assert relative_difference(weights, expected) < 1e-6
+        assert numbers == [10, factor, 24]
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "message"),
+    [
+        (
+            Net(),
+            loader(joined_batches(2, 8), 16),
+            {},
+            r"samples is 24, and 1 x 16 samples are read at a time .*; expected a multiple of 16",
+        ),
+        (Net(), joined_batches(2, 8), {}, "samples is 24 and the training loader has no batch_size"),
+        (
+            Net(),
+            loader(joined_batches(2, 8), 8),
+            {"accumulate_grad_batches": 3},
+            "accumulate_grad_batches is 3 and global",
+        ),
+        (ByHand(), loader(joined_batches(2, 8), 8), {}, "with ByHand.automatic_optimization = False"),
+    ],
+)
+def test_a_global_batch_size_that_cannot_be_kept_is_refused(module, data, options, message):
+    trainer = sg.Trainer(max_epochs=1, callbacks=GlobalBatchSize(samples=24), **QUIET, **options)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(module, data)
