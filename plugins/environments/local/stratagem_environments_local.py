@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import sys
+import time
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from attrs import define
 
 from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
+from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.process_variables import STORE_HOSTED_VARIABLE, other_devices, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from stratagem.api import RunContext
 
 
@@ -220,6 +229,7 @@ class TorchElasticEnvironment(Environment):
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
+        write_error_file_when_uncaught()
         asked = run.num_processes * run.settings.num_nodes if run.devices_given else None
         world = elastic_world(os.environ, asked)
         # 1 is the default of num_nodes.
@@ -230,6 +240,33 @@ class TorchElasticEnvironment(Environment):
                 do="leave num_nodes out: torchrun sets it",
             )
         return world
+
+
+def write_error_file_when_uncaught() -> None:
+    """Write an uncaught error to the file that torchrun reads for its summary, as its decorator ``@record`` does."""
+    if _ERROR_FILE in os.environ and sys.excepthook is not _write_error_file:
+        global _earlier_hook
+        _earlier_hook, sys.excepthook = sys.excepthook, _write_error_file
+
+
+def _write_error_file(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    file = Path(os.environ[_ERROR_FILE])
+    if not isinstance(error, KeyboardInterrupt) and not file.exists():  # `record` has written it already
+        # torchrun shows the earliest error: one that another rank caused must not be it.
+        content = {
+            "message": f"{kind.__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time()) + is_echo(error)),
+            },
+        }
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps({"message": content}))
+    _earlier_hook(kind, error, trace)
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_earlier_hook = sys.excepthook
 
 
 def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
