@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stratagem.config.devices import MAX_LOCAL_PROCESSES
 from stratagem.errors import ConfigError
-from stratagem.stack.defaults import detect_accelerator
+from stratagem.stack.detection import detect_accelerator
 
 #: Chooses the accelerator of a Trainer.
 _ACCELERATOR = "STRATAGEM_TRAINER_ACCELERATOR"
