@@ -392,7 +392,7 @@ def test_environment_reads_its_variables(made, monkeypatch):
     for name, value in _variables().items():
         monkeypatch.setenv(name, value)
 
-    assert environment.detect() == "MY_IDEA_RANK is set"
+    assert str(environment.detect()) == "MY_IDEA_RANK is '3' (certain)"
     assert environment.local_processes() == 2
     assert environment.setup_environment(run=_asking()) == sg.World(
         rank=3,

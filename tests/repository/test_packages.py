@@ -38,6 +38,7 @@ OPTIONAL = {
     ("stratagem-callbacks", "tqdm", "tqdm"),
     ("stratagem-callbacks", "plots", "matplotlib"),
     ("stratagem-devtools", "kit", "stratagem-testing"),
+    ("stratagem-environments-schedulers", "mpi", "mpi4py"),
 }
 #: Extras that users and tests install, which no module asks for.
 SETS = {"standard", "all", "test"}

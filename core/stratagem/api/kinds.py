@@ -197,7 +197,10 @@ class Environment(Plugin):
         return True
 
     def local_processes(self) -> int | None:
-        """Return how many processes were started on this node, if known: the meaning of ``devices="auto"``."""
+        """Return how many processes were started on this node, or are to be: the meaning of ``devices="auto"``.
+
+        None: it is not known.
+        """
         return None
 
     def num_nodes(self) -> int | None:

@@ -99,8 +99,9 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
     evidence = candidate.evidence
     if evidence is None:
         return (1,)
-    # Of equals that do not contradict each other, the one that knows the rank.
-    return (0, -evidence.confidence, -candidate.plugin.precedence, evidence.rank is None)
+    # Of equals that do not contradict each other, the one that knows more: the rank, then the number of nodes.
+    unknown = evidence.rank is None, _ask(candidate.plugin.num_nodes) is None
+    return (0, -evidence.confidence, -candidate.plugin.precedence, *unknown)
 
 
 def _confidence(candidate: Candidate) -> Confidence:

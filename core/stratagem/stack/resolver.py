@@ -431,7 +431,9 @@ def _devices(settings: Any, accelerator: Choice, environment: Choice, *, one_eac
     if accelerator.plugin.count() == 0:
         raise ConfigError(f"{accelerator} finds no device on this machine", expected="one", do='use accelerator="auto"')
     wanted = "auto" if settings.devices is None else settings.devices
-    running = environment.plugin.local_processes() if environment.plugin.processes_exist() else None
-    if one_each and running:
-        return devices_of_processes(wanted, accelerator.plugin, running, str(environment))
+    count = environment.plugin.local_processes() if one_each else None
+    if count and environment.plugin.processes_exist():
+        return devices_of_processes(wanted, accelerator.plugin, count, str(environment))
+    if count and wanted == "auto":
+        wanted = count
     return parse_devices(wanted, accelerator.plugin)

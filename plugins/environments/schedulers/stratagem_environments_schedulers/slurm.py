@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import define, frozen
 
 from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
-from stratagem.distributed.process_variables import launched_world, was_launched
+from stratagem.distributed.process_variables import was_launched
 from stratagem.errors import ConfigError
 from stratagem_environments_schedulers.hostlist import expand_counts, first_host
 from stratagem_environments_schedulers.variables import (
@@ -25,6 +25,7 @@ from stratagem_environments_schedulers.variables import (
     main_address,
     main_port,
     maybe,
+    own_processes,
     port_of,
     seen,
 )
@@ -74,7 +75,9 @@ class SlurmEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
         if not _is_set_of_tasks(os.environ):
-            return own_processes(os.environ, run)
+            why = seen(os.environ, _NUM_TASKS) if is_task(os.environ) else _why_no_task(os.environ)
+            how = f"start it with srun --nodes={run.settings.num_nodes} --ntasks-per-node={run.num_processes}"
+            return own_processes(os.environ, run, f"srun did not start this program on several nodes: {why}", how)
         step = read_step(os.environ)
         check_run(
             run, step.local_size, step.num_nodes,
@@ -122,21 +125,6 @@ def _why_no_task(variables: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in variables:
         return f"{job} and srun --pty started a shell, in which this program was started once"
     return f"{job} and SLURM_STEP_ID is not set, as in the script of sbatch or a shell of salloc"
-
-
-def own_processes(variables: Mapping[str, str], run: RunContext) -> World:
-    """Return the world of processes that a launcher starts, or has started, on this node alone."""
-    if was_launched(variables):
-        return launched_world(variables, run.num_processes)
-    if run.settings.num_nodes > 1:
-        raise ConfigError(
-            f"num_nodes is {run.settings.num_nodes}, and srun did not start this program on several nodes: "
-            f"{_why_no_task(variables) if not is_task(variables) else seen(variables, _NUM_TASKS)}",
-            expected="a task of srun for each device",
-            do=f"start it with srun --nodes={run.settings.num_nodes} --ntasks-per-node={run.num_processes}",
-        )
-    port = main_port(variables, 0) or None
-    return World(world_size=run.num_processes, local_world_size=run.num_processes, main_port=port)
 
 
 # --- The step ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from stratagem.api import World
+from stratagem.distributed.process_variables import launched_world, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,3 +105,20 @@ def check_run(run: RunContext, local_size: int, num_nodes: int, names: tuple[str
             f"num_nodes is {run.settings.num_nodes} and {names[1]}",
             expected="the same number", do="leave num_nodes out: it is read from the variables",
         )  # fmt: skip
+
+
+def own_processes(variables: Mapping[str, str], run: RunContext, why: str, how: str) -> World:
+    """Return the world of processes that a launcher starts, or has started, on this node alone.
+
+    Args:
+        why: what was found instead of processes on several nodes.
+        how: how to start processes on several nodes.
+    """
+    if was_launched(variables):
+        return launched_world(variables, run.num_processes)
+    if run.settings.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes is {run.settings.num_nodes}, and {why}", expected="one process for each device", do=how
+        )
+    port = main_port(variables, 0) or None
+    return World(world_size=run.num_processes, local_world_size=run.num_processes, main_port=port)
