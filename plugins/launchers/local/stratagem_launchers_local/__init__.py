@@ -30,6 +30,7 @@ from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import report
 from stratagem.errors import ConfigError
 from stratagem_launchers_local.children import Child, end
+from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
 from stratagem_launchers_local.relaunch import relaunch_command
 from stratagem_launchers_local.reports import reports_folder
 from stratagem_launchers_local.supervision import (
@@ -61,6 +62,7 @@ class SubprocessLauncher(Launcher):
     def launch(self, main: Callable[[], Any], run: RunContext) -> Any:
         assert run.world is not None, "a launcher starts the processes of a world"
         alone = run.world.local_world_size == 1
+        job = None if alone else hydra_job()
         command = [] if alone else relaunch_command()
         world, store = reserve_store(run.world)
         first, *others = local_places(world)
@@ -70,7 +72,11 @@ class SubprocessLauncher(Launcher):
 
         def start() -> None:
             for place in others:
-                process = subprocess.Popen(command, env=child_environment(place, folder), preexec_fn=preexec)
+                environment, words, cwd = child_environment(place, folder), command, None
+                if job is not None:
+                    environment[FULL_ERROR_VARIABLE] = "1"
+                    words, cwd = [*command, *job_arguments(job, place.rank)], job.runtime.cwd
+                process = subprocess.Popen(words, cwd=cwd, env=environment, preexec_fn=preexec)
                 children.append((place.rank, process))
 
         try:
