@@ -31,6 +31,12 @@ from stratagem_testing.reference import Net, joined_batches, relative_difference
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 CLONE_NEWNET = 0x40000000
+#: Beside this file where the wheel is tested, else in the repository.
+PAGE = next(
+    path
+    for path in (Path(__file__).with_name("ray.md"), Path(__file__).parents[2] / "docs" / "ray.md")
+    if path.exists()
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,42 +167,43 @@ class TestRay(LauncherConformance):
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
-class Places(stratagem.Callback):
+class Placed(Net):
     """Writes down on which raylet each rank is."""
 
-    def __init__(self, folder):
-        self.folder = folder
-
-    @stratagem.hookimpl
-    def on_fit_start(self, trainer):
-        world = trainer.run.world
+    def on_fit_start(self):
+        world = self.trainer.run.world
         node = ray.get_runtime_context().get_node_id()
-        (self.folder / f"{world.rank}").write_text(f"{world.node_rank} {world.local_rank} {node} {os.getcwd()}")
+        Path(f"place-{world.rank}").write_text(f"{world.node_rank} {world.local_rank} {node}")
 
 
 def loader_of(batches, batch_size):
     return DataLoader(TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True))), batch_size)
 
 
-def test_processes_on_two_machines_train_as_one_process_and_then_test(cluster, tmp_path, monkeypatch):
+def test_the_page_trains_on_two_machines_as_one_process_does(cluster, tmp_path, monkeypatch):
+    """The folder of this process is the actors' too."""
     monkeypatch.chdir(tmp_path)
+    spread, packed, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     batches = joined_batches(10, 16)
     reference, norms = train_plainly(batches)
-    trainer = stratagem.Trainer(
-        strategy="ddp", devices=2, num_nodes=2, launcher="ray", max_epochs=1, callbacks=[Places(tmp_path)], **QUIET
-    )
-    model = Net()
-    trainer.fit(model, loader_of(batches, 4))
 
-    assert relative_difference(model.state_dict(), reference) < 1e-6
+    names = {"stratagem": stratagem, "model": Placed(), "batches": loader_of(batches, 4)}
+    exec(spread, names)
+    assert relative_difference(names["model"].state_dict(), reference) < 1e-6
     assert max(norms) > 1
-    assert (trainer.global_step, trainer.world_size) == (10, 4)
-    places = [(tmp_path / str(rank)).read_text().split() for rank in range(4)]
+    assert (names["trainer"].global_step, names["trainer"].world_size) == (10, 4)
+    places = [(tmp_path / f"place-{rank}").read_text().split() for rank in range(4)]
     assert [place[:2] for place in places] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
     assert places[0][2] == places[1][2] != places[2][2] == places[3][2]
-    assert {place[3] for place in places} == {str(tmp_path)}
 
-    assert trainer.test(model, loader_of(batches, 4))[0]["test_loss"] > 0
+    names |= {"model": Placed(), "batches": loader_of(batches, 8)}
+    exec(packed, names)
+    assert relative_difference(names["model"].state_dict(), reference) < 1e-6
+    places = [(tmp_path / f"place-{rank}").read_text().split() for rank in range(2)]
+    assert [place[:2] for place in places] == [["0", "0"], ["1", "0"]]
+    assert places[0][2] == places[1][2]
+
+    assert names["trainer"].test(names["model"], names["batches"])[0]["test_loss"] > 0
 
 
 # --- Failures ----------------------------------------------------------------------------------------------------

@@ -35,6 +35,9 @@ def test_its_wheel_passes_its_tests(package, tmp_path):
     tests.mkdir()
     for path in package.glob("test_*.py"):
         (tests / path.name).write_text(path.read_text())
+    page = ROOT / "docs" / f"{package.name}.md"
+    if page.exists():  # its tests run what it shows
+        (tests / page.name).write_text(page.read_text())
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -352,3 +353,24 @@ def test_the_snippets_about_gpus_run(capsys):
 
     assert names["trainer"].global_step == 2
     assert capsys.readouterr().out.splitlines()[-1] == "cpu"
+
+
+@pytest.mark.slow
+def test_the_variables_for_other_engines_make_a_run(tmp_path):
+    names = {}
+    exec(snippets("docs/ray.md")[2], names)
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import stratagem as sg\n"
+        "run = sg.Run(devices=2, accelerator='cpu', strategy='ddp')\n"
+        "run.launch(lambda run: print(run.collectives.all_gather_object(run.rank)))\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environments = [os.environ | names["variables"](rank, 2, "127.0.0.1", port) for rank in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in environments
+    ]
+
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["[0, 1]\n"] * 2
