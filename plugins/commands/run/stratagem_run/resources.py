@@ -43,7 +43,7 @@ class Resources(Nodes):
 
 @frozen(kw_only=True, slots=False)
 class Queue:
-    """Where a scheduler puts a job, and who pays for it."""
+    """Where a scheduler puts a job, and the account that pays for it."""
 
     partition: str | None = cli_option("partition of SLURM, or queue of LSF", "NAME")
     account: str | None = cli_option("account of SLURM, or project of LSF", "NAME")
