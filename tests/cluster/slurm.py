@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "unshare")
 #: Seconds between SIGTERM and SIGKILL for a job that ends.
 KILL_WAIT_S = 5
 #: Seconds for a client that only asks.
@@ -100,6 +100,18 @@ class Slurm:
         self._kill_all_of(node)
         self._daemons.pop(f"slurmd-{node}").wait(STOP_S)
 
+    def power_cycle(self, node: str) -> None:
+        """Switch `node` on, whatever a test has done to it."""
+        if f"slurmd-{node}" not in self._daemons:
+            self.power_on(node)
+
+    def kill_tasks(self, node: str) -> None:
+        """Send SIGKILL to the tasks that srun started on `node`."""
+        for each in self._processes_of(node):
+            with contextlib.suppress(OSError):
+                if b"\0SLURM_STEP_ID=" in Path(f"/proc/{each}/environ").read_bytes():
+                    os.kill(each, signal.SIGKILL)
+
     def mark_down(self, node: str) -> None:
         """Let the controller notice that `node` failed, without waiting for SlurmdTimeout."""
         self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
@@ -130,17 +142,22 @@ class Slurm:
             )  # fmt: skip
 
     def _kill_all_of(self, node: str) -> None:
+        processes = self._processes_of(node)  # its slurmd is the first
+        for each in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+
+    def _processes_of(self, node: str) -> list[int]:
+        """Return the processes in the mount namespace of `node`, its slurmd first; none if that does not run."""
         daemon = self._daemons.get(f"slurmd-{node}")
         if daemon is None or daemon.poll() is not None:
-            return
-        namespace, own = _mount_namespace(daemon.pid), _mount_namespace(os.getpid())
-        if namespace in (None, own):
-            return  # it has not entered its own yet
-        daemon.kill()
-        for each in Path("/proc").glob("[0-9]*"):
-            if int(each.name) != daemon.pid and _mount_namespace(int(each.name)) == namespace:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(each.name), signal.SIGKILL)
+            return []
+        namespace = _mount_namespace(daemon.pid)
+        if namespace in (None, _mount_namespace(os.getpid())):
+            return []  # it has not entered its own yet
+        found = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+        others = [pid for pid in found if pid != daemon.pid and _mount_namespace(pid) == namespace]
+        return [daemon.pid, *others]
 
     def _write_configuration(self) -> None:
         host = socket.gethostname().partition(".")[0]

@@ -255,7 +255,7 @@ def test_a_restarted_job_continues_bit_for_bit_without_being_told_to(tmp_path, c
 
     assert again.global_step == 3 * len(BATCHES)
     assert all(torch.equal(one, other) for one, other in zip(weights(module), weights(reference), strict=True))
-    assert "(restart 1) and ckpt_path is None: training continues from " in (told := capsys.readouterr().out)
+    assert "(restart 1), ckpt_path is None: training continues from " in (told := capsys.readouterr().out)
     assert "preempted.ckpt" in told
 
 
@@ -266,7 +266,21 @@ def test_a_restarted_job_leaves_checkpoints_of_other_jobs_alone(capsys):
     made.fit(Net(), BATCHES)
 
     assert made.global_step == len(BATCHES)
-    assert "is of another job, so training begins at step 0" in capsys.readouterr().out
+    told = "(restart 1), ckpt_path is None and it has no checkpoint yet: training begins at step 0; 1 of other jobs"
+    assert told in capsys.readouterr().out
+
+
+def test_a_restarted_job_finds_its_checkpoint_behind_newer_ones_of_other_jobs(tmp_path, capsys):
+    end(trainer(max_epochs=3), Signalled(at_step=5))
+    for number in (2, 3):
+        trainer(Scheduled(name=f"job {number}"), max_epochs=1).fit(Net(), BATCHES)
+    begun = []
+
+    trainer(Scheduled(restarts=1), max_epochs=3).fit(
+        type("Begun", (Net,), {"on_train_start": lambda self: begun.append(self.global_step)})(), BATCHES
+    )
+
+    assert begun == [read_any(tmp_path / "checkpoints/preempted.ckpt")["loop"]["global_step"]]
 
 
 def test_a_job_that_was_killed_before_its_first_checkpoint_says_that_it_begins_at_step_0(capsys):
@@ -274,7 +288,10 @@ def test_a_job_that_was_killed_before_its_first_checkpoint_says_that_it_begins_a
 
     made.fit(Net(), BATCHES)
 
-    assert "(restart 2) and ckpt_path is None: it has no checkpoint yet" in capsys.readouterr().out
+    assert (
+        "(restart 2), ckpt_path is None and it has no checkpoint yet: training begins at step 0"
+        in capsys.readouterr().out
+    )
     made.settings.max_epochs = 2
     made.fit(made.module, BATCHES)  # a second fit of the process continues, as ever
     assert made.global_step == 2 * len(BATCHES)

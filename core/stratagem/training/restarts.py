@@ -26,23 +26,28 @@ def is_restarted(fit: FitState) -> bool:
 
 def read_own_checkpoint(fit: FitState) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint of this job and its path; None means step 0. Says on rank 0 which. Collective."""
-    run, found, error = fit.run, None, None
+    run, others = fit.run, set[Path]()
     run.saver.wait()
-    if run.is_global_zero:
+    started = f"stratagem: the scheduler has started this job again (restart {run.place.generation}), ckpt_path is None"
+    while (found := _newest(fit, others)) is not None:
+        state = state_io.read_checkpoint(run, found)
+        if state.get("job") == run.environment.job():
+            run.print(f"{started}: training continues from {found}", flush=True)
+            return found, state
+        others.add(found)
+    left = f"; {len(others)} of other jobs are left alone" if others else ""
+    run.print(f"{started} and it has no checkpoint yet: training begins at step 0{left}", flush=True)
+    return None
+
+
+def _newest(fit: FitState, others: set[Path]) -> Path | None:
+    """Return the newest checkpoint that is not in `others`, the same on all ranks."""
+    found, error = None, None
+    if fit.run.is_global_zero:
         try:
-            found = trainer_state.newest_in(fit)
+            found = trainer_state.newest_in(fit, accept=lambda path: path not in others)
         except StratagemError as caught:
             error = caught
-    run.collectives.fail_together(error)
-    found = run.collectives.broadcast_object(found)
-    started = f"the scheduler has started this job again (restart {run.place.generation}) and ckpt_path is None"
-    if found is None:
-        run.print(f"stratagem: {started}: it has no checkpoint yet, so training begins at step 0", flush=True)
-        return None
-    state = state_io.read_checkpoint(run, found)
-    if state.get("job") != run.environment.job():
-        run.print(f"stratagem: {started}: {found} is of another job, so training begins at step 0; "
-                  f'ckpt_path="last" continues from it', flush=True)  # fmt: skip
-        return None
-    run.print(f"stratagem: {started}: training continues from {found}", flush=True)
-    return found, state
+    fit.run.collectives.fail_together(error)
+    chosen: Path | None = fit.run.collectives.broadcast_object(found)
+    return chosen

@@ -7,17 +7,19 @@ is one process. What srun sets is in its manual under OUTPUT ENVIRONMENT VARIABL
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import was_launched
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, nearest
 from stratagem_environments_schedulers.hostlist import expand_counts, first_host
+from stratagem_environments_schedulers.slurm_job import job_name, num_restarts, requeue_command
 from stratagem_environments_schedulers.variables import (
     check_rank,
     check_run,
@@ -33,6 +35,8 @@ from stratagem_environments_schedulers.variables import (
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
+#: Signals that a job can be sent for a purpose of its own, which SIGTERM cannot: see ``#SBATCH --signal``.
+_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT", "SIGURG", "SIGXCPU")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -47,6 +51,26 @@ class SlurmEnvironment(Environment):
     MASTER_ADDR and MASTER_PORT, if you export them, replace the first host of the step and a port that follows from the
     ids of job and step.
     """
+
+    #: In a job of sbatch, save and requeue the job on `requeue_signal`, as the callback `preemption` does; it is added
+    #: where you do not list it. Ask for the signal in time: ``#SBATCH --signal=SIGUSR1@90``.
+    auto_requeue: bool = True
+    #: The signal of which `auto_requeue` is told; SLURM itself sends SIGTERM to jobs that it ends.
+    requeue_signal: str = "SIGUSR1"
+
+    def __attrs_post_init__(self) -> None:
+        known = [name for name in _SIGNALS if hasattr(signal, name)]
+        if self.requeue_signal not in known:
+            raise ConfigError(
+                f"environment.requeue_signal is {self.requeue_signal!r}", expected=f"one of {', '.join(known)}",
+                do=nearest(self.requeue_signal, known),
+            )  # fmt: skip
+        if not self.auto_requeue and self.requeue_signal != "SIGUSR1":
+            raise ConfigError(
+                f"environment.requeue_signal is {self.requeue_signal!r} and environment.auto_requeue is False",
+                expected="auto_requeue, or no requeue_signal",
+                do="set the signals of the callback preemption that you list",
+            )
 
     def detect(self) -> Evidence | None:
         variables = os.environ
@@ -72,8 +96,21 @@ class SlurmEnvironment(Environment):
     def num_nodes(self) -> int | None:
         return read_step(os.environ).num_nodes if _is_set_of_tasks(os.environ) else None
 
+    def default_callbacks(self) -> list[Any]:
+        wanted = self.auto_requeue and self.requeue_command() is not None
+        return [{"name": "preemption", "signals": [self.requeue_signal]}] if wanted else []
+
+    def job(self) -> str | None:
+        return job_name(os.environ)
+
+    def requeue_command(self) -> list[str] | None:
+        return requeue_command(os.environ)
+
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
+        return evolve(self._world(run), generation=str(num_restarts(os.environ)))
+
+    def _world(self, run: RunContext) -> World:
         if not _is_set_of_tasks(os.environ):
             why = seen(os.environ, _NUM_TASKS) if is_task(os.environ) else _why_no_task(os.environ)
             how = f"start it with srun --nodes={run.settings.num_nodes} --ntasks-per-node={run.num_processes}"
