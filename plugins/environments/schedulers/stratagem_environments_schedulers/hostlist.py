@@ -66,6 +66,8 @@ def _numbers(text: str, whole: str, name: str) -> Iterator[str]:
     found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", text, re.ASCII)
     if found is None or int(found[2] or found[1]) < int(found[1]):
         raise _wrong(whole, name, _GRAMMAR)
+    if int(found[2] or found[1]) - int(found[1]) >= MAX_HOSTS:
+        raise _wrong(whole, name, f"at most {MAX_HOSTS} hosts")
     width = len(found[1])
     return (f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1))
 
