@@ -93,13 +93,13 @@ REQUIRED_VARIABLE = "STRATAGEM_TESTS_REQUIRE_ALL"
 
 @pytest.fixture(scope="session")
 def need():
-    """Return a function that skips the test where one of `programs` is not installed; in CI that is an error."""
+    """Return a function that skips the test where one of `programs`, or root, is missing; in CI that is an error."""
 
-    def check(*programs, package):
+    def check(*programs, package, root=False):
         missing = [name for name in programs if shutil.which(name) is None]
-        if not missing:
+        if not missing and not (root and os.geteuid()):
             return
-        reason = f"{', '.join(missing)} not found: `apt-get install {package}`"
+        reason = f"{', '.join(missing)} not found: `apt-get install {package}`" if missing else "it needs root"
         if os.environ.get(REQUIRED_VARIABLE) == "1":
             pytest.fail(reason)
         pytest.skip(reason)

@@ -18,7 +18,7 @@ def slurm(need):
     """Return a running `slurm.Slurm`; the tests that use it belong to ``xdist_group("slurm")``."""
     from slurm import PROGRAMS, Slurm
 
-    need(*PROGRAMS, package="slurm-wlm")
+    need(*PROGRAMS, package="slurm-wlm", root=True)
     cluster = Slurm()
     try:
         cluster.start()
