@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,10 +21,14 @@ import torch
 
 from stratagem import World
 from stratagem.api.peer_errors import is_echo
+from stratagem.distributed import rendezvous
+from stratagem.distributed.meeting import Meeting
+from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import report
 from stratagem.errors import ConfigError, LaunchError
+from stratagem.runtime.arrivals import ranks_in_words
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.reports import root_cause
 from stratagem_launchers_local.supervision import start_for_good
@@ -358,3 +363,59 @@ def test_what_nccl_says_of_another_rank_is_an_echo_with_its_timeout(text, waited
 
 def test_words_of_a_users_error_are_not_taken_for_nccls():
     assert not is_echo(RuntimeError("the operation needs a larger table"))
+
+
+# --- Who listens at an address -----------------------------------------------------------------------------------
+
+
+def test_a_store_for_other_machines_is_not_hosted_at_the_address_of_another():
+    begun = time.monotonic()
+    with pytest.raises(
+        LaunchError, match=r"process \d+ on .* is to host the store, as node 0, at MASTER_ADDR '192\.0\.2\.1', which is"
+    ):
+        RendezvousStore("192.0.2.1", for_others=True).serve()
+
+    assert time.monotonic() - begun < 10
+
+
+def test_those_who_wait_at_the_address_are_told_of_another_node_0():
+    """One machine is both: the node at the address, and another one, which cannot be reached there."""
+    first, second = RendezvousStore(), RendezvousStore()
+    store = first.serve()
+    second.serve()
+    second.port = first.port
+
+    with pytest.raises(LaunchError, match="which is another machine"):
+        second._check_address_leads_here()
+    assert "is to host the store, as node 0" in Meeting(store, "0", 1).arrival(1)["failed"]
+    first.close()
+
+
+def test_a_store_may_be_reached_at_an_address_in_front_of_the_machine(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_is_here", lambda address: False)
+    store = RendezvousStore("127.0.0.1", for_others=True)
+
+    assert store.serve().check(["stratagem/host"])
+    store.close()
+
+
+def test_what_listens_is_told_apart():
+    store, silent = RendezvousStore(), socket.create_server(("127.0.0.1", 0))
+    with silent:
+        assert ask("127.0.0.1", silent.getsockname()[1], 0.1).kind == "mute"
+        store.serve()
+        assert ask("127.0.0.1", store.port, 5).kind == "store"
+    store.close()
+
+    assert ask("127.0.0.1", store.port, 5) == Answer("nothing", "connection refused")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([1], "rank 1"), ([2, 1], "ranks 1 and 2"), ([0, 1, 2, 3, 7], "ranks 0 to 3 and 7"),
+        (range(1, 30, 2), "ranks 1, 3, 5, 7, 9, 11, 13, 15 and more (15 in all)"),
+    ],
+)  # fmt: skip
+def test_ranks_are_named_in_few_words(ranks, words):
+    assert ranks_in_words(ranks) == words

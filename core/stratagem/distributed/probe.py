@@ -56,8 +56,10 @@ def ask(address: str, port: int, limit_s: float) -> Answer:
         try:
             connection.sendall(struct.pack("=BIBI", _VALIDATE, _STORE, _PING, number))
             told = connection.recv(64)
+        except TimeoutError:
+            return Answer("mute", "it accepts connections and sends nothing")
         except OSError as error:
-            return Answer("mute", f"it accepts connections and sends nothing: {_reason(error)}")
+            return Answer("mute", f"it closes connections: {_reason(error)}")
     if told == struct.pack("=I", number):
         return Answer("store")
     if not told:

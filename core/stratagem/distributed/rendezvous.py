@@ -14,6 +14,7 @@ from typing import Any
 from attrs import evolve
 
 from stratagem.api.world import World
+from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import ask
 from stratagem.errors import ConfigError, LaunchError
 
@@ -105,26 +106,29 @@ class RendezvousStore:
         """Refuse an address at which this store cannot be reached; an address of a gateway in front of it is fine."""
         import torch.distributed as dist
 
-        key, leads_here = f"stratagem/self/{os.urandom(8).hex()}", False
+        key, theirs = f"stratagem/self/{os.urandom(8).hex()}", None
         self._store.set(key, "")
         if ask(self.address, self.port, _OWN_S).kind == "store":
             with contextlib.suppress(dist.DistError):
-                found = dist.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=_OWN_S))
-                leads_here = found.check([key])
-        if not leads_here:
-            self.close()
-            raise LaunchError(
-                f"MASTER_ADDR is {self.address!r}, which is not an address of this machine ({socket.gethostname()}), "
-                "and this process hosts the store of the run as node 0",
-                expected="an address of node 0",
-                do="set MASTER_ADDR to the address of this machine on every node, or correct NODE_RANK or RANK here",
-            )
+                theirs = dist.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=_OWN_S))
+                if theirs.check([key]):
+                    return
+        self.close()
+        here = f"process {os.getpid()} on {socket.gethostname()}"
+        found = f"{here} is to host the store, as node 0, at MASTER_ADDR {self.address!r}, which is another machine"
+        if theirs is not None:
+            Meeting(theirs, generation="0", number=1).fail(found)
+        raise LaunchError(
+            found, expected="an address of node 0",
+            do="set MASTER_ADDR to the address of node 0 on every node, and NODE_RANK (or RANK) to a number of its own",
+        )  # fmt: skip
 
     def _cannot_listen(self, error: Exception) -> LaunchError:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = os.strerror(errno.EADDRINUSE).lower() if taken else str(error)
         holder = _holder(self.port) if taken else ""
         return (PortTakenError if taken else LaunchError)(
-            f"cannot listen on {self.address}:{self.port} ({error}{holder})",
+            f"cannot listen on {self.address}:{self.port} ({reason}{holder})",
             do="choose another MASTER_PORT, or an address of this machine",
         )
 

@@ -161,6 +161,7 @@ class Context(Choices):
             return
         accelerator = self.stack.accelerator.plugin
         self.world = self.hooks.ask("setup_environment")
+        watch(self.world)
         check_world(self.stack, self.world)
         self.mesh = mesh_of(self.stack, self.world)
         self.devices = tuple(map(accelerator.device, self.stack.devices_of(self.world.local_rank)))

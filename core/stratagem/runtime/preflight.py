@@ -54,13 +54,14 @@ def meet(
         PeerError: another rank failed before it came.
     """
     assert world.generation is not None, "it was agreed on"
+    import torch.distributed as dist
+
+    from stratagem.distributed.early_errors import has_come
+
+    has_come()
     store, where = _store(world, timeout)
     if store is None:
         return
-    import torch.distributed as dist
-
-    from stratagem.distributed.early_errors import ranks_have_met
-
     global _meetings
     _meetings += 1
     text = json.dumps(dict(facts), sort_keys=True)
@@ -75,7 +76,6 @@ def meet(
             expected="rank 0 to stay",
             do="see the output of rank 0",
         ) from error
-    ranks_have_met()
 
 
 def agree(collectives: Collectives, facts: Mapping[str, Any]) -> None:
