@@ -192,7 +192,7 @@ def test_a_job_is_requeued_and_resumes_exactly(slurm, tmp_path, uninterrupted):
     [last] = [step for restarts, step in steps(tmp_path) if restarts == 0][-1:]
     assert f"`scontrol requeue {job}`: the job starts again; leaving with code 75" in output
     assert f"SIGUSR1 to rank 0: saved checkpoints/preempted.ckpt after step {last};" in output
-    assert "(restart 1), ckpt_path is None: training continues from checkpoints/preempted.ckpt" in output
+    assert "(restart 1): training continues from checkpoints/preempted.ckpt" in output
     assert "Traceback" not in output
     assert [step for restarts, step in steps(tmp_path) if restarts == 1] == list(range(last + 1, 61))
     assert_equal(end(tmp_path), uninterrupted(2, LONG))

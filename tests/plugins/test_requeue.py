@@ -255,7 +255,7 @@ def test_a_restarted_job_continues_bit_for_bit_without_being_told_to(tmp_path, c
 
     assert again.global_step == 3 * len(BATCHES)
     assert all(torch.equal(one, other) for one, other in zip(weights(module), weights(reference), strict=True))
-    assert "(restart 1), ckpt_path is None: training continues from " in (told := capsys.readouterr().out)
+    assert "(restart 1): training continues from " in (told := capsys.readouterr().out)
     assert "preempted.ckpt" in told
 
 
@@ -266,7 +266,7 @@ def test_a_restarted_job_leaves_checkpoints_of_other_jobs_alone(capsys):
     made.fit(Net(), BATCHES)
 
     assert made.global_step == len(BATCHES)
-    told = "(restart 1), ckpt_path is None and it has no checkpoint yet: training begins at step 0; 1 of other jobs"
+    told = "(restart 1), and it has no checkpoint yet: training begins at step 0; 1 of other jobs"
     assert told in capsys.readouterr().out
 
 
@@ -288,14 +288,28 @@ def test_a_job_that_was_killed_before_its_first_checkpoint_says_that_it_begins_a
 
     made.fit(Net(), BATCHES)
 
-    assert (
-        "(restart 2), ckpt_path is None and it has no checkpoint yet: training begins at step 0"
-        in capsys.readouterr().out
-    )
+    assert "(restart 2), and it has no checkpoint yet: training begins at step 0" in capsys.readouterr().out
     made.settings.max_epochs = 2
     made.fit(made.module, BATCHES)  # a second fit of the process continues, as ever
     assert made.global_step == 2 * len(BATCHES)
     assert "restart" not in capsys.readouterr().out
+
+
+def test_a_restarted_job_does_not_begin_again_from_the_path_that_it_was_given(tmp_path, capsys):
+    trainer(Scheduled(name="job 2"), max_epochs=1, default_root_dir="other").fit(Net(), BATCHES)
+    [pretrained] = [path for path in (tmp_path / "other/checkpoints").iterdir() if path.suffix == ".ckpt"]
+    end(trainer(max_epochs=3), Signalled(at_step=12), ckpt_path=pretrained)
+    begun = []
+    module = type("Begun", (Net,), {"on_train_start": lambda self: begun.append(self.global_step)})
+
+    trainer(Scheduled(restarts=1), max_epochs=3).fit(module(), BATCHES, ckpt_path=pretrained)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    trainer(Scheduled(restarts=1), max_epochs=2).fit(module(), BATCHES, ckpt_path=pretrained)
+
+    assert begun == [read_any(tmp_path / "elsewhere/preempted.ckpt")["loop"]["global_step"], len(BATCHES)]
+    assert "no checkpoint yet: training begins from ckpt_path 'other" in capsys.readouterr().out.replace(
+        f"{tmp_path}/", ""
+    )
 
 
 def test_hpc_is_the_newest_checkpoint_that_was_saved_on_a_signal(tmp_path):

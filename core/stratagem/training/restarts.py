@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.errors import StratagemError
+from stratagem.errors import StratagemError, shown
 from stratagem.runtime import state_io
 from stratagem.training import trainer_state
 
@@ -24,11 +24,15 @@ def is_restarted(fit: FitState) -> bool:
     return not begun and run.place.generation != "0" and run.environment.job() is not None
 
 
-def read_own_checkpoint(fit: FitState) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint of this job and its path; None means step 0. Says on rank 0 which. Collective."""
+def read_own_checkpoint(fit: FitState, ckpt_path: str | Path | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint of this job and its path; None if there is none. Says so on rank 0. Collective.
+
+    Args:
+        ckpt_path: what the job began from; None is step 0.
+    """
     run, others = fit.run, set[Path]()
     run.saver.wait()
-    started = f"stratagem: the scheduler has started this job again (restart {run.place.generation}), ckpt_path is None"
+    started = f"stratagem: the scheduler has started this job again (restart {run.place.generation})"
     while (found := _newest(fit, others)) is not None:
         state = state_io.read_checkpoint(run, found)
         if state.get("job") == run.environment.job():
@@ -36,7 +40,8 @@ def read_own_checkpoint(fit: FitState) -> tuple[Path, dict[str, Any]] | None:
             return found, state
         others.add(found)
     left = f"; {len(others)} of other jobs are left alone" if others else ""
-    run.print(f"{started} and it has no checkpoint yet: training begins at step 0{left}", flush=True)
+    begins = "at step 0" if ckpt_path is None else f"from ckpt_path {shown(ckpt_path)}"
+    run.print(f"{started}, and it has no checkpoint yet: training begins {begins}{left}", flush=True)
     return None
 
 

@@ -354,8 +354,9 @@ class StageRunner:
 
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         request, fit = self.request, self.state
-        if request.ckpt_path is None and request.stage == "fit" and restarts.is_restarted(fit):
-            return restarts.read_own_checkpoint(fit)
+        again = request.stage == "fit" and request.ckpt_path not in ("last", "hpc") and restarts.is_restarted(fit)
+        if again and (own := restarts.read_own_checkpoint(fit, request.ckpt_path)) is not None:
+            return own
         path = trainer_state.find(fit, request.ckpt_path)
         return None if path is None else (path, state_io.read_checkpoint(self.run, path))
 

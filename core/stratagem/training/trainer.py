@@ -189,8 +189,8 @@ class Trainer(View):
             val_dataloaders: one or several; validated during training.
             datamodule: a `DataModule` instead of loaders. Without either, the module's own ``train_dataloader()``.
             ckpt_path: resume from this file, from ``"last"``, ``"best"`` or ``"hpc"`` (the newest that was saved on a
-                signal). None begins at step 0; in a job that its scheduler has started again, it continues from the
-                job's newest checkpoint.
+                signal). None begins at step 0. A job that its scheduler has started again continues from its own newest
+                checkpoint.
 
         A second call continues where the first one stopped; raise `max_epochs` for it to have something to do.
 

@@ -121,8 +121,6 @@ def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Findi
         yield source.finding(node, CHANGE, f"{method}({', '.join(map(short, node.args))})",
                              f"{method}({short(node.args[0])}, {short(node.args[1])}, name=value)",
                              f"the next arguments are {' and '.join(list(known)[2:])}")  # fmt: skip
-    if any(keyword.arg == "ckpt_path" and source.literal(keyword.value) == "hpc" for keyword in node.keywords):
-        yield source.finding(node, CHANGE, f'{method}(ckpt_path="hpc")', 'ckpt_path="last"')
     if method in ("validate", "test", "predict") and not node.args and _names(node).isdisjoint({"model", "ckpt_path"}):
         yield source.finding(
             node, CHECK, f"trainer.{method}() without a model", f'trainer.{method}(ckpt_path="best")',
