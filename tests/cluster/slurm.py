@@ -219,12 +219,14 @@ class Slurm:
 
     def restart_now(self, number: str, timeout: float = 60) -> None:
         """Wait until the job is requeued, and start it without the two minutes that SLURM holds it."""
-        self.await_state(number, "PENDING", timeout=timeout)
 
         def running() -> bool:
-            with contextlib.suppress(AssertionError):  # it may be running by now
-                self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
-            return self.job(number)["JobState"] != "PENDING"
+            job = self.job(number)
+            if job["JobState"] == "PENDING":
+                with contextlib.suppress(AssertionError):  # it may be running by now
+                    self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+            # Between the two it is COMPLETING, and NODE_FAIL after a node has failed.
+            return int(job["Restarts"]) > 0 and job["JobState"] in ("RUNNING", "COMPLETED", "FAILED")
 
         self._await(timeout, f"job {number} does not start again", running, number)
 
