@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
@@ -83,3 +87,96 @@ def test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_nev
     assert codes == {"0": 0, "1": 0}, job.logs()
     assert_equal(tmp_path, reference(tmp_path))
     assert job.attempts() == 3
+
+
+# --- One agent: errors -------------------------------------------------------------------------------------------
+
+RECORD = "from torch.distributed.elastic.multiprocessing.errors import record"
+ALONE = ("--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("main", ["main()", RECORD + "; record(main)()"])
+def test_an_error_of_each_attempt_is_shown_and_is_in_torchruns_error_file(tmp_path, start, main):
+    step = "assert not (rank == 1 and step == 1), f'sample {numbers[0]} is broken'"
+    program = torchrun.script(tmp_path, step=step, main=main)
+    job = start(program, *ALONE, "--max-restarts", "1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    job.start("0")
+
+    assert job.join() == {"0": 1}
+
+    assert job.attempts() == 2
+    message = "AssertionError: sample [0-9]+ is broken"
+    before, _, after = job.log("0").partition("=" * 60)
+    assert len(re.findall(rf"^(?:\[rank1\]: )?{message}", before, re.MULTILINE)) == 2, before  # once in each attempt
+    assert re.search(message, after)
+    error = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert re.match(message, error["message"])
+    assert "in training_step" in error["extraInfo"]["py_callstack"]
+
+
+def test_a_rank_that_leaves_early_without_an_error_is_named(tmp_path, start):
+    program = torchrun.script(tmp_path, step="(rank == 1 and step == 1) and sys.exit(0)")
+    job = start(program, *ALONE, "--max-restarts", "0")
+    job.start("0")
+
+    assert job.join() == {"0": 1}
+
+    assert re.search(r"rank 0 lost its connection: rank 1 \(.*\) is gone", job.log("0")), job.log("0")
+
+
+# --- Many kills, lost and new agents -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def etcd(need, tmp_path):
+    """An etcd server with the API that torchrun uses; its address."""
+    need("etcd", package="etcd-server")
+    pytest.importorskip("etcd", reason="pip install python-etcd")
+    client, peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    command = [
+        "etcd", "--enable-v2=true", "--data-dir", str(tmp_path / "etcd"), "--listen-client-urls", client,
+        "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+        "--initial-cluster", f"default={peer}",
+    ]  # fmt: skip
+    with (tmp_path / "etcd.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            urllib.request.urlopen(f"{client}/health", timeout=5).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline, (tmp_path / "etcd.log").read_text()
+            time.sleep(0.05)
+    yield client.removeprefix("http://")
+    server.kill()
+    server.wait()
+
+
+def by_etcd(backend, endpoint, nodes="2", max_restarts=3):
+    options = "last_call_timeout=2" + (",keep_alive_interval=1" if backend == "etcd-v2" else "")
+    return (
+        "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", str(max_restarts), "--rdzv-backend", backend,
+        "--rdzv-endpoint", endpoint, "--rdzv-id", "test", "--rdzv-conf", options,
+    )  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
+def test_ten_kills_at_random_are_ten_recoveries(tmp_path, start, request, backend):
+    program = torchrun.script(tmp_path, epochs=6)
+    (tmp_path / "pace").write_text("0.3")
+    if backend == "c10d":
+        job = start(program, *c10d(max_restarts=10))
+        job.start("0", *host("true"))
+        job.start("1", *host("false"))
+    else:
+        job = start(program, *by_etcd(backend, request.getfixturevalue("etcd"), max_restarts=10))
+        job.start("0")
+        job.start("1")
+    kill_at_random(job, 10, random.Random(1), within_s=4.0)
+    (tmp_path / "pace").write_text("0")
+
+    assert job.join() == {"0": 0, "1": 0}, job.logs()
+    assert job.attempts() == 11
+    assert_equal(tmp_path, reference(tmp_path, epochs=6))
