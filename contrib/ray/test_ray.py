@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,14 +23,16 @@ import pytest
 import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
+from stratagem_ray import driver
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem
+from stratagem.accelerators import CPUAccelerator
+from stratagem.api.capabilities import Capabilities
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import LauncherConformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 CLONE_NEWNET = 0x40000000
 #: Beside this file where the wheel is tested, else in the repository.
 PAGE = next(
@@ -57,7 +60,9 @@ def cluster(network):
     """Two machines with two CPUs each, to which this process is connected."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    # Ray only counts GPUs, and tells actors their numbers.
+    head = {"num_cpus": 2, "num_gpus": 3, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=2, include_dashboard=False)
     ray.init(address=cluster.address, logging_level=logging.WARNING)
     os.environ["RAY_ADDRESS"] = cluster.address
@@ -68,9 +73,11 @@ def cluster(network):
     cluster.shutdown()
 
 
-def run_of(devices=2, num_nodes=1, **options):
+def run_of(devices=2, num_nodes=1, accelerator="cpu", **options):
     launcher = {"name": "ray", **options}
-    return stratagem.Run(strategy="ddp", accelerator="cpu", devices=devices, num_nodes=num_nodes, launcher=launcher)
+    return stratagem.Run(
+        strategy="ddp", accelerator=accelerator, devices=devices, num_nodes=num_nodes, launcher=launcher
+    )
 
 
 def assert_gone(pids, limit_s=15):
@@ -150,6 +157,19 @@ def test_a_program_without_a_cluster_starts_one_and_ctrl_c_ends_it(network, tmp_
     assert "HELLO of rank 0" in text
     assert "KeyboardInterrupt" in text
     assert_gone([int(line.split()[-1]) for line in text.splitlines() if "WAITING" in line])
+
+
+@pytest.mark.parametrize("option", ["launcher.ray.address", "RAY_ADDRESS"])
+def test_an_address_where_no_cluster_answers_is_refused(network, monkeypatch, option):
+    """Neither where nothing listens nor where another server does, which never answers."""
+    monkeypatch.setattr(driver, "ANSWER_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if option == "RAY_ADDRESS":
+            server.close()
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=rf"{option} is '{address}', and no Ray cluster answers .* ray start"):
+            run_of(address=None if option == "RAY_ADDRESS" else address).launch(print)
 
 
 # --- Checks of every launcher ---
@@ -247,7 +267,7 @@ def test_what_the_cluster_does_not_have_is_an_error_at_once(cluster):
     with pytest.raises(ConfigError, match=r"asks for 3 nodes, each on another machine, with 2 CPU for the 2 processes"
                        r" of a node, and the Ray cluster has 2 machines: .* with 2 CPU"):  # fmt: skip
         run_of(num_nodes=3).launch(print)
-    with pytest.raises(ConfigError, match="asks for 1 node, with 1 CPU, 1 tape for the 1 process"):
+    with pytest.raises(ConfigError, match=r"asks for 1 node, with 1 CPU, 1 tape for the 1 process"):
         run_of(devices=1, resources={"tape": 1}).launch(print)
 
     assert time.monotonic() - start < 10
@@ -258,7 +278,7 @@ def test_what_other_jobs_use_is_waited_for_until_the_timeout(cluster):
     try:
         assert other.wait(30)
         with pytest.raises(
-            ConfigError, match=r"had too little free for 1 s, of 2 machines.*raise launcher.placement_t"
+            ConfigError, match=r"had too little free for 1 s, of 2 machines.*raise launcher.ray.placement_t"
         ):
             run_of(placement_timeout=1).launch(print)
     finally:
@@ -266,8 +286,66 @@ def test_what_other_jobs_use_is_waited_for_until_the_timeout(cluster):
 
 
 def test_no_resources_at_all_are_refused(cluster):
-    with pytest.raises(ConfigError, match=r"launcher.num_cpus is 0 and no other resource is asked for"):
+    with pytest.raises(ConfigError, match=r"launcher.ray.num_cpus is 0 and no other resource is asked for"):
         run_of(num_cpus=0).launch(print)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_gpus": 1}, r"launcher.ray.num_gpus is 1 and the accelerator is CPUAccelerator"),
+        ({"resources": {"GPU": 1}}, r"launcher.ray.resources names GPU; expected .* set launcher.ray.num_gpus"),
+        ({"placement": "STRICT_SPRED"}, r"launcher.ray.placement is 'STRICT_SPRED'.*STRICT_SPREAD"),
+        ({"placement_timeout": 0}, r"launcher.ray.placement_timeout is 0"),
+    ],
+)
+def test_options_that_contradict_are_refused(cluster, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run_of(**options).launch(print)
+
+
+class PretendGPU(CPUAccelerator):
+    """One that trains on the CPU where a run on GPUs would use them."""
+
+    capabilities = Capabilities(provides={"device:cuda"})
+    indexed = True
+
+    def count(self):
+        return 2
+
+    def device(self, index):
+        return torch.device("cpu")
+
+
+def gpus_of(run):
+    return run.collectives.all_gather_object(os.environ["CUDA_VISIBLE_DEVICES"])
+
+
+def test_a_process_sees_the_gpus_of_its_node_and_no_others(cluster):
+    other = placement_group([{"GPU": 1}])
+    try:
+        assert other.wait(30)
+        seen = run_of(accelerator=PretendGPU()).launch(gpus_of)
+    finally:
+        remove_placement_group(other)
+
+    assert len(set(seen)) == 1
+    assert len(set(seen[0].split(","))) == 2
+
+
+def test_a_list_of_gpus_is_refused(cluster):
+    with pytest.raises(ConfigError, match=r"devices is \[0, 1\] and the launcher is 'ray', which chooses the GPUs"):
+        run_of(accelerator=PretendGPU(), devices=[0, 1]).launch(print)
+
+
+def test_a_module_that_a_machine_lacks_is_named(cluster, tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").write_text("def main(run): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_the_user
+
+    with pytest.raises(ConfigError, match=r"cannot import a module of the script .*'of_the_user'.*working_dir"):
+        run_of(devices=1).launch(of_the_user.main)
+    run_of(devices=1, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}}).launch(of_the_user.main)
 
 
 def test_what_does_not_pickle_is_refused(cluster):
@@ -277,5 +355,33 @@ def test_what_does_not_pickle_is_refused(cluster):
 
 
 def test_another_cluster_than_the_connected_one_is_refused(cluster):
-    with pytest.raises(ConfigError, match=r"launcher.address is '127.0.0.1:1' and this program is connected to"):
+    with pytest.raises(ConfigError, match=r"launcher.ray.address is '127.0.0.1:1' and this program is connected to"):
         run_of(address="127.0.0.1:1").launch(print)
+
+
+def wait_for_the_end(folder, run):
+    (folder / f"raylet-{run.rank}").write_text(ray.get_runtime_context().get_node_id())
+    run.collectives.barrier()
+    time.sleep(600)
+
+
+def test_a_machine_that_is_lost_is_named(cluster, tmp_path):
+    """The last test: the cluster has one machine fewer."""
+    (node,) = cluster.worker_nodes
+    ranks = []
+
+    def lose():
+        paths, deadline = [tmp_path / f"raylet-{rank}" for rank in range(2)], time.monotonic() + 60
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks.extend(rank for rank, path in enumerate(paths) if path.read_text() == node.node_id)
+        time.sleep(1)
+        cluster.remove_node(node, allow_graceful=False)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    with pytest.raises(LaunchError) as caught:
+        run_of(devices=1, num_nodes=2).launch(functools.partial(wait_for_the_end, tmp_path))
+    thread.join()
+
+    assert re.match(rf"rank {ranks[0]} on [\d.]+ \(pid \d+\) (died|was lost with its machine)", str(caught.value))

@@ -60,12 +60,19 @@ class RayLauncher(Launcher):
         from stratagem_ray.placement import Request
 
         assert run.world is not None
+        for name, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+            if name in self.resources:
+                raise ConfigError(
+                    f"launcher.ray.resources names {name}",
+                    expected="other resources",
+                    do=f"set launcher.{option} instead",
+                )
         each = {"CPU": float(self.num_cpus), "GPU": float(self._gpus(run)), **self.resources}
         each = {name: amount for name, amount in each.items() if amount}
         if not each:
             raise ConfigError(
-                "launcher.num_cpus is 0 and no other resource is asked for", expected="something for Ray to reserve",
-                do="leave num_cpus out, or set num_gpus or resources",
+                "launcher.ray.num_cpus is 0 and no other resource is asked for",
+                expected="something for Ray to reserve", do="leave num_cpus out, or set num_gpus or resources",
             )  # fmt: skip
         return Request(each, run.world.local_world_size, run.world.num_nodes, self.placement)
 
@@ -74,7 +81,7 @@ class RayLauncher(Launcher):
         uses_cuda = DEVICE_CUDA in run.accelerator.capabilities.provides
         if self.num_gpus and not uses_cuda:
             raise ConfigError(
-                f"launcher.num_gpus is {self.num_gpus} and the accelerator is {type(run.accelerator).__name__}",
+                f"launcher.ray.num_gpus is {self.num_gpus} and the accelerator is {type(run.accelerator).__name__}",
                 expected="GPUs only for a run that uses them; they are looked for in the process that calls fit",
                 do='set accelerator="cuda" on a machine that has GPUs as the others do, or leave num_gpus out',
             )
@@ -82,7 +89,7 @@ class RayLauncher(Launcher):
             return 0
         if self.num_gpus == 0:
             raise ConfigError(
-                "launcher.num_gpus is 0 and the run trains on GPUs",
+                "launcher.ray.num_gpus is 0 and the run trains on GPUs",
                 expected="at least 1: Ray hides the GPUs otherwise", do='leave it out, or set accelerator="cpu"',
             )  # fmt: skip
         devices = run.settings.devices

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import ray
 from attrs import define, evolve, frozen
 from ray import cloudpickle
+from ray._private import services
+from ray._raylet import check_health  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,6 +32,9 @@ from stratagem_ray.worker import Answer, Place, Worker
 
 #: Seconds that Ray may take to start the actors, which import stratagem.
 START_S = 120.0
+
+#: Seconds that a cluster may take to answer.
+ANSWER_S = 10.0
 
 #: Seconds in which the cause may arrive after an error that only follows from it: Ray notices a lost actor later.
 NOTICE_S = 10.0
@@ -54,39 +60,60 @@ def connect(address: str | None) -> None:
     """Connect this program to a Ray cluster, unless it is; start a local cluster if there is none and none was named.
 
     Raises:
-        ConfigError: no cluster answers at `address`, or this program is connected to another one.
+        ConfigError: no cluster answers at the address, or this program is connected to another one.
     """
     if ray.is_initialized():
         _check_connected_to(address)
         return
+    option, found = _address(address)
+    if found not in (None, "local") and _answers(found):
+        ray.init(address=found, logging_level=logging.WARNING)
+    elif option is None or found == "local":
+        _start_local_cluster()
+    else:
+        raise ConfigError(
+            f"{option} is {address if found is None else found!r}, and no Ray cluster answers within {ANSWER_S:g} s",
+            expected="the address of a running cluster",
+            do="start one with `ray start --head`, or leave the address out to start one on this machine",
+        )
+
+
+def _address(address: str | None) -> tuple[str | None, str | None]:
+    """Return which option or variable names a cluster, None if nothing does; and the address of the cluster to try."""
+    if address not in (None, "auto"):
+        return "launcher.ray.address", address
+    if named := os.environ.get("RAY_ADDRESS"):
+        return "RAY_ADDRESS", named
+    # What `ray start` wrote on this machine. ray.init reads it too, and waits for minutes if that cluster has ended.
+    return None if address is None else "launcher.ray.address", services.find_bootstrap_address(None)
+
+
+def _answers(address: str) -> bool:
+    """Whether a cluster answers at `address`. ray.init would try again for minutes."""
+    client, _, place = address.rpartition("://")
+    if not client:
+        return bool(check_health(place, timeout=ANSWER_S, skip_version_check=True))
+    host, _, port = place.rpartition(":")
     try:
-        ray.init(address=address or "auto", logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        named = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
-        if address is not None or named is not None:
-            raise _no_cluster(
-                "RAY_ADDRESS" if named != address else "launcher.address", named or address, error
-            ) from error
-        ray.init(address="local", logging_level=logging.WARNING, include_dashboard=False)
-        cpus = ray.cluster_resources().get("CPU", 0)
-        print(f"no Ray cluster was found: started one on this machine, with {cpus:g} CPUs, until the program ends")
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _start_local_cluster() -> None:
+    ray.init(address="local", logging_level=logging.WARNING, include_dashboard=False)
+    cpus = ray.cluster_resources().get("CPU", 0)
+    print(f"no Ray cluster was found: started one on this machine, with {cpus:g} CPUs, until the program ends")
 
 
 def _check_connected_to(address: str | None) -> None:
     there = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", there):
         raise ConfigError(
-            f"launcher.address is {address!r} and this program is connected to the Ray cluster at {there}",
+            f"launcher.ray.address is {address!r} and this program is connected to the Ray cluster at {there}",
             expected="one cluster", do="leave address out, or call ray.shutdown() first",
         )  # fmt: skip
-
-
-def _no_cluster(option: str, value: Any, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{option} is {value!r}, where no Ray cluster answers ({str(error).splitlines()[0]})",
-        expected="the address of a running cluster",
-        do="start one with `ray start --head`, or leave the address out to start one on this machine",
-    )
 
 
 # --- Actors ------------------------------------------------------------------------------------------------------
@@ -151,7 +178,7 @@ def _located(handles: list[Any]) -> list[Actor]:
         raise LaunchError(
             f"an actor of launcher 'ray' could not start ({_first_line(error)})",
             do="install the same versions of stratagem, stratagem-ray and Python on all machines of the cluster, and "
-            "check launcher.runtime_env",
+            "check launcher.ray.runtime_env",
         ) from error
     return [Actor(rank, handle, place) for rank, (handle, place) in enumerate(zip(handles, places, strict=True))]
 

@@ -70,7 +70,7 @@ def reserved(request: Request, limit_s: float) -> Iterator[Any]:
         if not group.wait(limit_s):
             raise _too_few(
                 request, f"had too little free for {limit_s:g} s, of", _totals(),
-                "wait until other jobs end (`ray status` shows them), or raise launcher.placement_timeout",
+                "wait until other jobs end (`ray status` shows them), or raise launcher.ray.placement_timeout",
             )  # fmt: skip
         yield group
     finally:

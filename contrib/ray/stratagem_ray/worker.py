@@ -86,7 +86,7 @@ def _unpacked(packed: bytes, rank: int) -> Any:
         raise ConfigError(
             f"rank {rank} cannot import a module of the script on {socket.gethostname()} ({error})",
             expected="the script's modules on every machine of the Ray cluster",
-            do='install them there, or send this folder with launcher.runtime_env={"working_dir": "."}',
+            do='install them there, or send this folder with launcher.ray.runtime_env={"working_dir": "."}',
         ) from error
 
 
