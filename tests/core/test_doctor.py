@@ -250,3 +250,51 @@ def test_what_a_network_plugin_may_read_is_noted_and_what_is_known_is_not(capsys
     assert (code, report["problems"]) == (0, [])
     assert report["remarks"] == {"NCCL_FASTRAK_CTRL_DEV": "NCCL does not read it; a network plugin may"}
     assert set(known) <= set(report["environment"])
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_it_explains_which_environment_is_chosen(capsys, monkeypatch):
+    """torchrun in the script of a batch job: it wins, and what lost is listed with the reason."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    code, report = examined(capsys)
+    text = doctor.render(report)
+
+    assert (code, report["environments"]["chosen"]) == (0, "torchelastic")
+    assert "  torchelastic: chosen, certain (TORCHELASTIC_RUN_ID is 'x')" in text
+    assert "  slurm: in job (SLURM_JOB_ID is '7' and " in text
+    assert "; not chosen: torchelastic is certain, and this one is in job" in text
+    assert "  mpi: not present (none of its variables is set)" in text
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_environments_that_contradict_each_other_are_a_problem(capsys, monkeypatch):
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    step = {"STEP_ID": "0", "PROCID": "3", "LOCALID": "3", "NODEID": "0", "STEP_NUM_TASKS": "4"}
+    for name, value in (variables | {f"SLURM_{name}": value for name, value in step.items()}).items():
+        monkeypatch.setenv(name, value)
+    code, report = examined(capsys)
+
+    assert (code, report["environments"]["chosen"]) == (1, None)
+    assert any("they contradict each other: 2 and 4 processes" in problem for problem in report["problems"])
+
+
+@pytest.mark.usefixtures("no_smoke")
+def test_an_environment_whose_detection_fails_is_a_problem(install, capsys):
+    install("acme-cluster", {"stratagem.environment": {"acme": "Acme"}}, """
+    from attrs import define
+    from stratagem import Environment, World, hookimpl
+
+    @define(eq=False, kw_only=True)
+    class Acme(Environment):
+        def detect(self):
+            return "always"
+
+        @hookimpl
+        def setup_environment(self, run):
+            return World()
+    """)  # fmt: skip
+    code, report = examined(capsys)
+
+    assert "environment 'acme': its detect() returned 'always' and not an Evidence" in report["problems"]
+    assert (code, report["environments"]["chosen"]) == (1, "local")

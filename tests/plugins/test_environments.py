@@ -184,7 +184,7 @@ ELASTIC = {
 
 
 def test_torchrun_decides():
-    assert local.elastic_world(ELASTIC, None) == World(
+    assert local.elastic_world(ELASTIC) == World(
         rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2, main_address="h1",
         main_port=1234, store_hosted=True, generation=None, may_restart=True,
     )  # fmt: skip
@@ -193,24 +193,31 @@ def test_torchrun_decides():
 def test_ranks_agree_on_a_generation_only_in_the_store_of_an_agent():
     own_store = {**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
-    assert local.elastic_world(ELASTIC, None).generation is None
-    assert local.elastic_world(own_store, None).generation == "0"
+    assert local.elastic_world(ELASTIC).generation is None
+    assert local.elastic_world(own_store).generation == "0"
 
 
 def test_processes_start_again_if_torchrun_may_restart_them():
-    assert local.elastic_world(ELASTIC, None).may_restart
-    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "0"}, None).may_restart
+    assert local.elastic_world(ELASTIC).may_restart
+    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "0"}).may_restart
 
 
-def test_devices_that_contradict_torchrun_are_refused():
-    with pytest.raises(ConfigError, match="devices x num_nodes is 2 and torchrun started 4 processes"):
-        local.elastic_world(ELASTIC, 2)
+def test_devices_that_contradict_torchrun_are_refused(monkeypatch):
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match="devices is 3 and torchrun started 2 processes on this node; expected the same"
+    ):
+        sg.Run(accelerator="cpu", devices=3).launch(lambda run: None)
+    run = sg.Run(accelerator="cpu", devices=2)  # and num_nodes is read
+
+    assert (run.context.num_nodes, run.context.place.world_size) == (2, 4)
 
 
 def test_nodes_with_different_numbers_of_processes_are_counted_by_torchrun():
     uneven = {**ELASTIC, "WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
-    assert local.elastic_world({**uneven, "GROUP_WORLD_SIZE": "2"}, None).num_nodes == 2
+    assert local.elastic_world({**uneven, "GROUP_WORLD_SIZE": "2"}).num_nodes == 2
 
 
 def test_a_number_of_nodes_that_contradicts_torchrun_is_refused(monkeypatch):
@@ -225,12 +232,12 @@ def test_a_number_of_nodes_that_contradicts_torchrun_is_refused(monkeypatch):
 
 
 def test_without_the_agents_store_rank_0_hosts_it():
-    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "False"}, None).store_hosted
+    assert not local.elastic_world({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_hosted
 
 
 def test_missing_variables_of_torchrun_are_named():
     with pytest.raises(ConfigError, match="RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR not set"):
-        local.elastic_world({}, None)
+        local.elastic_world({})
 
 
 def test_detection(monkeypatch):

@@ -54,6 +54,28 @@ class World:
     def is_global_zero(self) -> bool:
         return self.rank == 0
 
+    def check_equal_nodes(self, needed_by: str, do: str) -> None:
+        """Refuse nodes with different numbers of processes, and ranks that go round them, for groups within a node.
+
+        Args:
+            needed_by: the option that makes such groups, with its value.
+            do: what to set instead, besides starting as many processes on each node.
+
+        Raises:
+            ConfigError: on the ranks whose place shows it; the others are told when all ranks meet.
+        """
+        if self.num_nodes * self.local_world_size != self.world_size:
+            found = (
+                f"{self.world_size} processes are on {self.num_nodes} nodes, {self.local_world_size} of them on this"
+            )
+        elif self.rank != self.node_rank * self.local_world_size + self.local_rank:
+            found = f"rank {self.rank} is local rank {self.local_rank} of node {self.node_rank}"
+        else:
+            return
+        raise ConfigError(
+            f"{needed_by}, and {found}", expected="as many processes on each node, ranked node by node", do=do
+        )
+
 
 @frozen(kw_only=True)
 class Mesh:

@@ -65,6 +65,8 @@ def peers_world_of(stack: Stack, world: World) -> World:
         size = choice.plugin.processes_per_team(world, inner.plugin)
     if size == world.world_size:
         return world
+    if size > 1 and world.num_nodes > 1:
+        world.check_equal_nodes(f"{stack.strategies[0]} has teams of {size} processes", "set a team_size of 1")
     here = min(size, world.local_world_size)
     return evolve(
         world, rank=world.rank % size, world_size=size, local_rank=world.local_rank % here, local_world_size=here,

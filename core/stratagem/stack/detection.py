@@ -33,6 +33,8 @@ class Candidate:
     plugin: Any
     #: None: it is not present.
     evidence: Evidence | None
+    #: What is wrong with its `detect`; it is then taken for absent.
+    problem: str = ""
 
     def __str__(self) -> str:
         return f"environment {self.entry.name!r}"
@@ -56,8 +58,7 @@ def environment_candidates() -> list[Candidate]:
     """Ask every installed environment; return those that are present first, and of these the most certain one."""
     found = []
     for entry, plugin in _installed("environment"):
-        evidence = _ask(plugin.detect)
-        found.append(Candidate(entry, plugin, evidence if isinstance(evidence, Evidence) else None))
+        found.append(Candidate(entry, plugin, *_evidence(plugin)))
     return sorted(found, key=_order)
 
 
@@ -85,7 +86,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 def why_not(loser: Candidate, winner: Candidate) -> str:
     """Return why `winner` is used and not `loser`."""
     if loser.evidence is None:
-        return "none of its variables is set"
+        return loser.problem or "none of its variables is set"
     mine, theirs = _confidence(loser), _confidence(winner)
     if mine != theirs:
         return f"{winner.entry.name} is {theirs}, and this one is {mine}"
@@ -93,6 +94,16 @@ def why_not(loser: Candidate, winner: Candidate) -> str:
         ranks = f"precedence {winner.plugin.precedence} to {loser.plugin.precedence}"
         return f"{winner.entry.name} is started within it ({ranks})"
     return f"it agrees with {winner.entry.name}"
+
+
+def _evidence(plugin: Any) -> tuple[Evidence | None, str]:
+    try:
+        found = plugin.detect()
+    except Exception as error:  # noqa: BLE001 - a plugin that raises is not present
+        return None, f"its detect() raised {type(error).__name__}: {error}"
+    if found is None or isinstance(found, Evidence):
+        return found, ""
+    return None, f"its detect() returned {found!r} and not an Evidence"
 
 
 def _order(candidate: Candidate) -> tuple[float, ...]:

@@ -230,8 +230,13 @@ class TorchElasticEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
         write_error_file_when_uncaught()
-        asked = run.num_processes * run.settings.num_nodes if run.devices_given else None
-        world = elastic_world(os.environ, asked)
+        world = elastic_world(os.environ)
+        if run.devices_given and run.num_processes != world.local_world_size:
+            raise ConfigError(
+                f"devices is {run.num_processes} and torchrun started {world.local_world_size} processes on this node",
+                expected="the same number",
+                do='leave devices at "auto": torchrun sets it',
+            )
         # 1 is the default of num_nodes.
         if run.settings.num_nodes not in (1, world.num_nodes):
             raise ConfigError(
@@ -269,8 +274,8 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _earlier_hook = sys.excepthook
 
 
-def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
-    """Read torchrun's `variables`; `asked` is devices x num_nodes if the user set devices.
+def elastic_world(variables: Mapping[str, str]) -> World:
+    """Read torchrun's `variables`.
 
     Restarted processes must not read the addresses of dead ones from the agent's store, and no variable numbers the
     attempts: agents count restarts separately, and do not count that an agent joins or leaves.
@@ -282,12 +287,6 @@ def elastic_world(variables: Mapping[str, str], asked: int | None) -> World:
         )
     world_size = _number(variables, "WORLD_SIZE", 1)
     _check_rank(variables)
-    if asked is not None and asked != world_size:
-        raise ConfigError(
-            f"devices x num_nodes is {asked} and torchrun started {world_size} processes",
-            expected="the same number",
-            do='leave devices at "auto": torchrun sets it',
-        )
     local_size = _number(variables, "LOCAL_WORLD_SIZE", 1)
     agents_store = variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return World(

@@ -22,12 +22,14 @@ from stratagem.cli import GROUPS
 from stratagem.errors import PluginError
 from stratagem.stack import registry
 from stratagem.stack.describe import check_entry
+from stratagem_devtools.environments import examine_environments, render_environments
 from stratagem_process_group.remarks import remarks
 
 #: Prefixes of the variables that affect a run.
 _PREFIXES = (
     "STRATAGEM_", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMP_",
-    "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "SLURM_", "OMPI_", "PMI_", "LSB_", "FI_", "UCX_",
+    "MKL_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "I_MPI_",
+    "MV2_", "LSB_", "JSM_", "PET_", "KUBERNETES_SERVICE_HOST", "FI_", "UCX_",
 )  # fmt: skip
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 #: Time limit of the two-process run, including the import of torch.
@@ -65,9 +67,11 @@ def examine(machine: bool = False) -> dict[str, Any]:
     packages = _packages()
     smoke = _smoke_run()
     found = remarks(os.environ)
+    environments = examine_environments()
     problems = [f"{p['distribution']} is {p['status']}: {reason}" for p in packages for reason in p["reasons"]]
     problems += [f"{name} is set and {remark.text}" for name, remark in found.items() if remark.is_mistake]
     problems += registry.list_remarks()
+    problems += environments["problems"]
     if smoke["status"] != "ok":
         problems.append(f"two gloo processes could not communicate: {smoke['reason']}")
     return {
@@ -80,6 +84,7 @@ def examine(machine: bool = False) -> dict[str, Any]:
         "backends": _backends(),
         "packages": packages,
         **({"machine": _machine()} if machine else {}),
+        "environments": environments,
         "environment": _variables(),
         "remarks": {name: remark.text for name, remark in found.items()},
         "smoke run": smoke,
@@ -104,6 +109,7 @@ def render(report: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in package["plugins"].items())
         lines.append(f"  {package['distribution']} {package['version']}: {package['status']} ({counts})")
         lines += [f"    {reason}" for reason in [*package["reasons"], *package["notes"]]]
+    lines += render_environments(report["environments"])
     lines.append("environment variables:")
     for name, value in report["environment"].items():
         remark = report["remarks"].get(name)

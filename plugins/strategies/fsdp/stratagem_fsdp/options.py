@@ -113,6 +113,9 @@ class FSDPOptions(ProcessGroupStrategy):
             return world.world_size, 1
         if self.sharding_strategy != "HYBRID_SHARD":
             return 1, world.world_size
+        if self.device_mesh is None:
+            hybrid = "strategy.fsdp.sharding_strategy is HYBRID_SHARD, so a node shares a replica"
+            world.check_equal_nodes(hybrid, "set strategy.fsdp.device_mesh, or use FULL_SHARD")
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         if replicas * shards != world.world_size:
             raise ConfigError(

@@ -43,6 +43,8 @@ class OuterStrategy(DivergingReplicas, Strategy):
 
     def processes_per_team(self, world: World, inner: Strategy) -> int:
         together = MULTI_PROCESS in inner.capabilities.provides
+        if together and self.team_size is None:
+            world.check_equal_nodes(f"{self.path}.team_size is not set, so a node is a team", "set team_size to 1")
         size = self.team_size or (world.local_world_size if together else 1)
         found = f"{self.path}.team_size is {size}{' by default' * (self.team_size is None)}"
         if size > 1 and not together:

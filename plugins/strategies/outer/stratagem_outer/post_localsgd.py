@@ -71,6 +71,8 @@ class PostLocalSGD(DivergingReplicas, CommHook):
         return collectives
 
     def _size_of_subgroup(self, world: World) -> int:
+        if self.subgroup_size is None:
+            world.check_equal_nodes(f"{self.path}.subgroup_size is not set, so a node is a subgroup", "set it")
         size = self.subgroup_size or world.local_world_size
         found = f"{self.path}.subgroup_size is {self.subgroup_size} and the run has {world.world_size} processes"
         if world.world_size % size:
