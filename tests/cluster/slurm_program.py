@@ -45,8 +45,7 @@ def main(options):
     trainer = sg.Trainer(**({"default_root_dir": "."} | quiet | options), callbacks=callbacks)
     module = Recorded(own["pause_s"])
     batches = joined_batches(own["batches"], own["batch_size"])
-    # "last" and "hpc" are errors where there is no checkpoint yet.
-    trainer.fit(module, Shared(trainer, batches), ckpt_path=own["ckpt_path"] if module.restarts != "0" else None)
+    trainer.fit(module, Shared(trainer, batches), ckpt_path=own["ckpt_path"])
     world = trainer.run.world
     place = {name: getattr(world, name) for name in ("rank", "local_rank", "node_rank", "world_size", "num_nodes",
                                                      "local_world_size", "main_address")}  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,8 @@ from stratagem_testing.reference import joined_batches, relative_difference, tra
 pytestmark = pytest.mark.xdist_group("slurm")
 
 PROGRAM = Path(__file__).with_name("slurm_program.py")
+#: The script at the top of docs/slurm.md.
+DOCUMENTED = re.search(r"```bash\n(.*?)```", (PROGRAM.parents[2] / "docs/slurm.md").read_text(), re.DOTALL).group(1)
 QUIET = {"OMP_NUM_THREADS": "1"}
 #: Pauses long enough after a step for a signal to come before the last one, on a machine that is busy.
 LONG = {"max_steps": 60, "pause_s": 0.3, "checkpoints_every": 4}
@@ -45,13 +49,15 @@ def await_steps(slurm, folder, number, job, restarts=0, timeout=120):
         time.sleep(0.05)
 
 
-def submit(slurm, folder, options, *sbatch, srun=(), name="job"):
-    """Submit a script as the guide has it; return the job's number."""
-    folder.mkdir(exist_ok=True)
-    words = " ".join(f"'{word}'" for word in [*srun, *command(options)])
-    script = folder / f"{name}.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --signal=SIGUSR1@90\nsrun --label {words}\n")
-    return slurm.sbatch(script, "--open-mode=append", f"--output={folder}/{name}.out", *sbatch, cwd=folder, **QUIET)
+def submit(slurm, folder, options, *sbatch):
+    """Submit the script of docs/slurm.md with `options`, on nodes without GPUs; return the job's number."""
+    text = DOCUMENTED.replace("#SBATCH --gpus-per-task=1\n", "").replace(
+        "python train.py", shlex.join(command(options))
+    )
+    assert text.count("#SBATCH") == 6
+    script = folder / "job.sh"
+    script.write_text(text)
+    return slurm.sbatch(script, f"--output={folder}/job.out", *sbatch, cwd=folder, **QUIET)
 
 
 def finish(slurm, folder, job, name="job", timeout=180):
@@ -204,7 +210,7 @@ def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrup
     """Task 0 finishes undisturbed. Without a ckpt_path they may share a folder: each continues from its own file."""
     options = LONG | {"max_steps": 30, "ckpt_path": ckpt_path, "default_root_dir": "." if ckpt_path else ".."}
     script = tmp_path / "array.sh"
-    words = " ".join(f"'{word}'" for word in command(options))
+    words = shlex.join(command(options))
     shared = 'mkdir -p "$SLURM_ARRAY_TASK_ID"; cd "$SLURM_ARRAY_TASK_ID"'
     script.write_text(f"#!/bin/bash\n{shared}\nsrun {words}\n")
     array = slurm.sbatch(script, "--array=0-1", "-n1", "--open-mode=append", f"--output={tmp_path}/%a.out",
@@ -223,7 +229,7 @@ def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrup
 
 
 def test_a_job_that_must_not_be_requeued_keeps_its_checkpoint_and_fails_in_a_sentence(slurm, tmp_path):
-    job = submit(slurm, tmp_path, LONG, "-n1", "--no-requeue")
+    job = submit(slurm, tmp_path, LONG, "-N1", "--ntasks-per-node=1", "--no-requeue")
     await_steps(slurm, tmp_path, 2, job)
     slurm.signal(job, "SIGUSR1")
     slurm.await_state(job, "FAILED")
@@ -265,7 +271,7 @@ def test_killed_before_the_save_it_resumes_from_the_checkpoint_before(slurm, tmp
 
 @pytest.mark.sweep
 def test_a_cancelled_job_is_not_started_again(slurm, tmp_path):
-    job = submit(slurm, tmp_path, LONG, "-n1")
+    job = submit(slurm, tmp_path, LONG, "-N1", "--ntasks-per-node=1")
     await_steps(slurm, tmp_path, 2, job)
     slurm.ask("scancel", job)
     slurm.await_state(job, "CANCELLED")

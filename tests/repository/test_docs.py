@@ -223,6 +223,14 @@ def test_the_snippets_about_checkpoints_run(tmp_path):
     assert names["trainer"].global_step == 4
 
 
+def test_the_snippets_about_slurm_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"sg": sg, "folder": tmp_path, "model": Net(), "batches": joined_batches(2, 8)}
+    for source in snippets("docs/slurm.md"):
+        exec(source.replace("sg.Trainer(", "trainer = sg.Trainer(").replace("trainer = trainer =", "trainer ="), names)
+        assert names["trainer"].run.num_processes == 1
+
+
 def test_the_snippets_about_training_run(tmp_path, capsys):
     names = {"sg": sg, "torch": torch, "folder": tmp_path, "batches": joined_batches(4, 8)}
     steps = []

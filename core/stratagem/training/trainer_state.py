@@ -332,8 +332,7 @@ def _last(fit: FitState) -> Path | None:
     if (newest := newest_in(fit, folders)) is not None:
         return newest
     places = " or ".join(map(str, folders))
-    if fit.run.place.may_restart or fit.run.place.generation != "0":
-        fit.run.print(f'stratagem: ckpt_path is "last" and {places} has no checkpoint yet: training begins at step 0')
+    if _begins_without(fit, "last", places):
         return None
     raise CheckpointError(
         'ckpt_path is "last"', expected=f"a whole checkpoint in {places}, in a format that is installed",
@@ -341,14 +340,22 @@ def _last(fit: FitState) -> Path | None:
     )  # fmt: skip
 
 
+def _begins_without(fit: FitState, word: str, places: str) -> bool:
+    """Whether there need be no checkpoint for `word`: the same program is started before the first one and after it."""
+    if not (fit.run.place.may_restart or fit.run.place.generation != "0"):
+        return False
+    fit.run.print(f'stratagem: ckpt_path is "{word}" and {places} has no checkpoint yet: training begins at step 0')
+    return True
+
+
 def _preempted(fit: FitState) -> Path | None:
     """Return the newest checkpoint that a callback saved because of a signal."""
     callbacks = [callback for callback in _callbacks(fit) if hasattr(callback, "saved_on_signal")]
     found = [newest_in(fit, [as_path(each.folder(fit.trainer))], each.saved_on_signal) for each in callbacks]
     newest = _newest_of(fit, found)
-    if newest is not None or (callbacks and fit.run.place.generation != "0"):
-        return newest
     places = " or ".join(str(callback.folder(fit.trainer)) for callback in callbacks)
+    if newest is not None or (callbacks and _begins_without(fit, "hpc", places)):
+        return newest
     raise CheckpointError(
         'ckpt_path is "hpc"',
         expected=f"a whole checkpoint that a run saved on a signal, in {places}"

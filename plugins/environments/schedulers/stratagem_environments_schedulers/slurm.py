@@ -108,7 +108,8 @@ class SlurmEnvironment(Environment):
 
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
-        return evolve(self._world(run), generation=str(num_restarts(os.environ)))
+        restarts, may_restart = num_restarts(os.environ), self.requeue_command() is not None
+        return evolve(self._world(run), generation=str(restarts), may_restart=may_restart)
 
     def _world(self, run: RunContext) -> World:
         if not _is_set_of_tasks(os.environ):
