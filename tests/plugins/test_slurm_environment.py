@@ -225,3 +225,40 @@ def test_a_task_with_one_visible_device_uses_the_first():
 
     for wanted in ("auto", 4, -1):
         assert devices_of_processes(wanted, OneVisible(), 4, "environment 'slurm'")[3] == 0
+
+
+# --- Requeue -----------------------------------------------------------------------------------------------------
+
+
+BATCH = TASK | {"ENVIRONMENT": "BATCH", "SLURM_CLUSTER_NAME": "cluster"}
+#: Task 3 of a job array; the number of one of its tasks is also that of the array.
+ARRAY = BATCH | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "job"),
+    [(TASK, None, "slurm 7"), (BATCH, ["scontrol", "requeue", "7"], "slurm cluster 7"),
+     (ARRAY, ["scontrol", "requeue", "7_3"], "slurm cluster 7_3"), ({}, None, None)],
+    ids=["srun alone", "sbatch", "array", "no job"],
+)  # fmt: skip
+def test_only_a_job_with_a_script_can_be_requeued(within, variables, command, job):
+    within(variables)
+    environment = slurm.SlurmEnvironment()
+
+    assert environment.requeue_command() == command
+    assert environment.job() == job
+    callbacks = [{"name": "preemption", "signals": ["SIGUSR1"]}] if command else []
+    assert environment.default_callbacks() == callbacks
+    assert slurm.SlurmEnvironment(auto_requeue=False).default_callbacks() == []
+
+
+def test_a_signal_that_cannot_be_asked_for_is_refused(within):
+    within(BATCH)
+    (callback,) = slurm.SlurmEnvironment(requeue_signal="SIGUSR2").default_callbacks()
+    assert callback["signals"] == ["SIGUSR2"]
+
+    for name in ("SIGTERM", "SIGKILL", "USR1"):
+        with pytest.raises(ConfigError, match=f"environment.requeue_signal is '{name}'; expected one of SIGUSR1, "):
+            slurm.SlurmEnvironment(requeue_signal=name)
+    with pytest.raises(ConfigError, match="is 'SIGUSR2' and environment.auto_requeue is False"):
+        slurm.SlurmEnvironment(auto_requeue=False, requeue_signal="SIGUSR2")

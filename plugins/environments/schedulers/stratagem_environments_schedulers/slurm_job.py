@@ -10,7 +10,8 @@ from stratagem_environments_schedulers.variables import maybe
 def job_name(variables: Mapping[str, str]) -> str | None:
     """Return what identifies the job, also after it was requeued; each task of an array is a job."""
     number = job_number(variables)
-    return None if number is None else f"slurm {variables.get('SLURM_CLUSTER_NAME', '')} {number}"
+    parts = ("slurm", variables.get("SLURM_CLUSTER_NAME"), number)
+    return None if number is None else " ".join(part for part in parts if part)
 
 
 def job_number(variables: Mapping[str, str]) -> str | None:
