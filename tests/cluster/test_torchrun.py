@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 
 from stratagem_testing import scripts
+from stratagem_testing.reference import relative_difference
 
 from . import torchrun
-from .torchrun import Job, free_port, kill
+from .torchrun import Job, as_batch, free_port, kill
 
 pytestmark = pytest.mark.xdist_group("torchrun")
 
@@ -162,21 +165,108 @@ def by_etcd(backend, endpoint, nodes="2", max_restarts=3):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd", "static"])
 def test_ten_kills_at_random_are_ten_recoveries(tmp_path, start, request, backend):
     program = torchrun.script(tmp_path, epochs=6)
     (tmp_path / "pace").write_text("0.3")
-    if backend == "c10d":
-        job = start(program, *c10d(max_restarts=10))
-        job.start("0", *host("true"))
-        job.start("1", *host("false"))
-    else:
-        job = start(program, *by_etcd(backend, request.getfixturevalue("etcd"), max_restarts=10))
-        job.start("0")
-        job.start("1")
+    options = {"c10d": c10d, "static": static}.get(backend)
+    if options is None:
+        options = functools.partial(by_etcd, backend, request.getfixturevalue("etcd"))
+    job = start(program, *options(max_restarts=10))
+    start_two(job, backend)
     kill_at_random(job, 10, random.Random(1), within_s=4.0)
     (tmp_path / "pace").write_text("0")
 
     assert job.join() == {"0": 0, "1": 0}, job.logs()
     assert job.attempts() == 11
     assert_equal(tmp_path, reference(tmp_path, epochs=6))
+
+
+def static(max_restarts):
+    port = str(free_port())
+    return ("--nnodes", "2", "--max-restarts", str(max_restarts), "--master-addr", "127.0.0.1", "--master-port", port)
+
+
+def start_two(job, backend):
+    """Start agents "0" and "1"; under c10d the first one hosts the rendezvous."""
+    own = {"c10d": lambda number: host(str(number == 0)), "static": lambda number: ("--node-rank", str(number))}
+    for number in range(2):
+        job.start(str(number), *own.get(backend, lambda _: ())(number))
+
+
+def trains_with(job, world_size, steps):
+    """Wait until rank 0 has trained `steps` more steps in a world of this size."""
+    first = len(job.rows())
+
+    def trained():
+        rows = [as_batch(row[1:]) for row in job.rows()[first:] if row[0] == "BATCH"]
+        return len({row.step for row in rows if row.world_size == world_size and row.rank == 0}) >= steps
+
+    job.wait_for(f"{steps} steps of {world_size}", trained)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
+def test_a_lost_agent_and_a_new_one_change_the_processes_and_not_the_steps(tmp_path, start, request, backend):
+    same = {"epochs": 8, "dropout": 0.0, "callbacks": '{"name": "global_batch_size", "samples": 8},'}
+    program = torchrun.script(tmp_path, **same)
+    (tmp_path / "pace").write_text("0.2")
+    if backend == "c10d":
+        job = start(program, *c10d(nodes="1:2"))
+    else:
+        job = start(program, *by_etcd(backend, request.getfixturevalue("etcd"), nodes="1:2"))
+    start_two(job, backend)
+    trains_with(job, 2, 3)
+
+    # Under c10d the agent that hosts the rendezvous must stay.
+    job.kill_agent("1" if backend == "c10d" else job.agent_of_rank_0())
+    trains_with(job, 1, 3)
+    job.start("2", *(host("false") if backend == "c10d" else ()))
+    trains_with(job, 2, 3)
+    (tmp_path / "pace").write_text("0")
+
+    assert set(job.join().values()) == {0}, job.logs()
+    steps = job.samples_of_steps()
+    assert sorted(steps) == list(range(8 * 12))
+    for epoch in range(8):
+        used = [sample for step in range(12 * epoch, 12 * epoch + 12) for sample in steps[step]]
+        assert sorted(used) == list(range(96)), f"epoch {epoch}"
+    assert {len(samples) for samples in steps.values()} == {8}
+    final = torch.load(tmp_path / "final.pt")
+    assert relative_difference(final, reference(tmp_path, **same)) < 1e-6
+
+
+@pytest.mark.sweep
+def test_under_c10d_the_loss_of_the_agent_that_hosts_the_rendezvous_ends_the_others(tmp_path, start):
+    program = torchrun.script(tmp_path, epochs=8)
+    (tmp_path / "pace").write_text("0.2")
+    job = start(program, *c10d(nodes="1:2"))
+    start_two(job, "c10d")
+    trains_with(job, 2, 3)
+
+    job.kill_agent("0")
+
+    assert job.join() == {"1": 1}
+    assert "Rendezvous" in job.log("1")
+    (tmp_path / "pace").write_text("0")
+    again = start(program, *c10d(nodes="1:2"))
+    again.start("3", *host("true"))
+    assert again.join() == {"3": 0}, again.logs()
+    first = min(batch.step for batch in again.batches() if batch.pid == int(again.lines("START")[-1][2]))
+    assert first >= 3
+
+
+# --- The guide ---------------------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_guide_trains_and_goes_on_where_it_ended(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "torchrun.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(snippet)
+    command = [sys.executable, "-m", "torch.distributed.run", *ALONE, "--max-restarts", "1", "train.py"]
+
+    for told in ("training begins at step 0", ""):
+        done = scripts.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert told in done.stdout
+    assert list((tmp_path / "run").rglob("*.ckpt"))

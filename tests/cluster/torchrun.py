@@ -44,7 +44,7 @@ SCRIPT = """
     class Module(Net):
         def __init__(self):
             super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+            self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout({dropout}), torch.nn.Linear(16, 1))
 
         def training_step(self, batch, batch_idx):
             x, y, numbers = batch
@@ -79,12 +79,12 @@ TRAINER = """dict(
 
 def script(
     folder: Path, *, step: str = "pass", before: str = "pass", samples: int = 96, batch_size: int = 4, epochs: int = 2,
-    callbacks: str = "()", more: str = "", main: str = 'if __name__ == "__main__": main()', name: str = "train.py",
+    callbacks: str = "()", more: str = "", main: str = 'if __name__ == "__main__": main()', dropout: float = 0.1,
 ) -> Path:  # fmt: skip
-    path = folder / name
+    path = folder / "train.py"
     trainer = TRAINER.format(epochs=epochs, callbacks=callbacks, more=more)
     text = textwrap.dedent(SCRIPT).format(
-        step=step, before=before, trainer=trainer, samples=samples, batch_size=batch_size, main=main
+        step=step, before=before, trainer=trainer, samples=samples, batch_size=batch_size, main=main, dropout=dropout
     )
     path.write_text(text)
     return path
@@ -105,6 +105,11 @@ class Batch:
     step: int
     pid: int
     samples: tuple[int, ...]
+
+
+def as_batch(row: list[str]) -> Batch:
+    rank, world_size, step, pid, *samples = map(int, row)
+    return Batch(rank, world_size, step, pid, tuple(samples))
 
 
 @define
@@ -134,15 +139,35 @@ class Job:
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.agents)
 
-    def lines(self, word: str) -> list[list[str]]:
+    def rows(self) -> list[list[str]]:
         path = self.folder / "lines.txt"
         text = path.read_text() if path.exists() else ""
-        rows = (line.split() for line in text[: text.rfind("\n") + 1].splitlines())
-        return [row[1:] for row in rows if row[0] == word]
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def lines(self, word: str) -> list[list[str]]:
+        return [row[1:] for row in self.rows() if row[0] == word]
 
     def batches(self) -> list[Batch]:
-        rows = (list(map(int, row)) for row in self.lines("BATCH"))
-        return [Batch(*row[:4], tuple(row[4:])) for row in rows]
+        return [as_batch(row) for row in self.lines("BATCH")]
+
+    def samples_of_steps(self) -> dict[int, list[int]]:
+        """Return the samples of each step; a step that was trained again counts once."""
+        steps: dict[int, list[int]] = {}
+        again: set[int] = set()
+        for word, *rest in self.rows():
+            if word == "START":
+                again = set(steps)
+            elif word == "BATCH":
+                batch = as_batch(rest)
+                if batch.step in again:
+                    again.remove(batch.step)
+                    steps[batch.step] = []
+                steps.setdefault(batch.step, []).extend(batch.samples)
+        return steps
+
+    def agent_of_rank_0(self) -> str:
+        parent = next(row[3] for row in reversed(self.lines("START")) if row[0] == "0")
+        return next(name for name, agent in self.agents.items() if str(agent.pid) == parent)
 
     def attempts(self) -> int:
         """How often rank 0 started."""
