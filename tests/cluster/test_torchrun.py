@@ -205,16 +205,18 @@ def trains_with(job, world_size, steps):
     job.wait_for(f"{steps} steps of {world_size}", trained)
 
 
+#: With a shared store a new agent waits for an address that torch 2.13 publishes only in the first round.
+NEW_PORTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
 def test_a_lost_agent_and_a_new_one_change_the_processes_and_not_the_steps(tmp_path, start, request, backend):
     same = {"epochs": 8, "dropout": 0.0, "callbacks": '{"name": "global_batch_size", "samples": 8},'}
     program = torchrun.script(tmp_path, **same)
     (tmp_path / "pace").write_text("0.2")
-    if backend == "c10d":
-        job = start(program, *c10d(nodes="1:2"))
-    else:
-        job = start(program, *by_etcd(backend, request.getfixturevalue("etcd"), nodes="1:2"))
+    options = c10d if backend == "c10d" else functools.partial(by_etcd, backend, request.getfixturevalue("etcd"))
+    job = start(program, *options(nodes="1:2"), **NEW_PORTS)
     start_two(job, backend)
     trains_with(job, 2, 3)
 
@@ -252,8 +254,8 @@ def test_under_c10d_the_loss_of_the_agent_that_hosts_the_rendezvous_ends_the_oth
     again = start(program, *c10d(nodes="1:2"))
     again.start("3", *host("true"))
     assert again.join() == {"3": 0}, again.logs()
-    first = min(batch.step for batch in again.batches() if batch.pid == int(again.lines("START")[-1][2]))
-    assert first >= 3
+    pid = int(again.lines("START")[-1][2])
+    assert min(batch.step for batch in again.batches() if batch.pid == pid) > 0  # from the last checkpoint
 
 
 # --- The guide ---------------------------------------------------------------------------------------------------
