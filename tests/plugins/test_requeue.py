@@ -91,7 +91,7 @@ def handlers_restored():
 
 def trainer(environment=None, **arguments):
     quiet = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu", "max_epochs": 60}
-    return sg.Trainer(environment=environment or Scheduled(), default_root_dir=".", **(quiet | arguments))
+    return sg.Trainer(environment=environment or Scheduled(), **(quiet | {"default_root_dir": "."} | arguments))
 
 
 def end(made, module, code=75, **arguments):
