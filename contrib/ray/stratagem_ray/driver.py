@@ -6,10 +6,12 @@ connection broke because another one had failed.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +20,7 @@ import ray
 from attrs import define, evolve, frozen
 from ray import cloudpickle
 from ray._private import services
-from ray._raylet import check_health  # type: ignore[attr-defined]
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -91,14 +93,26 @@ def _address(address: str | None) -> tuple[str | None, str | None]:
 def _answers(address: str) -> bool:
     """Whether a cluster answers at `address`. ray.init would try again for minutes."""
     client, _, place = address.rpartition("://")
-    if not client:
-        return bool(check_health(place, timeout=ANSWER_S, skip_version_check=True))
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError):
         return False
-    return True
+    return bool(client) or _is_cluster(place)
+
+
+def _is_cluster(address: str) -> bool:
+    """Whether what listens at `address` is a Ray cluster: another server might never answer."""
+    found: list[GcsClient] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RayError):
+            found.append(GcsClient(address=address))
+
+    thread = threading.Thread(target=ask, daemon=True, name="stratagem-ray")
+    thread.start()
+    thread.join(ANSWER_S)
+    return bool(found)
 
 
 def _start_local_cluster() -> None:
