@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from attrs import define
 
@@ -249,8 +249,8 @@ class TorchElasticEnvironment(Environment):
 
 def write_error_file_when_uncaught() -> None:
     """Write an uncaught error to the file that torchrun reads for its summary, as its decorator ``@record`` does."""
-    if _ERROR_FILE in os.environ and sys.excepthook is not _write_error_file:
-        global _earlier_hook
+    global _earlier_hook
+    if _ERROR_FILE in os.environ and _earlier_hook is None:  # torch replaces it by a hook that calls this one
         _earlier_hook, sys.excepthook = sys.excepthook, _write_error_file
 
 
@@ -267,11 +267,13 @@ def _write_error_file(kind: type[BaseException], error: BaseException, trace: Tr
         }
         with contextlib.suppress(OSError):
             file.write_text(json.dumps({"message": content}))
+    assert _earlier_hook is not None, "set with this one"
     _earlier_hook(kind, error, trace)
 
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_earlier_hook = sys.excepthook
+#: The hook that was in place before; None if this process has not set `_write_error_file`.
+_earlier_hook: Any = None
 
 
 def elastic_world(variables: Mapping[str, str]) -> World:
