@@ -36,6 +36,7 @@ def main():
     Path(f"rank-{world.rank}.json").write_text(json.dumps({
         "world": [world.world_size, world.local_world_size, world.num_nodes], "node": world.node_rank,
         "weight": float(model.net[0].weight.sum()), "arguments": sys.argv[1:], "value": os.environ.get("VALUE"),
+        "cores": len(os.sched_getaffinity(0)),
     }))
 
 main()
@@ -209,7 +210,7 @@ def test_srun_is_chosen_in_an_allocation_and_in_a_step_of_one(slurm, client):
     """In the script of a batch job, and in the only task of a step, such as the shell of `srun --pty bash`."""
     line = shlex.join(STRATAGEM)
     Path("job.sh").write_text(
-        f"#!/bin/bash\n{line} --devices 1 && mv rank-1.json first && srun -N1 -n1 {line} --devices 1\n"
+        f"#!/bin/bash\n{line} && mv rank-1.json first && srun -N1 -n1 {line} --nodes 2 --devices 1\n"
     )
     number = slurm.sbatch(Path("job.sh"), "-N2", "--ntasks-per-node=1", "--output=job.out", cwd=Path.cwd())
     slurm.await_state(number, "COMPLETED", "FAILED", timeout=150)
@@ -227,7 +228,9 @@ def test_a_script_that_contradicts_srun_is_refused(slurm, client):
     done = client(*STRATAGEM, *options, TRAINER='{"devices": 3}')
 
     assert done.returncode != 0
-    assert "devices is 3, which makes 3 processes on this node, and SLURM_STEP_TASKS_PER_NODE is '2'" in done.stderr, done.stderr
+    assert "devices is 3, which makes 3 processes on this node, and SLURM_STEP_TASKS_PER_NODE is '2'" in done.stderr, (
+        done.stderr
+    )
     assert not list(Path.cwd().glob("rank-*"))
 
 
@@ -237,25 +240,11 @@ def test_a_script_that_contradicts_srun_is_refused(slurm, client):
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_mpirun(need, program):
     need(program, package="openmpi-bin mpich")
-    Path("train.py").write_text(
-        "import json, os, sys\nfrom pathlib import Path\n"
-        "names = ('OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')\n"
-        "rank, size = [os.environ[name] for name in names if name in os.environ]\n"
-        "cores = len(os.sched_getaffinity(0))\n"
-        "names = ('MASTER_ADDR', 'MASTER_PORT', 'VALUE')\n"
-        "Path(f'rank-{rank}.json').write_text(json.dumps(\n"
-        "    [size, cores, [os.environ[name] for name in names], sys.argv[1:]]))\n"
-    )
     oversubscribe = ["--oversubscribe"] if program == "mpirun.openmpi" else []
-    done = stratagem(
-        "train.py", "--launcher", "mpirun", "--mpirun", program, "--devices", "2", *oversubscribe, "--env", "VALUE=a b",
-        "--", *ARGUMENTS,
-    )  # fmt: skip
+    options = ("--launcher", "mpirun", "--mpirun", program, "--devices", "2", "--env", "VALUE=a b")
+    done = stratagem("train.py", *options, *oversubscribe, "--", *ARGUMENTS)
 
     assert done.returncode == 0, done.stderr
-    found = [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [(size, address[0], address[2], arguments) for size, _, address, arguments in found] == [
-        ("2", "127.0.0.1", "a b", ARGUMENTS)
-    ] * 2
-    assert found[0][2] == found[1][2]
-    assert {cores for _, cores, _, _ in found} == {len(os.sched_getaffinity(0))}
+    found = ranks()
+    assert [(each["world"], each["arguments"], each["value"]) for each in found] == [([2, 2, 1], ARGUMENTS, "a b")] * 2
+    assert {each["cores"] for each in found} == {len(os.sched_getaffinity(0))}  # bound to none

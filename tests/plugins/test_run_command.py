@@ -121,7 +121,7 @@ def test_srun(capsys, need, monkeypatch):
     options = "--launcher srun --nodes 2 --devices 8 --gpus 8 --cpus 4 --memory 64G --time 90m --partition gpu --option=--qos=high"
 
     assert command(capsys, *options.split()) == [
-        "srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=4",
+        "srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks-per-node=8", "--ntasks=16", "--gpus-per-node=8", "--cpus-per-task=4",
         "--mem=64G", "--time=01:30:00", "--partition=gpu", "--qos=high", sys.executable, "train.py",
     ]  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "3")

@@ -9,7 +9,7 @@ DeepSpeed (stages, offload, NVMe, config files, its own     in plugins/test_deep
 optimizers and activation checkpointing)
 one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
 Horovod                                                     left behind by torch, too
-SLURM, Kubernetes                                           no such environment is installed
+SLURM, Kubernetes, torchrun, MPI, several nodes             in cluster/test_guides.py, with real launchers
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py
 NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them itself; options for them in plugins/test_process_group.py

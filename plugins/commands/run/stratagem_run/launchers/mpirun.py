@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -14,6 +13,7 @@ from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_run.devices import check_devices, default_devices
 from stratagem_run.launchers.base import Launcher, check_started_once
+from stratagem_run.nodes import DEFAULT_PORT
 from stratagem_run.options import cli_option
 from stratagem_run.program import Program, Start
 from stratagem_run.resources import Extra, Nodes
@@ -71,17 +71,15 @@ class Mpirun(Extra, Nodes, Launcher):
         return found
 
     def _address(self) -> dict[str, str]:
-        """Return the address of rank 0 if it is known; otherwise the processes find it through MPI."""
-        alone = self._count() == 1 and not self._hosts()
-        address = self.main_address or ("127.0.0.1" if alone else next(iter(self._hosts()), None))
+        """Return the address of rank 0 if it was given; otherwise the processes find it, on several nodes by MPI."""
+        address = self.main_address or next(iter(self._hosts()), None)
         if address is None:
             if self.main_port is not None:
                 raise ConfigError(
                     f"--main-port is {self.main_port} and --main-address is not set", expected="both", do="add it"
                 )
             return {}
-        port = self.main_port or (_free_port() if alone else 29500)
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(self.main_port or DEFAULT_PORT)}
 
 
 @frozen
@@ -169,9 +167,3 @@ def _refuse_oversubscribe(layout: Layout, name: str) -> None:
         raise ConfigError(
             f"--oversubscribe is set and mpirun is that of {name}, which always allows it", do="leave it out"
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -50,6 +50,8 @@ class Srun(Extra, Queue, Resources, Launcher):
             *pairs({
                 "nodes": self.nodes,
                 "ntasks-per-node": self.devices,
+                # Of the allocation, or of the step that this runs in, there may be another number in SLURM_NTASKS.
+                "ntasks": self.nodes * self.devices if self.nodes and self.devices else None,
                 "gpus-per-node": self.gpus,
                 "cpus-per-task": self.cpus,
                 "mem": self.memory and "{}{}".format(*parse_memory(self.memory)),
