@@ -205,6 +205,7 @@ def test_processes_start_again_if_torchrun_may_restart_them():
 def test_devices_that_contradict_torchrun_are_refused(monkeypatch):
     for name, value in ELASTIC.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(
         ConfigError, match="devices is 3 and torchrun started 2 processes on this node; expected the same"
     ):

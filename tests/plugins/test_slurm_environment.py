@@ -203,7 +203,7 @@ print(SlurmEnvironment().processes_exist(), SlurmEnvironment().detect().confiden
 """
 
 
-def test_a_shell_of_srun_is_no_set_of_tasks(tmp_path):
+def test_a_shell_of_srun_is_not_a_set_of_tasks(tmp_path):
     """`srun -n 4 --pty bash` leaves its variables to what a person starts in that shell."""
     environment = os.environ | TASK | {"SLURM_PTY_PORT": "1"}
     script = f"{sys.executable} -c '{ASK}'\nexit\n"

@@ -40,6 +40,8 @@ OPTIONAL = {
     ("stratagem-devtools", "kit", "stratagem-testing"),
     ("stratagem-environments-schedulers", "mpi", "mpi4py"),
 }
+#: Of no use without a library that pip does not install: in no set.
+OF_ANOTHER_LIBRARY = {"mpi4py"}
 #: Extras that users and tests install, which no module asks for.
 SETS = {"standard", "all", "test"}
 #: Engines that take long to install, or compile their operations: in `stratagem[all]` alone.
@@ -189,7 +191,7 @@ def test_standard_has_every_plugin_but_heavy_engines_and_all_has_every_one():
 
 def test_standard_has_every_option_of_its_packages():
     """Of the core's extras and the plugins' own; the kit stands in the list itself."""
-    declared = {(name, extra) for name, extra, needed in OPTIONAL if needed not in PACKAGES}
+    declared = {(name, extra) for name, extra, needed in OPTIONAL if needed not in {*PACKAGES, *OF_ANOTHER_LIBRARY}}
     standard = PACKAGES["stratagem"].extras["standard"]
 
     assert declared == {(name, extra) for name, requirement in standard.items() for extra in requirement.extras}

@@ -67,7 +67,17 @@ def test_core_imports_no_plugin():
 
 def test_core_names_no_plugin_in_code():
     """Names stand in catalog.toml; docstrings may give examples, code may not compare with a name."""
-    generic = {"cpu", "cuda", "gpu", "mps", "full", "local", "progress", "checkpoint"}  # also words for other things
+    generic = {
+        "cpu",
+        "cuda",
+        "gpu",
+        "mps",
+        "full",
+        "local",
+        "progress",
+        "checkpoint",
+        "mpi",
+    }  # also words for other things
     launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
     arguments = {"activation_checkpointing", "sync_batchnorm", "deferred_init"}  # roles in the catalog, and plugins
     names = names_of_plugins() - generic - launchers - arguments

@@ -45,7 +45,7 @@ class LocalEnvironment(Environment):
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
 
 
-#: All that a process needs to know: who sets these for each process starts no others.
+#: All that a process needs to know: where each process has these, a run starts no others.
 _COMPLETE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 #: What a node needs to know, where one process of each is started by hand.
@@ -54,7 +54,7 @@ _OF_A_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def local_evidence(variables: Mapping[str, str]) -> Evidence:
     """Return what was set by hand, or that nothing was."""
-    if was_launched(variables):  # what a launcher of this program set says nothing of who started that one
+    if was_launched(variables):  # its variables do not tell what started the launcher
         return Evidence("this program started this process", Confidence.FALLBACK)
     if all(name in variables for name in _COMPLETE):
         rank, size = (int(text) if text.isdecimal() else None for text in (variables["RANK"], variables["WORLD_SIZE"]))
@@ -257,7 +257,7 @@ def write_error_file_when_uncaught() -> None:
 def _write_error_file(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     file = Path(os.environ[_ERROR_FILE])
     if not isinstance(error, KeyboardInterrupt) and not file.exists():  # `record` has written it already
-        # torchrun shows the earliest error: one that another rank caused must not be it.
+        # torchrun shows the earliest error: one that another rank caused comes later.
         content = {
             "message": f"{kind.__name__}: {error}",
             "extraInfo": {
