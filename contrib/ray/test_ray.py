@@ -73,6 +73,12 @@ def cluster(network):
     cluster.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Runs write into the current folder, which is the actors' too."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run_of(devices=2, num_nodes=1, accelerator="cpu", **options):
     launcher = {"name": "ray", **options}
     return stratagem.Run(
@@ -200,9 +206,7 @@ def loader_of(batches, batch_size):
     return DataLoader(TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True))), batch_size)
 
 
-def test_the_page_trains_on_two_machines_as_one_process_does(cluster, tmp_path, monkeypatch):
-    """The folder of this process is the actors' too."""
-    monkeypatch.chdir(tmp_path)
+def test_the_page_trains_on_two_machines_as_one_process_does(cluster, tmp_path):
     spread, packed, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     batches = joined_batches(10, 16)
     reference, norms = train_plainly(batches)
