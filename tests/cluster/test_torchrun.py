@@ -101,7 +101,8 @@ ALONE = ("--standalone", "--nproc-per-node", "2")
 @pytest.mark.parametrize("main", ["main()", RECORD + "; record(main)()"])
 def test_an_error_of_each_attempt_is_shown_and_is_in_torchruns_error_file(tmp_path, start, main):
     step = "assert not (rank == 1 and step == 1), f'sample {numbers[0]} is broken'"
-    program = torchrun.script(tmp_path, step=step, main=main)
+    earlier = "sg.Run(strategy='ddp', accelerator='cpu').connect()"  # torch replaces the hook for uncaught errors
+    program = torchrun.script(tmp_path, step=step, main=main, before=earlier)
     job = start(program, *ALONE, "--max-restarts", "1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     job.start("0")
 
