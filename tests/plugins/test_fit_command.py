@@ -980,6 +980,9 @@ def completed(script, *words):
         (["fit", "run.yaml", "--trainer.max_epochs", "3", "--trainer.comm_hook", "fp"], {"fp16_compress"}),
         (["validate", "run.yaml", "--print"], {"--print-config"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
+        (["run", "run.yaml", "--launcher", "t"], {"torchrun"}),
+        (["run", "run.yaml", "--submit", "s"], {"slurm"}),
+        (["run", "run.yaml", "--rdzv-e"], {"--rdzv-endpoint"}),
     ],
 )
 def test_bash_completes(scripts, words, offered):

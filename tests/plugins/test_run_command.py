@@ -324,6 +324,12 @@ def test_a_launcher_is_not_started_by_each_of_several_processes(capsys, monkeypa
     assert refused(capsys, "train.py", "--launcher", "torchrun").startswith("torchrun has started this command 2 times")
 
 
+def test_bytes_that_are_not_text_are_refused_where_they_would_be_printed(capsys):
+    for words in ((), ("--submit", "slurm")):
+        said = refused(capsys, "train.py", *words, "--", "\udcff")
+        assert said.startswith("an argument or variable has the byte 0xff; expected text in UTF-8")
+
+
 def test_programs_that_are_not_installed_are_named(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -562,3 +568,21 @@ def expand(text):
         else:
             result, at = result + "$" + following, at + 2
     return result
+
+
+# --- The page ----------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page(capsys, monkeypatch, need):
+    need("srun", package="slurm-wlm")
+    Path("project").mkdir()
+    Path("project/train.py").write_text(SHOW)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("STRATAGEM_TRAINER_ACCELERATOR", "cpu")  # the page has eight devices
+    page = (Path(__file__).parents[2] / "docs" / "run-command.md").read_text()
+    lines = [shlex.split(line, comments=True) for line in page.splitlines() if line.startswith("    stratagem run ")]
+
+    for _, _, *words in lines:
+        assert main(["run", "--dry", *words]) == 0, capsys.readouterr().err
+    assert len(lines) == 9
+    assert capsys.readouterr().out.count("\n") > 60

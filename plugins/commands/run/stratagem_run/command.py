@@ -67,7 +67,7 @@ class Run(Command):
         start = launcher.start(started, os.environ)
         print(f"stratagem run: {cls.title} ({reason})", file=sys.stderr)
         if arguments.dry:
-            print(shell_line(start))
+            print(_readable(shell_line(start)))
             return 0
         return execute(start)
 
@@ -81,11 +81,27 @@ def _submit(arguments: argparse.Namespace, given: Mapping[str, object], started:
     options = dict(given) if arguments.launcher is None else {**given, "launcher": arguments.launcher}
     target = build(cls, options, f"--submit {arguments.submit}", _CLASSES)
     program = target.program(started, python_given=arguments.python is not None)
-    text = target.render(program)
+    text = _readable(target.render(program))
     if arguments.dry:
         print(text, end="")
         return 0
     return target.submit(text)
+
+
+def _readable(text: str) -> str:
+    """Return `text`, which is printed or sent to a scheduler.
+
+    Raises:
+        ConfigError: an argument has bytes that are not UTF-8; the program could get them, a file of text cannot.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"an argument or variable has the byte {ord(text[error.start]) - 0xDC00:#x}", expected="text in UTF-8",
+            do="pass the path of a file that contains it",
+        ) from None  # fmt: skip
+    return text
 
 
 # --- Reading the command line ------------------------------------------------------------------------------------
