@@ -286,7 +286,7 @@ def test_a_port_of_another_program_is_named_on_all_ranks(lost):
         assert "c10d" not in one.errors, "torch prints stack traces of its own"
 
 
-def test_who_is_missing_is_told_while_others_wait_and_at_the_end(lost):
+def test_missing_ranks_are_named_while_others_wait_and_at_the_end(lost):
     zero, one = lost["only 0"][0], lost["only 1"][0]
 
     assert re.search(r"^stratagem: waiting for ranks 1 to 3 of 4 at 127\.0\.0\.1:\d+$", zero.errors, re.MULTILINE)

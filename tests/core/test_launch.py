@@ -365,7 +365,7 @@ def test_words_of_a_users_error_are_not_taken_for_nccls():
     assert not is_echo(RuntimeError("the operation needs a larger table"))
 
 
-# --- Who listens at an address -----------------------------------------------------------------------------------
+# --- What listens at an address ----------------------------------------------------------------------------------
 
 
 def test_a_store_for_other_machines_is_not_hosted_at_the_address_of_another():
@@ -378,7 +378,7 @@ def test_a_store_for_other_machines_is_not_hosted_at_the_address_of_another():
     assert time.monotonic() - begun < 10
 
 
-def test_those_who_wait_at_the_address_are_told_of_another_node_0():
+def test_ranks_that_wait_at_the_address_are_told_of_another_node_0():
     """One machine is both: the node at the address, and another one, which cannot be reached there."""
     first, second = RendezvousStore(), RendezvousStore()
     store = first.serve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,3 +114,21 @@ def test_an_order_that_cuda_does_not_know_is_refused(monkeypatch, order, refused
         CUDAAccelerator().activate(torch.device("cuda", 0))
 
     assert bool(chosen) is not refused
+
+
+# --- Which device a rank has -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [("A100", "8932f937-d72c"), ("A100 MIG 1g.5gb", "8932f937-d72c MIG-7")]
+)  # fmt: skip
+def test_a_device_is_known_to_other_ranks_by_its_uuid_and_a_slice_of_one_by_its_own(monkeypatch, model, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
+    found = SimpleNamespace(uuid="8932f937-d72c", name=model)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+    assert CUDAAccelerator().identity(torch.device("cuda", 0)) == (expected, model)
+
+
+def test_ranks_may_share_the_cpu():
+    assert CPUAccelerator().identity(torch.device("cpu")) is None

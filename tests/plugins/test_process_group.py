@@ -101,6 +101,20 @@ def test_a_strategy_of_ones_own_has_the_options_where_it_wants_them():
         _Pipeline(nccl={"debug": "LOUD"})
 
 
+@pytest.mark.parametrize(
+    ("options", "variable", "expected"),
+    [
+        ({}, "0", False), ({"process_group_backend": "nccl"}, "0", False), ({"process_group_backend": "gloo"}, "0", True),
+        ({"nccl": {"multi_rank_gpu_enable": 1}}, "0", True), ({}, "1", True),
+        ({"nccl": {"multi_rank_gpu_enable": 0}}, "1", False),
+    ],
+)  # fmt: skip
+def test_ranks_share_a_gpu_only_if_the_user_has_asked_for_it(monkeypatch, options, variable, expected):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
+
+    assert DDPStrategy(**options).may_share_device() == expected
+
+
 # --- The installed release ---------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,12 @@ import textwrap
 import time
 
 import pytest
+import torch
+from attrs import define
 
 import stratagem as sg
 from stratagem.errors import ConfigError
+from stratagem.strategies import DDPStrategy
 from stratagem_testing import run_in_processes, scripts
 
 
@@ -116,3 +119,29 @@ def test_an_address_that_cannot_be_resolved_is_refused_in_processes_that_exist()
     for said, took_s in run_in_processes(_meet_nowhere, 2):
         assert said.startswith(f"MASTER_ADDR is '{NOWHERE}', which this machine cannot resolve (")
         assert took_s < 2 + 5
+
+
+# --- A strategy that connects in its own way ---------------------------------------------------------------------
+
+
+@define(eq=False, kw_only=True)
+class _Env(DDPStrategy):
+    """Joins as torch's own scripts do, at the port where the ranks have met."""
+
+    @sg.hookimpl
+    def connect(self, world, run):
+        torch.distributed.init_process_group("gloo")
+        return super().connect(world, run)
+
+
+def _connect_by_env(rank, world_size, port):
+    os.environ |= {"MASTER_PORT": str(port), "STRATAGEM_STORE_HOSTED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    with sg.Run(strategy=_Env(timeout=30), devices=world_size, accelerator="cpu") as run:
+        total = float(run.collectives.all_reduce(torch.tensor(rank + 1.0), "sum"))
+    torch.distributed.destroy_process_group()
+    return total
+
+
+def test_a_strategy_may_join_at_the_port_where_the_ranks_have_met(port):
+    assert run_in_processes(_connect_by_env, 2, port) == [3.0, 3.0]
