@@ -22,7 +22,7 @@ from stratagem_testing import scripts
 
 #: Values for options without a default.
 REQUIRED = {"monitor": "loss", "dirpath": "x", "scheduling": {0: 2}, "on": {"on_fit_start": print}, "swa_lrs": 0.1,
-            "policy": "Linear"}  # fmt: skip
+            "policy": "Linear", "samples": 8}  # fmt: skip
 
 
 def plugin_classes() -> list[type]:
