@@ -174,7 +174,7 @@ def test_an_address_where_no_cluster_answers_is_refused(network, monkeypatch, op
         if option == "RAY_ADDRESS":
             server.close()
             monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConfigError, match=rf"{option} is '{address}', and no Ray cluster answers .* ray start"):
+        with pytest.raises(ConfigError, match=rf"{option} is '{address}', and no Ray cluster answers .*ray start"):
             run_of(address=None if option == "RAY_ADDRESS" else address).launch(print)
 
 

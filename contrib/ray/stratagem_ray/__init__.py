@@ -65,7 +65,7 @@ class RayLauncher(Launcher):
                 raise ConfigError(
                     f"launcher.ray.resources names {name}",
                     expected="other resources",
-                    do=f"set launcher.{option} instead",
+                    do=f"set launcher.ray.{option} instead",
                 )
         each = {"CPU": float(self.num_cpus), "GPU": float(self._gpus(run)), **self.resources}
         each = {name: amount for name, amount in each.items() if amount}
