@@ -65,6 +65,13 @@ def launched_world(variables: Mapping[str, str], local_size: int) -> World:
 
 def other_devices(started: int | None, local_size: int, num_nodes: int) -> ConfigError:
     """Return the error for a run that asks for other processes than an earlier one of this program started."""
+    if num_nodes > 1 and started == local_size:
+        return ConfigError(
+            f"devices is {local_size} in a process of a run with {started} processes on {num_nodes} nodes, as if the "
+            f"script read WORLD_SIZE, which is '{started}'",
+            expected="the processes of one node",
+            do='leave devices at "auto"',
+        )
     return ConfigError(
         f"an earlier run of this program started {started} processes, and this one has devices x num_nodes = "
         f"{local_size} x {num_nodes}",
