@@ -201,8 +201,8 @@ def test_a_submitted_job_trains_on_two_nodes(slurm, client):
     assert (job["JobName"], job["TimeLimit"], job["Requeue"]) == ("train", "00:10:00", "1")
     assert Path(f"train-{number}.out").exists()
     assert [(each["world"], each["arguments"], each["value"]) for each in ranks()] == [
-        ([4, 2, 2], ARGUMENTS, "a b")
-    ] * 4
+        ([2, 1, 2], ARGUMENTS, "a b")
+    ] * 2
 
 
 @pytest.mark.xdist_group("slurm")

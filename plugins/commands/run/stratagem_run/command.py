@@ -65,9 +65,10 @@ class Run(Command):
         cls, reason = choose(arguments.launcher or "auto", given, os.environ)
         launcher = build(cls, given, f"--launcher {cls.title}", _CLASSES)
         start = launcher.start(started, os.environ)
+        line = _readable(shell_line(start)) if arguments.dry else ""
         print(f"stratagem run: {cls.title} ({reason})", file=sys.stderr)
         if arguments.dry:
-            print(_readable(shell_line(start)))
+            print(line)
             return 0
         return execute(start)
 
