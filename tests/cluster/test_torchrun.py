@@ -166,13 +166,11 @@ def by_etcd(backend, endpoint, nodes="2", max_restarts=3):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd", "static"])
+@pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
 def test_ten_kills_at_random_are_ten_recoveries(tmp_path, start, request, backend):
     program = torchrun.script(tmp_path, epochs=6)
     (tmp_path / "pace").write_text("0.3")
-    options = {"c10d": c10d, "static": static}.get(backend)
-    if options is None:
-        options = functools.partial(by_etcd, backend, request.getfixturevalue("etcd"))
+    options = c10d if backend == "c10d" else functools.partial(by_etcd, backend, request.getfixturevalue("etcd"))
     job = start(program, *options(max_restarts=10))
     start_two(job, backend)
     kill_at_random(job, 10, random.Random(1), within_s=4.0)
@@ -183,16 +181,10 @@ def test_ten_kills_at_random_are_ten_recoveries(tmp_path, start, request, backen
     assert_equal(tmp_path, reference(tmp_path, epochs=6))
 
 
-def static(max_restarts):
-    port = str(free_port())
-    return ("--nnodes", "2", "--max-restarts", str(max_restarts), "--master-addr", "127.0.0.1", "--master-port", port)
-
-
 def start_two(job, backend):
     """Start agents "0" and "1"; under c10d the first one hosts the rendezvous."""
-    own = {"c10d": lambda number: host(str(number == 0)), "static": lambda number: ("--node-rank", str(number))}
     for number in range(2):
-        job.start(str(number), *own.get(backend, lambda _: ())(number))
+        job.start(str(number), *(host(str(number == 0)) if backend == "c10d" else ()))
 
 
 def trains_with(job, world_size, steps):

@@ -257,7 +257,7 @@ def write_error_file_when_uncaught() -> None:
 def _write_error_file(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     file = Path(os.environ[_ERROR_FILE])
     if not isinstance(error, KeyboardInterrupt) and not file.exists():  # `record` has written it already
-        # torchrun shows the earliest error: one that another rank caused comes later.
+        # torchrun shows the earliest error: let that of the rank which caused the others come first.
         content = {
             "message": f"{kind.__name__}: {error}",
             "extraInfo": {
