@@ -486,6 +486,27 @@ def finish(process, tmp_path, limit_s=60):
     return process.returncode, output, errors
 
 
+def test_signals_wait_while_a_process_is_spawned(tmp_path):
+    parent = """
+        class Bytes:
+            def __init__(self, content):
+                self.content = content
+
+            def __reduce__(self):  # called while the process starts
+                print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+                return bytes, (self.content,)
+
+        pack = SpawnLauncher._pack
+        SpawnLauncher._pack = lambda self, main: Bytes(pack(self, main))
+        launch()
+    """
+
+    code, output, errors = finish(bare(tmp_path, "pass", "SpawnLauncher", parent), tmp_path)
+
+    assert code == 0, errors
+    assert output.split() == ["True", "True"]
+
+
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -146,6 +147,10 @@ class SpawnLauncher(_FunctionLauncher):
     """Starts new interpreters, which import the script: it needs ``if __name__ == "__main__":``. All must pickle."""
 
     start_method = "spawn"
+
+    def _prepare(self, run: RunContext) -> None:
+        # The first spawned process would start it, which unblocks the signals that `holding_signals` holds.
+        resource_tracker.ensure_running()
 
     def _check(self, run: RunContext) -> None:
         folder = os.environ.get(_IMPORTING)
