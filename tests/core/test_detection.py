@@ -26,6 +26,9 @@ POD = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
 }  # fmt: skip
 BY_HAND = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+BY_NODE = {"NODE_RANK": "1", "MASTER_ADDR": "h1", "MASTER_PORT": "1"}
+#: What a launcher of this program sets.
+LAUNCHED = BY_HAND | {"NODE_RANK": "0", "GROUP_WORLD_SIZE": "1", "STRATAGEM_STORE_HOSTED": "1"}
 JSRUN = {
     "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
     "JSM_NAMESPACE_LOCAL_SIZE": "4",
@@ -57,6 +60,10 @@ def within(monkeypatch):
         (TORCHRUN | {"SLURM_JOB_ID": "7"}, "torchelastic"),
         (SLURM | BY_HAND, "slurm"),  # a script exports what SLURM tells, for others
         (BY_HAND | {"SLURM_JOB_ID": "7"}, "local"),
+        (BY_NODE | {"SLURM_JOB_ID": "7"}, "local"),
+        (LAUNCHED | {"SLURM_JOB_ID": "7"}, "slurm"),  # as in the process that launched it
+        (LAUNCHED | {"SLURM_JOB_ID": "7", "GROUP_WORLD_SIZE": "2"}, "local"),
+        (LAUNCHED | POD | {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}, "kubeflow"),
         (JSRUN | OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1"}, "mpi"),  # jsrun with Spectrum MPI
         (SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "5"}, "slurm"),  # srun --mpi=pmi2
         ({"PMI_RANK": "1", "SLURM_JOB_ID": "7"}, "mpi"),  # and is refused: half of the variables

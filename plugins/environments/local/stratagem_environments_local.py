@@ -54,8 +54,10 @@ _OF_A_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def local_evidence(variables: Mapping[str, str]) -> Evidence:
     """Return what was set by hand, or that nothing was."""
-    if was_launched(variables):  # its variables do not tell what started the launcher
-        return Evidence("this program started this process", Confidence.FALLBACK)
+    if was_launched(variables):  # the same answer as in the process that launched it, which had none of these variables
+        several = variables.get("GROUP_WORLD_SIZE", "1") != "1"
+        confidence = Confidence.CERTAIN if several else Confidence.FALLBACK
+        return Evidence("this program started this process", confidence)
     if all(name in variables for name in _COMPLETE):
         rank, size = (int(text) if text.isdecimal() else None for text in (variables["RANK"], variables["WORLD_SIZE"]))
         return Evidence(f"{', '.join(_COMPLETE)} are set", rank=rank, world_size=size)
