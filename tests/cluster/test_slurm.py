@@ -228,7 +228,7 @@ def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrup
         assert_equal(end(tmp_path / task), uninterrupted(1, options | {"ckpt_path": None}))
 
 
-def test_a_job_that_must_not_be_requeued_keeps_its_checkpoint_and_fails_in_a_sentence(slurm, tmp_path):
+def test_a_job_that_must_not_be_requeued_keeps_its_checkpoint_and_says_why_it_fails(slurm, tmp_path):
     job = submit(slurm, tmp_path, LONG, "-N1", "--ntasks-per-node=1", "--no-requeue")
     await_steps(slurm, tmp_path, 2, job)
     slurm.signal(job, "SIGUSR1")
