@@ -242,6 +242,26 @@ def weights(module):
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
+@define(eq=False, kw_only=True)
+class Unnumbered(LocalEnvironment):
+    """Processes of an agent: no variable numbers its restarts, if there are any."""
+
+    may_restart: bool = False
+
+    @hookimpl
+    def setup_environment(self, run) -> World:
+        return evolve(super().setup_environment(run), generation=None, may_restart=self.may_restart)
+
+
+def test_last_without_a_checkpoint_is_an_error_where_nothing_restarts_the_program():
+    with pytest.raises(CheckpointError, match='ckpt_path is "last"; expected a whole checkpoint in'):
+        trainer(Unnumbered()).fit(Net(), BATCHES, ckpt_path="last")
+
+    made = trainer(Unnumbered(may_restart=True), max_epochs=1)
+    made.fit(Net(), BATCHES, ckpt_path="last")
+    assert made.global_step == len(BATCHES)
+
+
 def test_a_restarted_job_continues_bit_for_bit_without_being_told_to(tmp_path, capsys):
     reference = Net()
     trainer(max_epochs=3).fit(reference, BATCHES, BATCHES[:1])

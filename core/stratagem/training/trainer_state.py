@@ -342,7 +342,8 @@ def _last(fit: FitState) -> Path | None:
 
 def _begins_without(fit: FitState, word: str, places: str) -> bool:
     """Whether there need be no checkpoint for `word`: the same program is started before the first one and after it."""
-    if not (fit.run.place.may_restart or fit.run.place.generation != "0"):
+    place = fit.run.place
+    if not place.may_restart and place.generation in (None, "0"):  # None: no variable tells whether it is a restart
         return False
     fit.run.print(f'stratagem: ckpt_path is "{word}" and {places} has no checkpoint yet: training begins at step 0')
     return True
