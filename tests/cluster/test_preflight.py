@@ -307,18 +307,20 @@ def test_a_second_run_at_the_port_ends_and_the_first_goes_on(program):
     first = [Rank(program, port, rank, stay=True) for rank in range(2)]
     for rank in first:
         assert rank.process.stdout.readline() == "CONNECTED\n"
-    second = collected({"second": [Rank(program, port, rank) for rank in range(2)]})["second"]
+    second = [Rank(program, port, 0), Rank(program, port, 1), Rank(program, port, 1, "precision")]
+    collected({"second": second})
     collected({"first": first})
 
     assert [rank.process.returncode for rank in first] == [0, 0]
-    zero, one = second
+    zero, one, unlike = second
     assert re.match(
         rf"stratagem.*Error: cannot listen on 127\.0\.0\.1:{port} \(address already in use: it is the port of another run, "
         rf"whose store {here(first[0])} hosts\); choose another MASTER_PORT",
         zero.said,
     ), zero.errors
-    both_say(
-        [one],
-        rf"two processes have rank 1 of 2: {here(first[1])}, and {here(one)}; the ranks that met at 127\.0\.0\.1:{port} "
-        "train already; expected one process for each rank; give each node a NODE_RANK of its own, and each run",
-    )
+    for latecomer in (one, unlike):  # whatever it would train
+        both_say(
+            [latecomer],
+            rf"two processes have rank 1 of 2: {here(first[1])}, and {here(latecomer)}; the ranks that met at "
+            rf"127\.0\.0\.1:{port} train already; expected one process for each rank; give each node a NODE_RANK of its own",
+        )

@@ -79,6 +79,16 @@ def problem(new: Arrival, facts: Mapping[str, Any], zero: Arrival, zero_facts: M
     )
 
 
+def problem_of_latecomer(new: Arrival, zero: Arrival, arrived: Iterable[Arrival]) -> ConfigError:
+    """Return why `new` is not one of the ranks, all of which have `arrived` before it.
+
+    What it trains is not compared: it belongs to another run, or is the second process of a rank.
+    """
+    error = _other_world(new, zero) or _same_rank(new, arrived)
+    assert error is not None, "all ranks have arrived, so one of them has this rank"
+    return error
+
+
 def _other_world(new: Arrival, zero: Arrival) -> ConfigError | None:
     if (new.world_size, new.num_nodes) != (zero.world_size, zero.num_nodes):
         return ConfigError(

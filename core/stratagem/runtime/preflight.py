@@ -155,9 +155,10 @@ class _Attendance:
             told = PeerError(f"{self.me} ended with {type(error).__name__} while it waited for the others")
             self.meeting.conclude(arrivals.error_to_json(told))
             raise
+        verdict = self.meeting.conclude(verdict)  # before the warning, which may be an error
         if note := arrivals.different_models(self._arrived.values()):
             warnings.warn(note, stacklevel=2)
-        return self.meeting.conclude(verdict)
+        return verdict
 
     def _read_arrivals(self) -> int:
         """Return the number of arrivals, all of which are fine.
@@ -234,10 +235,8 @@ class _Attendance:
     def _too_late(self, count: int) -> StratagemError:
         """Return the error for a process that came after all ranks had met."""
         arrived = self._read_all(count)
-        facts = json.loads(self.facts)
         at = f"; the ranks that met at {self.where} train already"
-        error = arrivals.problem(self.me, facts, arrived[0], facts, arrived.values())
-        assert error is not None, "all ranks have met, so one of them has this rank"
+        error = arrivals.problem_of_latecomer(self.me, arrived[0], arrived.values())
         return type(error)(error.found + at, expected=error.expected, do=error.do)
 
     def _compare_clocks(self, verdict: Mapping[str, Any]) -> None:
