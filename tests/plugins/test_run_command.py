@@ -271,6 +271,7 @@ def stratagem(*words):
         ("train.py --nodes 2 --rdzv-endpoint h:1 --node-rank 1", "--node-rank is set and --rdzv-endpoint is set; leave --node-rank out."),
         ("train.py --launcher torchrun --rdzv-backend c10d", "--rdzv-backend is set and --nodes is 1"),
         ("train.py --hosts a,b --nodes 3", "--nodes is 3 and --hosts names 2; expected the same number"),
+        ("train.py --hosts a,b --devices 1 --main-port 70000", "--main-port is 70000; expected 1 to 65535."),
         ("train.py --launcher mpirun --nodes 2 --main-port 3", "--main-port is 3 and --main-address is not set"),
         ("train.py --launcher mpirun --mpirun mpirun.none", "mpirun.none is not installed on this machine; expected Open MPI"),
     ],

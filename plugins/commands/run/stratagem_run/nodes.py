@@ -12,6 +12,13 @@ from stratagem_run.options import cli_option, flag
 DEFAULT_PORT = 29500
 
 
+def port_of(option: int | None) -> int:
+    """Return the port that ``--main-port`` names, or the default one."""
+    if option is not None and option > 65535:
+        raise ConfigError(f"--main-port is {option}", expected="1 to 65535")
+    return DEFAULT_PORT if option is None else option
+
+
 @frozen(kw_only=True, slots=False)
 class Static:
     """Options for nodes that are started one by one."""
@@ -36,14 +43,7 @@ class Static:
         assert self.main_address is not None
         if self.node_rank >= nodes:
             raise ConfigError(f"--node-rank is {self.node_rank} and --nodes is {nodes}", expected=f"0 to {nodes - 1}")
-        return self.node_rank, self.main_address, self.port()
-
-    def port(self, default: int = DEFAULT_PORT) -> int:
-        """Return the port on node 0."""
-        port = default if self.main_port is None else self.main_port
-        if port > 65535:
-            raise ConfigError(f"--main-port is {port}", expected="1 to 65535")
-        return port
+        return self.node_rank, self.main_address, port_of(self.main_port)
 
     def refuse_addresses(self, reason: str) -> None:
         """Refuse these options where they have no effect, because of `reason`."""

@@ -13,7 +13,7 @@ from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_run.devices import check_devices, default_devices
 from stratagem_run.launchers.base import Launcher, check_started_once
-from stratagem_run.nodes import DEFAULT_PORT
+from stratagem_run.nodes import port_of
 from stratagem_run.options import cli_option
 from stratagem_run.program import Program, Start
 from stratagem_run.resources import Extra, Nodes
@@ -79,7 +79,7 @@ class Mpirun(Extra, Nodes, Launcher):
                     f"--main-port is {self.main_port} and --main-address is not set", expected="both", do="add it"
                 )
             return {}
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(self.main_port or DEFAULT_PORT)}
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port_of(self.main_port))}
 
 
 @frozen
