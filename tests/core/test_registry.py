@@ -11,6 +11,7 @@ import stratagem as sg
 from stratagem.cli import main
 from stratagem.errors import PluginError
 from stratagem.stack import registry
+from stratagem.stack.describe import check_entry
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
@@ -59,6 +60,43 @@ def test_a_broken_environment_does_not_stop_detection(install):
     install("acme-env", {"stratagem.environment": {"acme": "Nothing"}}, "raise RuntimeError('imported')")
 
     assert sg.Trainer(**QUIET).run.stack.environment.name == "local"
+
+
+OLD_ENVIRONMENT = """
+from attrs import define
+from stratagem import Environment, World, hookimpl
+
+@define(eq=False, kw_only=True)
+class Mine(Environment):
+    def detect(self){declared}:
+        return {found}
+
+    @hookimpl
+    def setup_environment(self, run):
+        return World()
+"""
+
+
+def test_an_environment_that_returns_no_evidence_is_ignored_with_a_warning(install):
+    install(
+        "acme-env", {"stratagem.environment": {"acme": "Mine"}}, OLD_ENVIRONMENT.format(declared="", found="'always'")
+    )
+
+    with pytest.warns(UserWarning, match=r"environment 'acme' is ignored: its detect\(\) returned 'always' and not an"):
+        assert sg.Trainer(**QUIET).run.stack.environment.name == "local"
+
+
+def test_an_environment_that_is_declared_to_return_text_is_broken(install):
+    """Also where it is not present, so that nothing but the declaration shows it."""
+    declared = " -> str | None"
+    install(
+        "acme-env", {"stratagem.environment": {"acme": "Mine"}}, OLD_ENVIRONMENT.format(declared=declared, found=None)
+    )
+
+    assert check_entry(registry.find("environment", "acme")) == (
+        "its detect() is declared to return 'str | None', which is ignored; return a stratagem.api.Evidence, or None."
+    )
+    assert check_entry(registry.find("environment", "local")) is None
 
 
 def test_two_packages_with_one_name_are_told_apart_by_distribution(install):

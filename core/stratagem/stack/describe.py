@@ -13,7 +13,7 @@ import attrs
 
 from stratagem.api import hooks
 from stratagem.api.capabilities import Capabilities
-from stratagem.api.kinds import KINDS, Plugin
+from stratagem.api.kinds import KINDS, Environment, Plugin
 from stratagem.api.options import describe as describe_type
 from stratagem.api.options import option_types, options
 from stratagem.api.redaction import redact
@@ -226,7 +226,16 @@ def check_class(cls: type[Any], kind: str) -> str | None:
             return f"its {hook} takes {', '.join(sorted(unknown))}, which that hook does not pass."
         if marker["wrapper"] and not inspect.isgeneratorfunction(getattr(cls, hook)):
             return f"its {hook} is a wrapper without a yield."
-    return None
+    return _check_detect(cls) if issubclass(cls, Environment) else None
+
+
+def _check_detect(cls: type[Environment]) -> str | None:
+    declared = str(inspect.get_annotations(cls.detect).get("return"))
+    if "str" not in re.findall(r"\w+", declared):
+        return None
+    return (
+        f"its detect() is declared to return {declared!r}, which is ignored; return a stratagem.api.Evidence, or None."
+    )
 
 
 def _check_options(cls: type[Any]) -> str | None:

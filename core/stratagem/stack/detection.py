@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ def detect_environment() -> Choice:
         PluginError: none is installed.
     """
     candidates = environment_candidates()
+    for each in candidates:
+        if each.problem:
+            warnings.warn(f"{each} is ignored: {each.problem}", stacklevel=2)
     found = choose(candidates)
     return Choice(
         kind="environment", name=found.entry.name, plugin=found.plugin, reason=str(found.evidence), entry=found.entry

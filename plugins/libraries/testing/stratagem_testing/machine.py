@@ -66,7 +66,9 @@ class EnvironmentConformance(_AutoDetected):
             before = dict(os.environ)
             evidence = environment.detect()
             assert dict(os.environ) == before, "detect() changes the environment"
-        assert evidence is None or isinstance(evidence, Evidence)
+        assert evidence is None or isinstance(evidence, Evidence), (
+            f"detect() returned {evidence!r}, which is ignored: return a stratagem.api.Evidence, or None"
+        )
         if self.variables:
             assert evidence, f"not detected with {dict(self.variables)}"
 
