@@ -21,7 +21,7 @@ import torch
 
 from stratagem import World
 from stratagem.api.peer_errors import is_echo
-from stratagem.distributed import rendezvous
+from stratagem.distributed import probe, rendezvous
 from stratagem.distributed.meeting import Meeting
 from stratagem.distributed.probe import Answer, ask
 from stratagem.distributed.process_variables import child_environment, local_places, process_variables
@@ -419,3 +419,30 @@ def test_what_listens_is_told_apart():
 )  # fmt: skip
 def test_ranks_are_named_in_few_words(ranks, words):
     assert ranks_in_words(ranks) == words
+
+
+@pytest.mark.parametrize("address", ["", "node1:29500", "10.0.0.1:29500", "two words"])
+def test_an_address_that_no_machine_can_have_is_refused_at_once(address):
+    world = World(world_size=2, num_nodes=2, main_address=address, main_port=29500)
+
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR is .*expected the name or the address of node 0, without a port"):
+        rendezvous.check_address(world, limit_s=60)
+
+
+def test_a_name_that_cannot_be_resolved_is_told_while_nodes_wait(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_resolve", lambda *_: "Name or service not known")
+    monkeypatch.setattr(probe, "FIRST_NOTICE_S", 0.5)
+    world = World(world_size=2, num_nodes=2, main_address="node1.invalid", main_port=29500)
+
+    with pytest.raises(ConfigError, match="which this machine cannot resolve"):
+        rendezvous.check_address(world, limit_s=2.5)
+    assert "rank 0 of 2 waits: MASTER_ADDR is 'node1.invalid', which this machine cannot" in capsys.readouterr().err
+
+
+def test_one_machine_waits_for_its_own_resolver_but_does_not_try_again(monkeypatch):
+    limits = []
+    monkeypatch.setattr(rendezvous, "_resolve", lambda _, __, limit_s: limits.append(limit_s) or "no")
+
+    with pytest.raises(ConfigError, match="which this machine cannot resolve"):
+        rendezvous.check_address(World(world_size=2, local_world_size=2, main_address="node1"), limit_s=60)
+    assert limits == [60]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from attrs import evolve
 
 from stratagem.api.world import World
 from stratagem.distributed.meeting import Meeting
-from stratagem.distributed.probe import ask
+from stratagem.distributed.probe import Notices, ask, notify
 from stratagem.errors import ConfigError, LaunchError
 
 #: Address for processes of one machine; other machines cannot connect to it.
@@ -170,21 +171,36 @@ def reserve_store(world: World) -> tuple[World, RendezvousStore]:
 
 
 def check_address(world: World, limit_s: float) -> None:
-    """Return once this machine can resolve the address of the store.
+    """Return once this machine can resolve the address of the store; after some seconds of waiting, say for what.
 
     Several nodes may start before the name of one is known: each tries again until `limit_s` seconds have passed.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or the address is none.
     """
-    deadline = time.monotonic() + (limit_s if world.num_nodes > 1 else 0)
+    _check_form(world.main_address)
+    notices, tries_s = Notices(), limit_s if world.num_nodes > 1 else 0
     while error := _resolve(world.main_address, world.main_port, limit_s):
-        if time.monotonic() + 1 > deadline:
+        found = f"MASTER_ADDR is {world.main_address!r}, which this machine cannot resolve ({error})"
+        if notices.waited_s + 1 > tries_s:
             raise ConfigError(
-                f"MASTER_ADDR is {world.main_address!r}, which this machine cannot resolve ({error})",
-                expected="the name or the address of node 0", do="correct it, or export an IP address",
-            )  # fmt: skip
+                found, expected="the name or the address of node 0", do="correct it, or export an IP address"
+            )
+        if notices.due() and world.local_rank == 0:
+            notify(f"rank {world.rank} of {world.world_size} waits: {found}; it tries again for {limit_s:g} s in all")
         time.sleep(1)
+
+
+def _check_form(address: str) -> None:
+    """Refuse what no name server will ever know, such as an address with a port."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address.partition("%")[0])
+        return
+    if not address or ":" in address or any(character.isspace() for character in address):
+        raise ConfigError(
+            f"MASTER_ADDR is {address!r}", expected="the name or the address of node 0, without a port",
+            do="export the same address on every node, and its port as MASTER_PORT",
+        )  # fmt: skip
 
 
 def _resolve(address: str, port: int | None, limit_s: float) -> str:
