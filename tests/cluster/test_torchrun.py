@@ -120,7 +120,7 @@ def test_an_error_of_each_attempt_is_shown_and_is_in_torchruns_error_file(tmp_pa
 
 def test_a_rank_that_leaves_early_without_an_error_is_named(tmp_path, start):
     program = torchrun.script(tmp_path, step="(rank == 1 and step == 1) and sys.exit(0)")
-    job = start(program, *ALONE, "--max-restarts", "0")
+    job = start(program, *ALONE, "--max-restarts", "1")
     job.start("0")
 
     assert job.join() == {"0": 1}

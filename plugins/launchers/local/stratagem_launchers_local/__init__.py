@@ -109,6 +109,7 @@ class _FunctionLauncher(Launcher):
         self._prepare(run)
         self._check(run)  # after the imports, which may initialize the CUDA driver
         main = self._pack(main)
+        self._start_helpers()
         world, store = reserve_store(run.world)
         folder = reports_folder()
         context: Any = multiprocessing.get_context(self.start_method)  # typeshed's base class has no Process
@@ -141,6 +142,9 @@ class _FunctionLauncher(Launcher):
     def _pack(self, main: Any) -> Any:
         return main
 
+    def _start_helpers(self) -> None:
+        """Start processes of Python's own that the first start of a process would start."""
+
 
 @define(eq=False, kw_only=True)
 class SpawnLauncher(_FunctionLauncher):
@@ -148,8 +152,8 @@ class SpawnLauncher(_FunctionLauncher):
 
     start_method = "spawn"
 
-    def _prepare(self, run: RunContext) -> None:
-        # The first spawned process would start it, which unblocks the signals that `holding_signals` holds.
+    def _start_helpers(self) -> None:
+        # Starting it unblocks the signals that `holding_signals` holds.
         resource_tracker.ensure_running()
 
     def _check(self, run: RunContext) -> None:
