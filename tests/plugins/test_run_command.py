@@ -80,7 +80,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
         ),
         (
             "--nodes 1:4 --devices 8 --rdzv-backend etcd-v2 --rdzv-endpoint e:2379",
-            [*TORCHRUN, "--nnodes=1:4", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=e:2379", "--rdzv-id=train",
+            ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, "--nnodes=1:4", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=e:2379", "--rdzv-id=train",
              "--nproc-per-node=8", "train.py"],
         ),
     ],

@@ -19,6 +19,10 @@ from stratagem_run.resources import Extra
 #: Set in the pods of a Kubeflow Trainer or a PyTorchJob: torchrun reads what it is not told from PET_ variables.
 _POD = "PET_NNODES"
 
+#: Let rank 0 host the store of each attempt. In the agents' own one, a node that joins waits for an address that is
+#: published only at the start (torch 2.13), and the job ends.
+_JOINING = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 
 @frozen(kw_only=True, slots=False)
 class Torchrun(Extra, Static, Launcher):
@@ -44,7 +48,8 @@ class Torchrun(Extra, Static, Launcher):
         words = program.under("torch.distributed.run")
         at = len(words) - len(program.target) - len(program.arguments)
         words[at:at] = [*self._layout(program, variables), *restarts, *self.option]
-        return Start(words, program.variables)
+        low, high = self._range()
+        return Start(words, {**(_JOINING if low != high else {}), **program.variables})
 
     def _layout(self, program: Program, variables: Mapping[str, str]) -> list[str]:
         check_started_by_no_agent(variables)
