@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -233,6 +234,19 @@ def test_no_environments_callback_where_the_user_switches_it_off_or_it_is_not_in
 
     with pytest.warns(UserWarning, match="adds a callback, and the run goes on without it: .*no_such_callback"):
         trainer(Scheduled(adds=["no_such_callback"]))
+
+
+def test_outside_the_main_thread_the_environments_callback_only_warns():
+    made = trainer(max_epochs=1)
+
+    def fit_in_a_thread():
+        thread = threading.Thread(target=made.fit, args=(Net(), BATCHES))
+        thread.start()
+        thread.join()
+
+    with pytest.warns(UserWarning, match="fit was called outside the main thread, so no signal saves or requeues"):
+        fit_in_a_thread()
+    assert made.global_step == len(BATCHES)
 
 
 # --- What a job that was started again continues from -------------------------------------------------------------

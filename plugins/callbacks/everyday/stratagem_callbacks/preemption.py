@@ -24,6 +24,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,6 +117,11 @@ class Preemption(OwnCheckpoint):
         if stage != "fit":
             return
         if threading.current_thread() is not threading.main_thread():
+            if self not in trainer.callbacks:  # the environment added it
+                warnings.warn(
+                    "fit was called outside the main thread, so no signal saves or requeues this job", stacklevel=2
+                )
+                return
             raise ConfigError(
                 "preemption handles signals, and fit was called outside the main thread", expected="the main thread"
             )
