@@ -309,3 +309,22 @@ def test_blaunch_is_refused_on_other_hosts_than_the_first(within):
 
 def test_mpirun_under_lsf_is_mpi(within):
     assert within(OPEN_MPI | ADDRESS | {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "a 2 b 2"}).stack.environment.name == "mpi"
+
+
+# --- Chosen by name ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["slurm", "mpi", "lsf", "kubeflow"])
+def test_an_environment_that_is_not_there_is_refused(within, name):
+    within({})
+
+    refused(sg.Run(accelerator="cpu", environment=name), "set; expected")
+
+
+@pytest.mark.parametrize("name", ["mpi", "lsf"])
+def test_tasks_do_not_train_alone_in_an_environment_that_is_not_there(within, name):
+    within({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
+
+    refused(
+        sg.Run(accelerator="cpu", environment=name), f"environment is '{name}', and none of its variables is set"
+    )

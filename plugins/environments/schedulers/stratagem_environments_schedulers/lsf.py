@@ -18,6 +18,7 @@ from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import was_launched
 from stratagem.errors import ConfigError
 from stratagem_environments_schedulers.variables import (
+    check_present,
     check_rank,
     check_run,
     count,
@@ -67,6 +68,7 @@ class LSFEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
         if not _several(os.environ):
+            check_present(self.detect(), "lsf", "LSF started", os.environ)
             if why := started_elsewhere(os.environ):
                 raise ConfigError(
                     f"{why}, as if blaunch had started this program on several hosts, and blaunch tells its processes "

@@ -17,6 +17,7 @@ from stratagem.api import Confidence, Environment, Evidence, World, hookimpl
 from stratagem.distributed.process_variables import was_launched
 from stratagem.errors import ConfigError
 from stratagem_environments_schedulers.variables import (
+    check_present,
     check_rank,
     check_run,
     count,
@@ -96,6 +97,7 @@ class MPIEnvironment(Environment):
     @hookimpl
     def setup_environment(self, run: RunContext) -> World:
         if not _several(os.environ):
+            check_present(self.detect(), "mpi", "mpirun or mpiexec started", os.environ)
             return own_processes(
                 os.environ, run, "mpirun started this program once",
                 f"start it with mpirun -np {run.num_processes * run.settings.num_nodes}",

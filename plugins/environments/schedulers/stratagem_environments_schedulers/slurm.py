@@ -21,6 +21,7 @@ from stratagem.errors import ConfigError, nearest
 from stratagem_environments_schedulers.hostlist import expand_counts, first_host
 from stratagem_environments_schedulers.slurm_job import job_name, num_restarts, requeue_command
 from stratagem_environments_schedulers.variables import (
+    check_present,
     check_rank,
     check_run,
     count,
@@ -113,6 +114,7 @@ class SlurmEnvironment(Environment):
 
     def _world(self, run: RunContext) -> World:
         if not _is_set_of_tasks(os.environ):
+            check_present(self.detect(), "slurm", "SLURM started", os.environ)
             why = seen(os.environ, _NUM_TASKS) if is_task(os.environ) else _why_no_task(os.environ)
             how = f"start it with srun --nodes={run.settings.num_nodes} --ntasks-per-node={run.num_processes}"
             return own_processes(os.environ, run, f"srun did not start this program on several nodes: {why}", how)

@@ -11,7 +11,7 @@ from stratagem.distributed.process_variables import launched_world, was_launched
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext
+    from stratagem.api import Evidence, RunContext
 
 #: Ports that are derived from a job: above those of services, below those that Linux gives to clients.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
@@ -104,6 +104,19 @@ def check_run(run: RunContext, local_size: int, num_nodes: int, names: tuple[str
         raise ConfigError(
             f"num_nodes is {run.settings.num_nodes} and {names[1]}",
             expected="the same number", do="leave num_nodes out: it is read from the variables",
+        )  # fmt: skip
+
+
+def check_present(evidence: Evidence | None, name: str, started_by: str, variables: Mapping[str, str]) -> None:
+    """Refuse an environment that was chosen by name where nothing of it is found: tasks of another would train alone.
+
+    Raises:
+        ConfigError: no variable of it is set, and no process of this program started this one.
+    """
+    if evidence is None and not was_launched(variables):
+        raise ConfigError(
+            f"environment is {name!r}, and none of its variables is set", expected=f"a process that {started_by}",
+            do='start the program there, or leave environment at "auto"',
         )  # fmt: skip
 
 
