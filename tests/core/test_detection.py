@@ -54,6 +54,11 @@ def within(monkeypatch):
         (SLURM, "slurm"),
         (BY_HAND, "local"),
         (SLURM | TORCHRUN, "torchelastic"),
+        (
+            SLURM | TORCHRUN | {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"},
+            "torchelastic",
+        ),  # one was lost
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "torchelastic"),
         (POD | TORCHRUN, "torchelastic"),
         (SLURM | OPEN_MPI, "mpi"),
         (OPEN_MPI | {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "mpi"),  # in a script of sbatch
@@ -86,6 +91,10 @@ def test_the_innermost_starter_is_chosen(within, variables, chosen):
         (
             SLURM | TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
             "contradict each other: 1 and 2 processes; expected at least 2 processes: otherwise several of them train sep",
+        ),
+        (  # `srun --ntasks=2 torchrun --standalone`
+            SLURM | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
+            "contradict each other: torchelastic was started 1 times and slurm has 2 tasks; expected one of them in each",
         ),
     ],
 )

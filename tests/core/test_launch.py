@@ -425,7 +425,9 @@ def test_ranks_are_named_in_few_words(ranks, words):
 def test_an_address_that_no_machine_can_have_is_refused_at_once(address):
     world = World(world_size=2, num_nodes=2, main_address=address, main_port=29500)
 
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR is .*expected the name or the address of node 0, without a port"):
+    with pytest.raises(
+        ConfigError, match=r"MASTER_ADDR is .*expected the name or the address of node 0, without a port"
+    ):
         rendezvous.check_address(world, limit_s=60)
 
 

@@ -325,6 +325,4 @@ def test_an_environment_that_is_not_there_is_refused(within, name):
 def test_tasks_do_not_train_alone_in_an_environment_that_is_not_there(within, name):
     within({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
 
-    refused(
-        sg.Run(accelerator="cpu", environment=name), f"environment is '{name}', and none of its variables is set"
-    )
+    refused(sg.Run(accelerator="cpu", environment=name), f"environment is '{name}', and none of its variables is set")

@@ -194,6 +194,12 @@ def test_the_only_task_of_a_step_starts_the_others(within):
     assert run.launch(lambda run: (run.world_size, run.stack.environment.name)) == (2, "slurm")
 
 
+def test_another_number_of_processes_than_is_expected_is_refused(within):
+    within(TASK | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "WORLD_SIZE": "4"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 4 and devices is 2; expected the same number"):
+        sg.Run(accelerator="cpu", devices=2, strategy="ddp_fork").launch(lambda run: None)
+
+
 #: Prints what the environment sees in a process whose parent is the task.
 ASK = """
 import os

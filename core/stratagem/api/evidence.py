@@ -29,12 +29,16 @@ class Evidence:
 
     `rank` and `world_size` are what its variables say of this process, where they do. Two certain environments of equal
     precedence that differ in them are an error: one of them was inherited from somewhere else.
+
+    `starters` is how many processes together started those of this world, such as torchrun's agents; None if unknown.
+    In an environment that started more processes than that, the others would train models of their own.
     """
 
     reason: str
     confidence: Confidence = Confidence.CERTAIN
     rank: int | None = None
     world_size: int | None = None
+    starters: int | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.confidence})"

@@ -134,9 +134,16 @@ def _check_pair(first: Candidate, other: Candidate) -> None:
             here, there = getattr(one, what), getattr(two, what)
             if None not in (here, there) and here != there:
                 raise _contradiction(first, other, f"{what} {here} and {there}", "two that agree, or one")
-    elif None not in (one.world_size, two.world_size) and one.world_size < two.world_size:  # type: ignore[operator]
+        return
+    if one.world_size is None or two.world_size is None:
+        return
+    if one.world_size < two.world_size:
         expected = f"at least {two.world_size} processes: otherwise several of them train separate models"
         raise _contradiction(first, other, f"{one.world_size} and {two.world_size} processes", expected)
+    are_same = (one.rank, one.world_size) == (two.rank, two.world_size)  # both read the same variables
+    if not are_same and one.starters is not None and one.starters < two.world_size:
+        what = f"{first.entry.name} was started {one.starters} times and {other.entry.name} has {two.world_size} tasks"
+        raise _contradiction(first, other, what, "one of them in each task, all with the same address")
 
 
 def _contradiction(first: Candidate, other: Candidate, what: str, expected: str) -> ConfigError:

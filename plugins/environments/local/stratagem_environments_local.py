@@ -221,7 +221,14 @@ class TorchElasticEnvironment(Environment):
             f"TORCHELASTIC_RUN_ID is {run_id!r}",
             rank=int(rank) if rank.isdecimal() else None,
             world_size=int(size) if size.isdecimal() else None,
+            starters=self._agents(),
         )
+
+    def _agents(self) -> int | None:
+        # Later starts may have fewer: an agent was lost.
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        count = os.environ.get("GROUP_WORLD_SIZE", "")
+        return int(count) if first and count.isdecimal() else None
 
     def local_processes(self) -> int | None:
         return _number(os.environ, "LOCAL_WORLD_SIZE", None)

@@ -133,5 +133,11 @@ def own_processes(variables: Mapping[str, str], run: RunContext, why: str, how: 
         raise ConfigError(
             f"num_nodes is {run.settings.num_nodes}, and {why}", expected="one process for each device", do=how
         )
+    # Without a rank it is the number that somebody expects, such as `stratagem run --devices 4`.
+    if "RANK" not in variables and maybe(variables, "WORLD_SIZE") not in (None, run.num_processes):
+        raise ConfigError(
+            f"WORLD_SIZE is {variables['WORLD_SIZE']} and devices is {run.num_processes}", expected="the same number",
+            do="unset WORLD_SIZE, or change devices",
+        )  # fmt: skip
     port = main_port(variables, 0) or None
     return World(world_size=run.num_processes, local_world_size=run.num_processes, main_port=port)
