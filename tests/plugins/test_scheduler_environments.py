@@ -323,6 +323,8 @@ def test_an_environment_that_is_not_there_is_refused(within, name):
 
 @pytest.mark.parametrize("name", ["mpi", "lsf"])
 def test_tasks_do_not_train_alone_in_an_environment_that_is_not_there(within, name):
-    within({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "2", "STEP_NODELIST": "n1"}
+    ranks = {"JOB_ID": "7", "PROCID": "1", "LOCALID": "1", "NODEID": "0"}
+    within({f"SLURM_{key}": value for key, value in (step | ranks).items()})
 
     refused(sg.Run(accelerator="cpu", environment=name), f"environment is '{name}', and none of its variables is set")
