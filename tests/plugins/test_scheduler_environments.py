@@ -11,10 +11,12 @@ import pytest
 import stratagem as sg
 from stratagem import World
 from stratagem.api import Confidence
-from stratagem.errors import ConfigError
+from stratagem.distributed import probe
+from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import EnvironmentConformance
 
 pytest.importorskip("stratagem_environments_schedulers")
+from stratagem_environments_schedulers import one_node
 from stratagem_environments_schedulers.kubeflow import read_pods
 from stratagem_environments_schedulers.mpi import MPIEnvironment, read_local
 from stratagem_environments_schedulers.variables import port_of
@@ -328,3 +330,11 @@ def test_tasks_do_not_train_alone_in_an_environment_that_is_not_there(within, na
     within({f"SLURM_{key}": value for key, value in (step | ranks).items()})
 
     refused(sg.Run(accelerator="cpu", environment=name), f"environment is '{name}', and none of its variables is set")
+
+
+def test_a_rank_that_waits_for_the_port_of_rank_0_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(probe, "FIRST_NOTICE_S", 0.1)
+
+    with pytest.raises(LaunchError, match="rank 1 waited 0.3 s for rank 0, which writes its port to"):
+        one_node._read(tmp_path, rank=1, limit_s=0.3)
+    assert f"stratagem: rank 1 waits for rank 0, which writes its port to {tmp_path}" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from typing import Any
 from attrs import evolve
 
 from stratagem.api import World
+from stratagem.distributed.probe import Notices, notify
 from stratagem.errors import ConfigError, LaunchError
 
 #: What this process has shared or read, by the name of the rank variable: it connects more than once.
@@ -56,17 +57,19 @@ def _serve(folder: Path) -> tuple[int, Any]:
 
 
 def _read(folder: Path, rank: int, limit_s: float) -> int:
-    deadline = time.monotonic() + limit_s
+    notices = Notices()
     while True:
         with contextlib.suppress(OSError):  # not there yet, or removed by rank 0 of an earlier program
             name, _, port = (folder / "port").read_text().partition(" ")
             (folder / f"read-{name}-{rank}").touch(exist_ok=False)
             return int(port)
-        if time.monotonic() > deadline:
+        if notices.waited_s > limit_s:
             raise LaunchError(
                 f"rank {rank} waited {limit_s:g} s for rank 0, which writes its port to {folder}",
                 do="check that all ranks run the same program, or export MASTER_ADDR and MASTER_PORT",
             )
+        if notices.due():
+            notify(f"rank {rank} waits for rank 0, which writes its port to {folder}; it waits {limit_s:g} s in all")
         time.sleep(0.02)
         _make(folder)  # rank 0 of an earlier program removes it
 
