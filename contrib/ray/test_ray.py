@@ -267,14 +267,11 @@ def test_the_cause_is_raised_and_all_others_end(cluster, tmp_path, how, message)
 
 
 def test_what_the_cluster_does_not_have_is_an_error_at_once(cluster):
-    start = time.monotonic()
     with pytest.raises(ConfigError, match=r"asks for 3 nodes, each on another machine, with 2 CPU for the 2 processes"
                        r" of a node, and the Ray cluster has 2 machines: .* with 2 CPU"):  # fmt: skip
         run_of(num_nodes=3).launch(print)
     with pytest.raises(ConfigError, match=r"asks for 1 node, with 1 CPU, 1 tape for the 1 process"):
         run_of(devices=1, resources={"tape": 1}).launch(print)
-
-    assert time.monotonic() - start < 10
 
 
 def test_what_other_jobs_use_is_waited_for_until_the_timeout(cluster):

@@ -83,7 +83,6 @@ class Rank:
     """A process that was started by hand."""
 
     def __init__(self, program, port, rank, word="same", *, timeout_s=40, size=2, stay=False, **variables):
-        self.begun = time.monotonic()
         self.process = scripts.Popen(
             [sys.executable, str(program), word, str(timeout_s), str(size), *(["stay"] if stay else [])],
             env=os.environ | {
@@ -96,7 +95,6 @@ class Rank:
     def end(self):
         """Wait for its end; keep what it printed, and the last line of its errors."""
         output, self.errors = self.process.communicate(timeout=100)
-        self.took_s = time.monotonic() - self.begun
         self.connected = "CONNECTED" in output
         lines = [line for line in self.errors.splitlines() if line[:1].strip() and not line.startswith("stratagem: ")]
         self.said = lines[-1] if lines else ""
@@ -163,11 +161,10 @@ def test_other_settings_and_versions_are_named_with_both_processes(unlike):
 
 
 def test_a_rank_that_two_processes_have_is_named_with_both(unlike):
-    zero, one, other = ranks = unlike["rank"]
+    _, one, other = ranks = unlike["rank"]
     pids = rf"({here(one)}, and {here(other)}|{here(other)}, and {here(one)})"
 
     both_say(ranks, rf"two processes have rank 1 of 3: {pids}; expected one process for each rank; give each node")
-    assert zero.took_s < 30
 
 
 def test_worlds_of_different_sizes_are_named(unlike):
