@@ -346,7 +346,8 @@ def test_a_module_that_a_machine_lacks_is_named(cluster, tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match=r"cannot import a module of the script .*'of_the_user'.*working_dir"):
         run_of(devices=1).launch(of_the_user.main)
-    run_of(devices=1, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}}).launch(of_the_user.main)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run_of(devices=1, runtime_env={"env_vars": {"PYTHONPATH": paths}}).launch(of_the_user.main)
 
 
 def test_what_does_not_pickle_is_refused(cluster):

@@ -40,7 +40,7 @@ def read_own_checkpoint(fit: FitState, ckpt_path: str | Path | None) -> tuple[Pa
             return found, state
         others.add(found)
     left = f"; {len(others)} of other jobs are left alone" if others else ""
-    begins = "at step 0" if ckpt_path is None else f"from ckpt_path {shown(ckpt_path)}"
+    begins = "at step 0" if ckpt_path is None else f"from ckpt_path {shown(ckpt_path, None)}"
     run.print(f"{started}, and it has no checkpoint yet: training begins {begins}{left}", flush=True)
     return None
 
