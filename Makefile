@@ -30,7 +30,7 @@ ops: $(STAMP)-dev
 test: $(STAMP)-dev lint types ops
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep" tests plugins
 
-# Two or three minutes instead of ten, while you work: no test of more than a second, no kit, no grid of runs.
+# Three minutes instead of a quarter of an hour, while you work: no test of more than a second, no kit, no grid of runs.
 test-quick: $(STAMP)-dev ops
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository
 
