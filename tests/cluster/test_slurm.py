@@ -300,6 +300,8 @@ def test_when_a_node_fails_the_others_name_it_and_the_job_restarts(slurm, tmp_pa
         time.sleep(0.1)
     slurm.mark_down(second_node)
     slurm.power_on(second_node)
+    # The controller ends what it believes to run on the node, by the number of the job: SLURM itself waits two minutes.
+    time.sleep(5)
     slurm.restart_now(job)
     output = finish(slurm, tmp_path, job)
 
