@@ -54,9 +54,7 @@ OWN = "devices=2, num_nodes=2,"
 
 @pytest.fixture
 def hosts(need):
-    need(*netlab.PROGRAMS, package="iproute2 util-linux")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+    need(*netlab.PROGRAMS, package="iproute2 util-linux", root=True)
     with netlab.lab(2) as lab:
         yield lab
 
