@@ -11,12 +11,12 @@ from stratagem.errors import ConfigError
 from stratagem_run.launchers.base import Launcher, check_started_once
 from stratagem_run.options import flag
 from stratagem_run.program import Program, Start
-from stratagem_run.quantities import clock, parse_memory, parse_time
-from stratagem_run.resources import Extra, Queue, Resources
+from stratagem_run.resources import Extra
+from stratagem_run.slurm_options import SlurmJob, pairs
 
 
 @frozen(kw_only=True, slots=False)
-class Srun(Extra, Queue, Resources, Launcher):
+class Srun(Extra, SlurmJob, Launcher):
     """Starts one task for each device, and ends all of them when one fails."""
 
     title = "srun"
@@ -52,17 +52,7 @@ class Srun(Extra, Queue, Resources, Launcher):
                 "ntasks-per-node": self.devices,
                 # Of the allocation, or of the step that this runs in, there may be another number in SLURM_NTASKS.
                 "ntasks": self.nodes * self.devices if self.nodes and self.devices else None,
-                "gpus-per-node": self.gpus,
-                "cpus-per-task": self.cpus,
-                "mem": self.memory and "{}{}".format(*parse_memory(self.memory)),
-                "time": self.time and clock(parse_time(self.time)),
-                "partition": self.partition,
-                "account": self.account,
+                **self.reserved(),
             }),
             *self.option,
         ]  # fmt: skip
-
-
-def pairs(options: Mapping[str, object]) -> list[str]:
-    """Return ``--name=value`` for each option that is not None."""
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -46,7 +46,7 @@ class Kubernetes(Target):
         """Return the PyTorchJob.
 
         Raises:
-            ConfigError: there is no image, or the name is not one that Kubernetes accepts.
+            ConfigError: no image is set, or the name is not one that Kubernetes accepts.
         """
         name = self.name or program.title
         _check_label("--name", name)

@@ -7,11 +7,11 @@ from typing import Literal
 
 from attrs import frozen
 
-from stratagem_run.launchers.srun import pairs
 from stratagem_run.options import cli_option
 from stratagem_run.program import Program
-from stratagem_run.quantities import clock, parse_memory, parse_signal, parse_time
-from stratagem_run.resources import Extra, Queue
+from stratagem_run.quantities import parse_signal
+from stratagem_run.resources import Extra
+from stratagem_run.slurm_options import SlurmJob, pairs
 from stratagem_run.targets.base import Target, check_words, exports, job_lines
 
 #: Sent to the processes of a job before its time limit: the callback `preemption` saves and requeues the job.
@@ -19,7 +19,7 @@ _WARNING = "SIGUSR1@90"
 
 
 @frozen(kw_only=True, slots=False)
-class Slurm(Extra, Queue, Target):
+class Slurm(Extra, SlurmJob, Target):
     """Runs in the folder in which it was submitted; its output goes to a file with the job's name and id."""
 
     title = "slurm"
@@ -46,12 +46,7 @@ class Slurm(Extra, Queue, Target):
                 "job-name": name,
                 "nodes": self.nodes or 1,
                 "ntasks-per-node": self.processes,
-                "gpus-per-node": self.gpus,
-                "cpus-per-task": self.cpus,
-                "mem": self.memory and "{}{}".format(*parse_memory(self.memory)),
-                "time": self.time and clock(parse_time(self.time)),
-                "partition": self.partition,
-                "account": self.account,
+                **self.reserved(),
                 "signal": found and f"{found.name}@{found.seconds}",
             }),
             *(["--requeue"] if self.requeue else []),
