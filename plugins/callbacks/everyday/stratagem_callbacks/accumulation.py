@@ -28,10 +28,14 @@ class GradientAccumulationScheduler(Callback):
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
-        if trainer.settings.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"accumulate_grad_batches is {trainer.settings.accumulate_grad_batches!r} and "
-                "gradient_accumulation_scheduler sets it too",
-                expected="one of the two",
-            )
+        check_set_once(trainer, "gradient_accumulation_scheduler")
         trainer.schedule_accumulation({0: 1} | self.scheduling)
+
+
+def check_set_once(trainer: TrainerView, callback: str) -> None:
+    """Refuse `accumulate_grad_batches`, which the callback of this name sets, where the user sets it too."""
+    if trainer.settings.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches is {trainer.settings.accumulate_grad_batches!r} and {callback} sets it too",
+            expected="one of the two",
+        )

@@ -9,6 +9,7 @@ from attrs import define, field
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
+from stratagem_callbacks.accumulation import check_set_once
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
@@ -44,12 +45,7 @@ class GlobalBatchSize(Callback):
         trainer.schedule_accumulation({0: self.samples // (size * shards)})
 
     def _check(self, trainer: TrainerView) -> None:
-        if trainer.settings.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"accumulate_grad_batches is {trainer.settings.accumulate_grad_batches!r} and global_batch_size "
-                "sets it too",
-                expected="one of the two",
-            )
+        check_set_once(trainer, "global_batch_size")
         if trainer.run.manual:
             raise ConfigError(
                 f"global_batch_size.samples is {self.samples} with {type(trainer.module).__name__}."
