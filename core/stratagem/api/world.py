@@ -47,7 +47,7 @@ class World:
     #: Distinguishes restarts that share a store: a restarted process must not read the address of an earlier one. None:
     #: no variable does, and the ranks agree on one through the store, which must be hosted.
     generation: str | None = "0"
-    #: The same command may start the processes again: ``ckpt_path="last"`` begins at step 0 if there is no checkpoint.
+    #: The same command may start the processes again: without a checkpoint ``ckpt_path="last"`` begins at step 0.
     may_restart: bool = False
 
     @property

@@ -33,7 +33,7 @@ def report(error: BaseException, rank: int, folder: Path) -> None:
 
 
 def tell_launcher(error: BaseException, rank: int) -> None:
-    """Write a report of `error` for the launcher of this process; print it if there is no launcher."""
+    """Write a report of `error` for the launcher of this process; without a launcher, print it."""
     folder = os.environ.get(REPORTS_VARIABLE)
     if folder is not None and os.path.isdir(folder) and os.environ.get(PARENT_VARIABLE) != str(os.getpid()):
         report(error, rank, Path(folder))

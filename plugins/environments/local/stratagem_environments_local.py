@@ -59,7 +59,7 @@ def local_evidence(variables: Mapping[str, str]) -> Evidence:
         confidence = Confidence.CERTAIN if several else Confidence.FALLBACK
         return Evidence("this program started this process", confidence)
     if all(name in variables for name in _COMPLETE):
-        rank, size = (int(text) if text.isdecimal() else None for text in (variables["RANK"], variables["WORLD_SIZE"]))
+        rank, size = _maybe(variables, "RANK"), _maybe(variables, "WORLD_SIZE")
         return Evidence(f"{', '.join(_COMPLETE)} are set", rank=rank, world_size=size)
     if all(name in variables for name in _OF_A_NODE):
         return Evidence(f"{', '.join(_OF_A_NODE)} are set")
@@ -216,19 +216,17 @@ class TorchElasticEnvironment(Environment):
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
         if run_id is None:
             return None
-        rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
         return Evidence(
             f"TORCHELASTIC_RUN_ID is {run_id!r}",
-            rank=int(rank) if rank.isdecimal() else None,
-            world_size=int(size) if size.isdecimal() else None,
+            rank=_maybe(os.environ, "RANK"),
+            world_size=_maybe(os.environ, "WORLD_SIZE"),
             starters=self._agents(),
         )
 
     def _agents(self) -> int | None:
         # Later starts may have fewer: an agent was lost.
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        count = os.environ.get("GROUP_WORLD_SIZE", "")
-        return int(count) if first and count.isdecimal() else None
+        return _maybe(os.environ, "GROUP_WORLD_SIZE") if first else None
 
     def local_processes(self) -> int | None:
         return _number(os.environ, "LOCAL_WORLD_SIZE", None)
@@ -347,3 +345,9 @@ def _number(variables: Mapping[str, str], name: str, default: int | None) -> int
             f"{name} is {text!r}", expected="a whole number, 0 or more", do="export a number, or unset it"
         )
     return int(text)
+
+
+def _maybe(variables: Mapping[str, str], name: str) -> int | None:
+    """Return the number in variable `name`; None if it has none, for `detect`, which must not raise."""
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else None
