@@ -88,7 +88,7 @@ def test_every_hook_is_called_in_the_order_of_a_life(tmp_path, monkeypatch):
     monkeypatch.setattr(
         stratagem.runtime.launching,
         "launch",
-        lambda run, main: launch(run, main) if run.connected else _launch(run, main),
+        lambda run, main, module: launch(run, main) if run.connected else _launch(run, main),
     )
     trainer.fit(model, loader, loader)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

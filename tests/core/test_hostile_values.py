@@ -55,7 +55,7 @@ PLUGINS_ACCEPT = {
 }
 for logger in ("csv", "tensorboard"):  # this level of folders is left out
     PLUGINS_ACCEPT |= {f"{logger}.name": {"''"}, f"{logger}.version": {"''"}}
-for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed"):  # no options
+for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed", "parallel"):  # no options
     PLUGINS_ACCEPT |= {f"{strategy}.nccl": {"{}"}, f"{strategy}.gloo": {"{}"}}
 
 

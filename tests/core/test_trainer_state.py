@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(fit, state, 
 def test_another_number_of_processes_continues_after_as_many_samples(fit, state, ranks, done, expected):
     state["loop"] |= {"batches_done": done, "epoch_done": False}
     state["ranks"][0]["feed"] = {}
-    state["ranks"] = state["ranks"] * ranks
+    state["ranks"] = [rank | {"mesh": {"data": ranks}} for rank in state["ranks"] * ranks]
     with pytest.warns(UserWarning, match=f"random states of {ranks} processes and this run has 1"):
         trainer_state.restore(fit, state)
 
@@ -182,7 +182,7 @@ def test_another_number_of_processes_continues_after_as_many_samples(fit, state,
 def test_an_open_window_of_other_processes_begins_again(fit, state):
     state["loop"] |= {"batches_done": 3, "epoch_done": False}
     state["ranks"][0]["feed"] = {"marks": {}, "accumulate": 2, "window": {"start": 2, "buffers": {}}}
-    state["ranks"] = state["ranks"] * 2
+    state["ranks"] = [rank | {"mesh": {"data": 2}} for rank in state["ranks"] * 2]
     with pytest.warns(UserWarning, match="random states of 2 processes"):
         trainer_state.restore(fit, state)
 

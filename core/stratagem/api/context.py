@@ -138,6 +138,13 @@ class RunContext(Protocol):
         """The rank of this process among `peers`, and their number."""
 
     @property
+    def readers(self) -> Collectives:
+        """Collective operations over ranks with different samples, or parts of samples: those that metrics average.
+
+        Ranks that differ only in their positions on the mesh's axes ``pipeline`` and ``tensor`` have the same metrics.
+        """
+
+    @property
     def backend(self) -> str:
         """The accelerator's torch.distributed backend."""
 
@@ -233,6 +240,12 @@ class RunContext(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Scale `loss` and differentiate it: what ``forward_backward`` calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Call ``training_step`` of `model`, with the arguments that it takes: what ``forward_backward`` calls."""
+
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+        """Run forward and backward of one batch as the loop does where no plugin answers ``forward_backward``."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Call ``loss.backward()``, or the module's own `backward`: what the strategy's `backward` hook calls."""

@@ -26,6 +26,9 @@ from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from stratagem.api.layout import Layout
 
 
 # --- One base for each kind --------------------------------------------------------------------------------------
@@ -143,6 +146,20 @@ class Strategy(Plugin):
     def mesh(self, world: World) -> Mesh:
         """Return how this strategy arranges the processes; by default every process reads its own data."""
         return Mesh(axes={"data": world.world_size}, rank=world.rank)
+
+    def torch_mesh(self) -> Any:
+        """Return torch's DeviceMesh of the connected processes, for modules that cut themselves; None without one."""
+        return None
+
+    def layout(self, world: World, module: nn.Module | None) -> Layout | None:
+        """Return which rank of `world` holds what, for people; None if all ranks hold the whole model.
+
+        ``stratagem explain`` prints it before any process starts; the report calls it on rank 0 after training.
+
+        Args:
+            module: the user's, if it is known.
+        """
+        return None
 
     def processes_per_team(self, world: World, inner: Strategy) -> int:
         """Return, for an outer strategy, over how many processes `inner` distributes the model (``run.peers``)."""

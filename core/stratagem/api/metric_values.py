@@ -27,6 +27,13 @@ def number(name: str, value: Any) -> Tensor | int | float:
     """
     if isinstance(value, torch.Tensor):
         tensor = value.detach() if value.requires_grad else value
+        if type(tensor) is not torch.Tensor and callable(whole := getattr(tensor, "full_tensor", None)):
+            tensor = whole()  # of a DTensor each rank has a part
+        if tensor.is_meta:
+            raise ConfigError(
+                f"log({name!r}) got a tensor without a value, on the meta device", expected="a tensor of this rank",
+                do="under a pipeline, log values of the parameters of other stages on the ranks that hold them",
+            )  # fmt: skip
         if tensor.numel() != 1:
             raise ConfigError(f"log({name!r}) got a tensor of shape {tuple(tensor.shape)}", expected="one number")
         if tensor.dim():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,11 +78,16 @@ class World:
         )
 
 
+#: The axes on which ranks read different samples, outermost first.
+DATA_AXES = ("team", "data", "shard", "expert")
+
+
 @frozen(kw_only=True)
 class Mesh:
     """The processes as named axes, outermost first; samplers, clipping and metrics ask it for sizes and positions.
 
-    Known names: ``team``, ``data``, ``shard``, ``tensor``, ``pipeline``, ``context``. Ranks are laid out row by row.
+    Known names: ``team``, ``pipeline``, ``data``, ``shard``, ``expert``, ``context``, ``tensor``. Ranks are laid out
+    row by row. Ranks that differ only in ``pipeline``, ``context`` or ``tensor`` read the same samples.
     """
 
     axes: dict[str, int]
@@ -100,14 +106,25 @@ class Mesh:
 
     @property
     def num_data_shards(self) -> int:
-        """Number of parts of a data set: ranks on the ``team``, ``data`` and ``shard`` axes read different samples."""
-        return self.size("team") * self.size("data") * self.size("shard")
+        """Number of parts of a data set: ranks on the axes of `DATA_AXES` read different samples."""
+        return math.prod(self.size(axis) for axis in DATA_AXES)
 
     @property
     def data_shard(self) -> int:
         """Index of the part that this process reads, from 0 to `num_data_shards` - 1."""
-        group = self.position("team") * self.size("data") + self.position("data")
-        return group * self.size("shard") + self.position("shard")
+        index = 0
+        for axis in DATA_AXES:
+            index = index * self.size(axis) + self.position(axis)
+        return index
+
+    def lines(self, *axes: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only in their positions on `axes`, each in order of the ranks."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(math.prod(self.axes.values())):
+            other = Mesh(axes=self.axes, rank=rank)
+            fixed = tuple(other.position(axis) for axis in self.axes if axis not in axes)
+            groups.setdefault(fixed, []).append(rank)
+        return list(groups.values())
 
 
 class KeyValueStore:

@@ -178,7 +178,11 @@ class TorchCollectives(Collectives):
         import torch
         import torch.distributed as dist
 
-        group = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout)
+        group = dist.new_group(
+            dist.get_process_group_ranks(self.group), backend="gloo", timeout=self.timeout,
+            # Of a smaller group only its own ranks call this.
+            use_local_synchronization=self.group is not None,
+        )  # fmt: skip
         return TorchCollectives(
             self._world, torch.device("cpu"), owns_group=False, group=group, timeout=self.timeout
         )  # fmt: skip
@@ -277,8 +281,13 @@ class TorchCollectives(Collectives):
         self._same_call("split", *map(tuple, groups))
         whole = dist.get_process_group_ranks(self.group)
         mine: TorchCollectives | None = None
-        for ranks in groups:  # new_group is collective over all ranks
-            group = dist.new_group([whole[rank] for rank in ranks], timeout=self.timeout)
+        is_part = self.group is not None  # other ranks of the run do not call this, or for their own groups
+        for ranks in groups:  # without local synchronization, new_group is collective over all ranks of the run
+            if is_part and self.rank not in ranks:
+                continue
+            group = dist.new_group(
+                [whole[rank] for rank in ranks], timeout=self.timeout, use_local_synchronization=is_part
+            )
             if self.rank in ranks:
                 place = evolve(self._world, rank=list(ranks).index(self.rank), world_size=len(ranks))
                 mine = TorchCollectives(place, self.device, owns_group=False, group=group, timeout=self.timeout)

@@ -49,6 +49,12 @@ def split_peers(collectives: Collectives, world: World, peers_world: World) -> C
     return collectives.split(teams) if len(teams) > 1 else collectives
 
 
+def split_readers(collectives: Collectives, mesh: Mesh) -> Collectives:
+    """Return the collectives over ranks with different samples, or different parts of samples. Collective."""
+    groups = mesh.lines(*(axis for axis in mesh.axes if axis not in ("pipeline", "tensor")))
+    return collectives.split(groups) if len(groups) > 1 else collectives
+
+
 def mesh_of(stack: Stack, world: World) -> Mesh:
     """Return the mesh of the innermost strategy, with an axis "team" around it under an outer one."""
     inner = peers_world_of(stack, world)

@@ -19,7 +19,7 @@ from stratagem.distributed.early_errors import watch
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError
 from stratagem.runtime.choices import Choices
-from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers
+from stratagem.runtime.connection import check_world, join, mesh_of, peers_world_of, split_peers, split_readers
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
@@ -78,6 +78,8 @@ class Context(Choices):
         self.collectives: Collectives = Collectives()
         #: The same, over the ranks that the strategy spreads the model over: all, or one team of an outer strategy.
         self.peers: Collectives = self.collectives
+        #: The same, over ranks with different samples or parts of samples: those whose metrics differ.
+        self.readers: Collectives = self.collectives
         #: Runs the saves of checkpoint formats, in the background if they ask for it.
         self.saver = Saver(self.collectives)
         self.connected = False
@@ -170,6 +172,7 @@ class Context(Choices):
             accelerator.activate(self.device)
             self.collectives = join(self.world, self.stack, self.settings, self.hooks, self.device)
             self.peers = split_peers(self.collectives, self.world, self.peers_world)
+            self.readers = split_readers(self.collectives, self.mesh)
             self.hooks.hook.on_connect(run=self)
             self._numerics = numerics.pop_all()
         if self.device.type == "cuda":
@@ -286,6 +289,14 @@ class Context(Choices):
     def differentiate(self, loss: Tensor) -> None:
         """Call ``loss.backward()``, or the module's own `backward` if it defines one: for strategies' `backward`."""
         self.step.differentiate(loss)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Call ``training_step`` of the wrapped model, with the arguments that it takes."""
+        return self.step.training_step(batch, batch_idx)
+
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+        """Run forward and backward of one batch as the loop does where no plugin answers ``forward_backward``."""
+        return self.step.forward_backward(batch, batch_idx, divisor)
 
     def clip_gradients(
         self, optimizer: Optimizer, max_norm: float | None = None, max_value: float | None = None

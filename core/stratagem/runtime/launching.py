@@ -15,6 +15,8 @@ from stratagem.api.world import World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stratagem.runtime.context import Context
 
 #: Set by ``stratagem explain``: show the first stack that would be launched, and stop.
@@ -24,13 +26,16 @@ EXPLAIN_VARIABLE = "STRATAGEM_EXPLAIN"
 _EXPLAINED = "_explained_by_stratagem"
 
 
-def launch(run: Context, main: Callable[[Context], Any]) -> Any:
+def launch(run: Context, main: Callable[[Context], Any], module: nn.Module | None = None) -> Any:
     """Start the processes of this node, call ``main(run)`` in each, and return rank 0's result.
 
     Where the processes exist already (torchrun, a scheduler, an earlier launch), only call `main`.
+
+    Args:
+        module: the one to train, if it is known yet: for ``stratagem explain``.
     """
     if EXPLAIN_VARIABLE in os.environ:
-        _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE])
+        _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE], module)
     if run.connected:
         return carry_out(run, main)
     body = _ProcessBody(run, main)
@@ -79,14 +84,22 @@ def explained(error: BaseException, run: Context) -> BaseException:
     return cause
 
 
-def _explain_and_stop(run: Context, form: str) -> None:
+def _explain_and_stop(run: Context, form: str, module: nn.Module | None) -> None:
     from stratagem.stack.describe import unread_arguments
 
     if form not in ("text", "json"):
         raise ConfigError(f"{EXPLAIN_VARIABLE} is {form!r}", expected="'text' or 'json'", do="unset it to train")
     for sentence in unread_arguments(run.stack, run.settings, sys.argv[1:]):
         print(f"stratagem: {sentence}", file=sys.stderr)
-    run.print(json.dumps(run.describe(), indent=2) if form == "json" else run.explain())
+    from stratagem.runtime.connection import peers_world_of
+
+    here = run.num_processes
+    world = World(world_size=here * run.num_nodes, local_world_size=here, num_nodes=run.num_nodes)
+    layout = run.strategy.layout(peers_world_of(run.stack, world), module)
+    if form == "json":
+        run.print(json.dumps(run.describe() | ({"layout": layout.as_dict()} if layout else {}), indent=2))
+    else:
+        run.print("\n".join([run.explain(), *(layout.lines() if layout else [])]))
     raise SystemExit(0)
 
 

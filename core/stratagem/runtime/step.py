@@ -40,6 +40,8 @@ class Step:
         self._run, self._hooks = run, hooks
         #: Batches for which `training_step` returned None, in this fit.
         self.skipped_batches = 0
+        #: Whether `training_step` takes the number of the batch.
+        self._with_index = True
         #: How to differentiate, where the module that is trained defines it.
         self.custom_backward: Callable[[Tensor], None] | None = None
         #: Called around each backward, with the loss before it is scaled; set by the training loop.
@@ -59,12 +61,22 @@ class Step:
             return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
 
     def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int, with_index: bool) -> Any:
-        if self._hooks.forward_backward is not None:
-            return self._hooks.forward_backward(module=self._run.model, batch=batch, batch_idx=batch_idx, run=self._run)
-        if with_index:
-            output = self._run.model("training_step", batch, batch_idx)
-        else:
-            output = self._run.model("training_step", batch)
+        self._with_index = with_index
+        if self._hooks.forward_backward is None:
+            return self.forward_backward(batch, batch_idx, divisor)
+        return self._hooks.forward_backward(
+            module=self._run.model, batch=batch, batch_idx=batch_idx, divisor=divisor, run=self._run
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Call ``training_step`` of the wrapped model, with the arguments that it takes."""
+        if self._with_index:
+            return self._run.model("training_step", batch, batch_idx)
+        return self._run.model("training_step", batch)
+
+    def forward_backward(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+        """Forward and backward of one batch where no plugin answers the hook of this name."""
+        output = self.training_step(batch, batch_idx)
         if self._run.manual:
             return output
         loss = output.get("loss") if isinstance(output, dict) else output

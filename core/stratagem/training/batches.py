@@ -116,7 +116,7 @@ class ResumableBatches:
             Whether the order is known: no sample that the other run has used is used again, and none is left out.
         """
         seeds = saved.get("sampler_seeds", [])
-        if seeds and self.run.world_size == 1:
+        if seeds and self.run.mesh.num_data_shards == 1:
             self.loader = in_order_of_several(self.loader, seeds[0])
         self._restore_order(saved)
         if position.batches_done:
@@ -271,6 +271,8 @@ class _Buffers:
     def copies(self) -> dict[str, Tensor]:
         """Return a copy of every buffer as it is now."""
         for name, buffer in self.module.named_buffers():
+            if buffer.is_meta:  # of a part that another rank holds
+                continue
             key = (id(buffer), buffer._version)
             if buffer.numel() <= self.SMALL or self._kept.get(name, (0, 0))[:2] != key:
                 self._kept[name] = (*key, buffer.detach().clone())
@@ -280,7 +282,8 @@ class _Buffers:
         buffers = dict(self.module.named_buffers())
         with torch.no_grad():
             for name, copy in copies.items():
-                buffers[name].copy_(copy)
+                if not buffers[name].is_meta:
+                    buffers[name].copy_(copy)
 
 
 def agreed_size(size: float, run: Context, name: str) -> float:

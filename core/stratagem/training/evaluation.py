@@ -33,7 +33,7 @@ def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float
     """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
     run, (method, event) = state.run, _STAGES[stage]
     before = run.stage, state.stage_metrics
-    stage_metrics = StageMetrics(default_on_step=False, collectives=run.collectives)
+    stage_metrics = StageMetrics(default_on_step=False, collectives=run.readers)
     run.stage, state.stage_metrics = stage, stage_metrics
     results: list[Any] = []
     try:
@@ -104,7 +104,7 @@ def _join_other_ranks(
 ) -> None:
     """Repeat the last batch until all ranks are done: their forwards need the shards of this one."""
     run, stage_metrics = state.run, state.stage_metrics
-    state.stage_metrics = StageMetrics(default_on_step=False, collectives=run.collectives)
+    state.stage_metrics = StageMetrics(default_on_step=False, collectives=run.readers)
     try:
         while run.collectives.unchecked.any(False):
             if batch is None:

@@ -109,7 +109,7 @@ class FitState:
 
     def begin(self, events: Any) -> None:
         """Begin a call in this process; `events` is an `Events` of this state."""
-        self.train_metrics = self.stage_metrics = StageMetrics(True, self.run.collectives)
+        self.train_metrics = self.stage_metrics = StageMetrics(True, self.run.readers)
         self.stage_metrics.closed = "outside training, validation and testing"
         self.late_metrics, self.last_logged_step, self.events, self.handles = None, -1, events, []
 

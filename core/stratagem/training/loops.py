@@ -216,7 +216,7 @@ class TrainLoop:
         """Compute the gradients of a batch again that the resumed run had used, in a window that was still open."""
         state, run = self.state, self.run
         stage_metrics = state.stage_metrics
-        state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.collectives)
+        state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.readers)
         try:
             state.stage_metrics.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:

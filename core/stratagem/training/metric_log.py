@@ -45,7 +45,7 @@ def _metrics_for_one(state: FitState, name: str) -> StageMetrics:
         raise ConfigError(
             f"log({name!r}) was called twice in on_train_epoch_end", expected="one value", do="use two names"
         )
-    stage_metrics = StageMetrics(default_on_step=False, collectives=state.run.collectives)
+    stage_metrics = StageMetrics(default_on_step=False, collectives=state.run.readers)
     stage_metrics.without_steps = "on_train_epoch_end"
     return stage_metrics
 

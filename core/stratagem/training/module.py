@@ -12,6 +12,7 @@ from torch import nn
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 from stratagem.runtime.step_module import COMPILER
+from stratagem.training.device_mesh import device_mesh_of
 from stratagem.training.hyperparameters import Hyperparameters, check_storable, constructor_arguments, items_of
 from stratagem.training.metric_log import log_metric
 from stratagem.training.optimizer_handle import handles_of
@@ -194,8 +195,9 @@ class Module(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        first = next(self.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+
+    device_mesh = property(device_mesh_of)
 
     @property
     def global_rank(self) -> int:
@@ -287,8 +289,8 @@ class Module(nn.Module):
                 f"clip_gradients is to clip by {algorithm}, which {run.title_of(run.strategy)} cannot",
                 do="choose the other algorithm, or another strategy (`stratagem plugins show NAME`)",
             )
-        limits = {"max_norm" if algorithm == "norm" else "max_value": float(limit)}
-        return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **limits)
+        option = "max_norm" if algorithm == "norm" else "max_value"
+        return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **{option: float(limit)})
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Compute gradients of the parameters of `optimizer` only, until `untoggle_optimizer`.
@@ -298,9 +300,8 @@ class Module(nn.Module):
         self.untoggle_optimizer()
         every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        before = {id(parameter): (parameter, parameter.requires_grad) for parameter in every}
-        self.__dict__["_toggled"] = list(before.values())
-        for parameter, _ in before.values():
+        self.__dict__["_toggled"] = list({id(each): (each, each.requires_grad) for each in every}.values())
+        for parameter, _ in self.__dict__["_toggled"]:
             if id(parameter) not in own:
                 parameter.requires_grad = False
 

@@ -291,7 +291,7 @@ class Trainer(View):
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
-            result = launch(self.run, functools.partial(self._main, request))
+            result = launch(self.run, functools.partial(self._main, request), model)
         finally:
             self._call_at_work = None
             if outer is not None and outer.trainer._call_at_work is not None:

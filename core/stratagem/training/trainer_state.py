@@ -33,6 +33,7 @@ from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
 from stratagem.training.module import build, overrides
+from stratagem.training.rank_states import check_meshes, mesh_of, with_the_same_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,8 +90,9 @@ def _of_this_rank(fit: FitState) -> dict[str, Any]:
     """Return what differs between ranks: random states, the loader's position, the metrics of the epoch so far."""
     position, train_batches = fit.position, fit.train_batches
     # Where a strategy leaves buffers to each rank (running statistics), the model's state is rank 0's.
-    others = fit.module.named_buffers() if fit.run.rank else ()
+    others = [(name, buffer) for name, buffer in fit.module.named_buffers() if fit.run.rank and not buffer.is_meta]
     return {
+        "mesh": dict(fit.run.mesh.axes),
         "buffers": {name: buffer.cpu() for name, buffer in others if buffer.numel() <= _SMALL},
         "random": random_state(fit.run.devices) if train_batches is None else train_batches.random_state(),
         "epoch_start": position.epoch_random_state,
@@ -140,20 +142,20 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
     ranks = state["ranks"]
-    if len(ranks) == fit.run.world_size:
-        _restore_buffers(fit.module, ranks[fit.run.rank]["buffers"])
+    mine = with_the_same_samples(ranks, run.mesh)
+    if mine is not None:
+        _restore_buffers(fit.module, mine["buffers"])
     with applying(f"{path}: ranks"):
         state_io.load_rank_states(run, ranks)
     fit.callback_metrics.update(ranks[0]["callback_metrics"])
-    if len(ranks) != fit.run.world_size:
+    if mine is None:
         _continue_at_another_size(fit, ranks)
         return
-    mine = ranks[fit.run.rank]
     position.epoch_random_state = mine["epoch_start"]
     fit.callback_metrics.update(mine["callback_metrics"])
 
     def load_metrics() -> None:
-        with applying(f"{path}: ranks[{fit.run.rank}].metrics"):
+        with applying(f"{path}: ranks[{run.rank % len(ranks)}].metrics"):
             fit.train_metrics.load_state_dict(mine["metrics"])
 
     together(run.collectives, load_metrics)
@@ -168,7 +170,8 @@ def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> Non
     if window is not None:
         position.batches_done = window["start"]  # its gradients were other ranks'
     if not position.epoch_done:
-        position.batches_done = position.batches_done * len(ranks) // fit.run.world_size
+        before, now = mesh_of(ranks).num_data_shards, fit.run.mesh.num_data_shards
+        position.batches_done = position.batches_done * before // now
     saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
     if fit.train_batches is not None:
         known = fit.train_batches.resume_at_another_size(saved, position)
@@ -199,6 +202,7 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
     _check_optimizers(fit, state, path)
     if not state["ranks"]:
         raise CheckpointError(f"{path}: ranks is empty", expected="what each rank saved", do="use another checkpoint")
+    check_meshes(state["ranks"], path)
     now = random_state(fit.run.devices) if fit.train_batches is None else fit.train_batches.random_state()
     for number, rank in enumerate(state["ranks"]):
         where = f"{path}: ranks[{number}]"
@@ -223,7 +227,8 @@ def _check(fit: FitState, state: dict[str, Any], path: Any) -> None:
 def _restore_buffers(module: Module, saved: dict[str, Tensor]) -> None:
     own = dict(module.named_buffers())
     for name, buffer in saved.items():
-        if name in own and own[name].shape == getattr(buffer, "shape", None) and own[name].dtype == buffer.dtype:
+        fits = name in own and own[name].shape == getattr(buffer, "shape", None) and own[name].dtype == buffer.dtype
+        if fits and not own[name].is_meta:
             own[name].copy_(buffer)
 
 

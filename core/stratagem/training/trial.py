@@ -35,7 +35,7 @@ def trial_steps(state: FitState, who: str) -> Iterator[TrialStep]:
                if not key.startswith("callback.")]  # fmt: skip
     random, stage_metrics = train_batches.random_state(), state.stage_metrics
     modes = [(part, part.training) for part in module.modules()]
-    state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.collectives)
+    state.stage_metrics = StageMetrics(default_on_step=True, collectives=run.readers)
     try:
         yield lambda batch, number: _step(state, batch, number)
     finally:
