@@ -380,14 +380,71 @@ def _train_within(rank, world_size, strategy, spare_bytes):
     return outcome(act)
 
 
+#: Every second layer is cut by its outputs, the others by their inputs.
+CUT = {f"net.{number}": "colwise" if number % 2 else "rowwise" for number in range(1, LAYERS + 1)}
+
+
 @pytest.mark.slow
 def test_a_model_larger_than_one_process_may_hold_trains_on_two():
     """Parameters and gradients are 400 MB; a process may use 360 MB more than it has at the start."""
-    in_units = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}
-
     try:
         alone = run_in_processes(_train_within, 1, "single_device", 360 << 20)
     except ProcessesFailed as error:
         alone = [str(error)]
     assert "memory" in alone[0], alone
-    assert run_in_processes(_train_within, 2, in_units, 360 << 20) == ["nothing", "nothing"]
+    for strategy in (
+        {"name": "fsdp", "auto_wrap_policy": {nn.Linear}},
+        {"name": "parallel", "tensor": 2, "plan": CUT},
+        {"name": "parallel", "pipeline": 2},
+    ):
+        assert run_in_processes(_train_within, 2, strategy, 360 << 20) == ["nothing", "nothing"], strategy
+
+
+class Peaks(sg.Callback):
+    """The largest resident memory of each phase, in MiB above what the process had at the start of the fit."""
+
+    def begin(self):
+        self.found = {}
+        self._largest()
+        self.before = self._largest()
+
+    def _largest(self):
+        largest = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+        Path("/proc/self/clear_refs").write_text("5")  # counts from zero again
+        return largest
+
+    def end(self, phase):
+        self.found[phase] = max(self._largest() - self.before, self.found.get(phase, 0))
+
+    @sg.hookimpl
+    def on_train_start(self):
+        self.end("build")
+
+    @sg.hookimpl
+    def on_train_batch_end(self):
+        self.end("train")
+
+
+def _peaks(rank, world_size, strategy, path):
+    peaks = Peaks()
+    trainer = sg.Trainer(
+        max_epochs=1, strategy=strategy, devices=world_size, checkpoint="sharded", callbacks=[peaks], **QUIET
+    )
+    batches = share(trainer, joined_batches(2, 12))
+    peaks.begin()
+    trainer.fit(Large(), batches)
+    peaks.end("train")
+    trainer.save_checkpoint(path)
+    peaks.end("save")
+    return peaks.found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{"tensor": 2, "plan": CUT}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_a_rank_holds_its_part_of_the_model_in_every_phase(strategy, tmp_path):
+    """Of 192 MiB it holds 96, and as much of gradients; a layer has 4."""
+    half, slack = LAYERS * 4 // 2, 32
+    for peaks in run_in_processes(_peaks, 2, {"name": "parallel", **strategy}, tmp_path / "a.ckpt"):
+        assert half <= peaks["build"] < half + slack
+        assert 2 * half <= peaks["train"] < 2 * half + slack
+        assert peaks["save"] < 2 * half + slack  # weights, and slices of columns by rows until they are written

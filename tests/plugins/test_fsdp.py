@@ -17,8 +17,8 @@ import stratagem as sg
 from stratagem.distributed.process_group import TorchCollectives
 from stratagem.errors import ConfigError
 from stratagem.strategies import FSDPStrategy
-from stratagem_fsdp import comm_hooks
-from stratagem_fsdp.shards import shard_like
+from stratagem_sharding import comm_hooks
+from stratagem_sharding.shards import shard_like
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of

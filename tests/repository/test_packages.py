@@ -25,6 +25,7 @@ USED_BY_OTHERS = {
     "stratagem-mlflow": {"sqlalchemy", "alembic"},  # the local store of MLflow
     "stratagem-fsdp": {"stratagem-deferred-init"},  # what builds models without values, and initializes them
     "stratagem-deepspeed": {"stratagem-deferred-init"},
+    "stratagem-parallel": {"stratagem-deferred-init"},
     "stratagem-testing": {  # what the kit compares a plugin with, and runs it beside
         "stratagem-accelerators", "stratagem-checkpoint-full", "stratagem-comm-hooks", "stratagem-ddp",
         "stratagem-environments-local", "stratagem-launchers-local", "stratagem-peer-diagnosis", "stratagem-precision",

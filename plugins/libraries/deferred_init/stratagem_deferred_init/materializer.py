@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
-from stratagem_deferred_init.meta_init import INITIAL, RESETS
+from stratagem_deferred_init.meta_init import INITIAL, RESETS, is_cut
 
 
 class Materializer:
@@ -37,24 +37,33 @@ class Materializer:
                 self._fill_one(module)
 
     def _fill_one(self, module: nn.Module) -> None:
-        tied, fresh = [], []
+        tied, fresh, cut = [], [], []
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) in self._made:
                 filled = self._made[id(parameter)][1]
                 tied.append((filled, filled.detach().clone()))
+            elif is_cut(parameter):
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                cut.append((name, parameter))
+                fresh.append((name, filled, getattr(parameter, INITIAL, None)))
             else:
                 values = torch.empty_like(parameter, device=self.device)
                 filled = type(parameter)(values, requires_grad=parameter.requires_grad)
-                self._made[id(parameter)] = (
-                    parameter,
-                    filled,
-                )  # keeps the first alive: no other gets its id
+                self._made[id(parameter)] = (parameter, filled)  # keeps the first alive: no other gets its id
                 fresh.append((name, filled, getattr(parameter, INITIAL, None)))
-            attributes = {key: value for key, value in parameter.__dict__.items() if key != INITIAL}
-            filled.__dict__.update(attributes)
+                attributes = {key: value for key, value in parameter.__dict__.items() if key != INITIAL}
+                filled.__dict__.update(attributes)
             setattr(module, name, filled)
+        self._initialize(module, tied, fresh)
+        for name, parameter in cut:
+            filled = module._parameters[name] = _cut_like(module._parameters[name], parameter)
+            self._made[id(parameter)] = (parameter, filled)
+
+    def _initialize(self, module: nn.Module, tied: list[Any], fresh: list[Any]) -> None:
+        """Give the `fresh` parameters of `module` their initial values; `tied` ones keep those that they have."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
             if all(initial and all(operation.repeatable for operation in initial) for _, _, initial in fresh):
                 for name, filled, initial in fresh:
@@ -89,3 +98,11 @@ class Materializer:
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
+
+
+def _cut_like(whole: Any, model: Any) -> nn.Parameter:
+    """Return this rank's part of `whole`, cut as the DTensor `model`. No rank waits for another."""
+    from torch.distributed.tensor import distribute_tensor
+
+    part = distribute_tensor(whole.detach(), model.device_mesh, model.placements, src_data_rank=None)
+    return nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -49,8 +49,16 @@ def meta_init() -> Iterator[None]:
     recorder = _Recorder()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        before = module._parameters.get(name)
         original(module, name, parameter)
         if parameter is not None:
+            if (
+                is_cut(parameter)
+                and before is not None
+                and before.shape == parameter.shape
+                and hasattr(before, INITIAL)
+            ):
+                setattr(parameter, INITIAL, list(getattr(before, INITIAL)))  # the same values, cut over ranks
             module._parameters[name] = recorder.registered(parameter)
 
     def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -66,6 +74,11 @@ def meta_init() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether ranks hold parts of `parameter`: it is a DTensor."""
+    return hasattr(parameter, "placements")
 
 
 def has_no_values(module: nn.Module) -> bool:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from stratagem_fsdp.shards import local
-
-
-def clip_values(gradients: list[torch.Tensor], max_value: float) -> None:
-    """Clamp each element of `gradients` to [-max_value, max_value]."""
-    shards = [local(gradient) for gradient in gradients]
-    if shards:
-        torch._foreach_clamp_min_(shards, -max_value)
-        torch._foreach_clamp_max_(shards, max_value)
+from stratagem_sharding.shards import local
 
 
 def clip_norm(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:

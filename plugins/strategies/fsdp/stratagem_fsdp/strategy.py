@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from attrs import define, field
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from stratagem.api import hookimpl
 from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
-from stratagem_fsdp.clipping import clip_norm, clip_values
-from stratagem_fsdp.comm_hooks import send_through_hooks
-from stratagem_fsdp.initial_values import replicate_from_rank_0
-from stratagem_fsdp.memory import return_large_blocks
-from stratagem_fsdp.mesh import device_mesh
+from stratagem_fsdp.clipping import clip_norm
 from stratagem_fsdp.options import FSDPOptions
-from stratagem_fsdp.param_groups import reshard
-from stratagem_fsdp.sharded_use import is_sharded_use, sharded_use
-from stratagem_fsdp.shards import copied, gathered, shard_like
-from stratagem_fsdp.traffic import count_bytes
-from stratagem_fsdp.unit_order import UnitOrder
-from stratagem_fsdp.units import (
-    check_dtypes,
-    check_tied,
-    is_double,
-    mark_unit,
-    running_norms,
-    units_of,
-    unsharded_parameters,
-)
-from stratagem_fsdp.unsharded import KeptUnits
 from stratagem_process_group import group_options_after
+from stratagem_sharding.comm_hooks import send_through_hooks
+from stratagem_sharding.initial_values import replicate_from_rank_0
+from stratagem_sharding.memory import return_large_blocks
+from stratagem_sharding.mesh import device_mesh
+from stratagem_sharding.param_groups import reshard
+from stratagem_sharding.shards import clip_values, copied, gathered, shard_like
+from stratagem_sharding.steps import ShardedSteps
+from stratagem_sharding.units import mark_unit, shard_units
 from stratagem_transforms.activation_checkpointing import recompute
 from stratagem_transforms.normalization import match_inputs
-from stratagem_transforms.wrap_policy import children_first
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -51,6 +37,7 @@ if TYPE_CHECKING:
 
 #: Where a sharded module remembers how it was wrapped, for the next call of the trainer.
 _WRAPPED = "_stratagem_fsdp"
+_POLICY = "strategy.fsdp.auto_wrap_policy"
 
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("mixed_precision"))
@@ -61,9 +48,7 @@ class FSDPStrategy(FSDPOptions):
     """
 
     _device_mesh: Any = field(init=False, default=None)
-    _syncs: bool | None = field(init=False, default=None)
-    _order: Any = field(init=False, default=None)
-    _kept_units: Any = field(init=False, factory=KeptUnits)
+    _steps: ShardedSteps = field(init=False, factory=lambda: ShardedSteps(_POLICY))
 
     # --- The model -----------------------------------------------------------------------------------------------
 
@@ -79,7 +64,8 @@ class FSDPStrategy(FSDPOptions):
                 expected="one that also sends the CPU's tensors",
                 do=f'call init_process_group("cpu:gloo,{run.device.type}:{backend}"), or leave that to the trainer',
             )
-        self._device_mesh, self._order = self._make_mesh(run, collectives), None
+        self._steps.close()
+        self._device_mesh = self._make_mesh(run, collectives)
         return collectives
 
     def _make_mesh(self, run: RunContext, collectives: Collectives) -> Any:
@@ -103,9 +89,7 @@ class FSDPStrategy(FSDPOptions):
 
     @hookimpl
     def teardown(self, run: RunContext) -> None:
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        self._steps.close()
         super().teardown(run)
 
     @hookimpl
@@ -115,7 +99,7 @@ class FSDPStrategy(FSDPOptions):
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
-        user, self._syncs = module.get_submodule("module"), None
+        user = module.get_submodule("module")
         if self.activation_checkpointing_policy is not None and run.settings.activation_checkpointing is not None:
             raise ConfigError(
                 "activation_checkpointing and strategy.fsdp.activation_checkpointing_policy are both set",
@@ -132,23 +116,8 @@ class FSDPStrategy(FSDPOptions):
         if self.activation_checkpointing_policy is not None:
             option = "strategy.fsdp.activation_checkpointing_policy"
             recompute(user, self.activation_checkpointing_policy, option=option)
-        units = units_of(user, self.auto_wrap_policy)
-        if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
-            units += [
-                child for child in user.children() if child not in units and any(True for _ in child.parameters())
-            ]
         options = self._options(run)
-        exact = options | {"mp_policy": MixedPrecisionPolicy()}
-        normalizing = running_norms(user, units) if options["mp_policy"].param_dtype is not None else []
-        units = children_first(user, {*units, *normalizing})
-        check_tied(user, units)
-        check_dtypes(user, units)
-        for unit in units:
-            fill(unit)
-            precise = unit in normalizing or is_double(unit)
-            fully_shard(unit, **(exact if precise else options), ignored_params=unsharded_parameters(user))
-        fill(user)
-        fully_shard(module, **(exact if is_double(user) else options), ignored_params=unsharded_parameters(user))
+        shard_units(module, user, policy=self.auto_wrap_policy, option=_POLICY, options=options, fill=fill, run=run)
         self._set_hooks(module, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             match_inputs(user)
@@ -157,14 +126,7 @@ class FSDPStrategy(FSDPOptions):
 
     def _set_hooks(self, root: nn.Module, run: RunContext) -> None:
         """Have all units count what they send, and average over replicas through the comm hooks if there are any."""
-        units: list[nn.Module] = [part for part in root.modules() if isinstance(part, FSDPModule)]
-        if self._order is None:
-            self._order = UnitOrder(run)
-        self._order.add(root)
-        for unit in units:
-            assert isinstance(unit, FSDPModule), "it was sharded"
-            self._kept_units.watch(unit._get_fsdp_state())
-        count_bytes(units, self._layout(run.peers_world)[0], run.collectives.traffic, self._order)
+        units = self._steps.add(root, run, run.peers, self._layout(run.peers_world)[0])
         if run.comm_hooks and run.stage == "train":
             reduce = run.bucket_reducer(over=self._replicas(run))
             assert reduce is not None, "there are comm hooks"
@@ -194,59 +156,22 @@ class FSDPStrategy(FSDPOptions):
 
     @hookimpl
     def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any]:
-        wanted = sync or run.manual
-        if stage == "train" and self._syncs is not wanted:
-            run.model.set_requires_gradient_sync(wanted)
-            self._syncs = wanted
         dtype = getattr(self.mixed_precision, "param_dtype", None) or (
             run.policy.compute_dtype if run.precision_absorbed else None
         )
-        compared = self._order.compared((stage, sync, self._order.number(run.model)))
-        if dtype is None:
-            return self._within(compared, run)
-        return self._within(_both(compared, torch.autocast(run.device.type, dtype, cache_enabled=not run.manual)), run)
-
-    @contextlib.contextmanager
-    def _within(self, step: AbstractContextManager[Any], run: RunContext) -> Iterator[None]:
-        try:
-            with step, self._kept_units.computing(run.model if run.manual else None):
-                yield
-        except RuntimeError as error:
-            if is_sharded_use(error):
-                raise sharded_use(error, run.model) from error
-            raise
-        finally:
-            self._kept_units.release()
+        return self._steps.step(run.model, stage, sync, run, dtype)
 
     @hookimpl
     def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
-        with self._order.compared(("backward", run.sync_gradients)):  # in a loop without a Trainer
-            self._differentiate(loss, module, run)
+        with self._steps.backward(loss, module, run):
+            if run.manual or run.sync_gradients:
+                self._average_scalars(run)
         return True
-
-    def _differentiate(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> None:
-        root: Any = module  # it was sharded
-        if run.manual:
-            # The root's forward has not returned, so FSDP does not notice that a backward begins.
-            state = root._get_fsdp_state()
-            loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
-        with torch.autocast(run.device.type, enabled=False), self._kept_units.last_backward():
-            run.differentiate(loss)
-        if not run.manual:
-            self._kept_units.release()
-        if run.manual or run.sync_gradients:
-            self._average_scalars(run)
-        if run.manual:
-            root.unshard()
 
     @hookimpl(wrapper=True)
     def optimizer_step(self, run: RunContext) -> Generator[None, bool, bool]:
-        self._kept_units.release()  # a unit that stayed unsharded would compute with the values before this step
-        stepped = yield
-        if run.manual:  # the rest of this forward must compute with the values after this step
-            run.model.reshard()
-            run.model.unshard()
-        return stepped
+        with self._steps.optimizer_step(run.model, run):
+            return (yield)
 
     @hookimpl
     def clip_gradients(
@@ -267,7 +192,8 @@ class FSDPStrategy(FSDPOptions):
             if parameter.dim() == 0 and parameter.grad is not None
         }
         if reached:
-            self._order.next(("scalars", *reached))
+            assert self._steps.order is not None, "it was wrapped"
+            self._steps.order.next(("scalars", *reached))
         for parameter in reached.values():
             assert parameter.grad is not None, "what has none was left out"
             parameter.grad = run.peers.all_reduce(parameter.grad, "mean")
@@ -327,12 +253,6 @@ class FSDPStrategy(FSDPOptions):
 def cpu_offload() -> FSDPStrategy:
     """``fsdp_cpu_offload``"""
     return FSDPStrategy(cpu_offload=True)
-
-
-@contextlib.contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def _check_same(earlier: tuple[nn.Module, Any], mesh: Any) -> None:

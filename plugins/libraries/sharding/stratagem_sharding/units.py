@@ -2,25 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
 from stratagem_transforms.wrap_policy import children_first, select
 
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
 #: On a module that was made a unit by hand.
 _MARK = "_stratagem_unit"
 
 
-def units_of(user: nn.Module, policy: Any) -> list[nn.Module]:
-    """Return the modules that `policy` chooses and those that were wrapped by hand, children before parents."""
+def shard_units(
+    root: nn.Module | None,
+    user: nn.Module,
+    *,
+    policy: Any,
+    option: str,
+    options: dict[str, Any],
+    fill: Callable[[nn.Module], None],
+    run: RunContext,
+    also: Iterable[nn.Module] = (),
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
+) -> None:
+    """Shard the units of `user` and the rest of `root`.
+
+    Args:
+        root: the module whose forward runs `user`; None if only parts of it are called.
+        policy: chooses units.
+        option: that of `policy`, for messages.
+        options: of `fully_shard`.
+        fill: gives values to a part that was built without any.
+        also: further units, such as these parts.
+        ignored: parameters that stay as they are.
+    """
+    chosen = {*units_of(user, policy, option), *also}
+    if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
+        chosen.update(user.children())
+    exact = options | {"mp_policy": MixedPrecisionPolicy()}
+    units = [unit for unit in children_first(user, chosen) if any(True for _ in unit.parameters())]
+    normalizing = running_norms(user, units) if options["mp_policy"].param_dtype is not None else []
+    units = children_first(user, {*units, *normalizing})
+    check_tied(user, units, ignored)
+    check_dtypes(user, units, option)
+    for unit in units:
+        fill(unit)
+        precise = unit in normalizing or is_double(unit)
+        fully_shard(unit, **(exact if precise else options), ignored_params=unsharded_parameters(user) | ignored)
+    fill(user)
+    if root is not None:
+        options = exact if is_double(user) else options
+        fully_shard(root, **options, ignored_params=unsharded_parameters(user) | ignored)
+
+
+def shared_parameters(root: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of `root` that belong to several of `units`, or to one and to the rest."""
+    owners: dict[nn.Parameter, set[int]] = {}
+    for _, parameter, owner in _by_unit(root, units):
+        owners.setdefault(parameter, set()).add(owner)
+    return {parameter for parameter, its in owners.items() if len(its) > 1}
+
+
+def units_of(user: nn.Module, policy: Any, option: str) -> list[nn.Module]:
+    """Return the modules that `policy` chooses and those that were wrapped by hand, children before parents.
+
+    `option` is that of the policy, for messages.
+    """
     chosen: set[nn.Module] = set()
     if policy is not None:
-        chosen.update(select(user, policy, "strategy.fsdp.auto_wrap_policy"))
+        chosen.update(select(user, policy, option))
         # Attention computes with this layer's parameters and never calls it.
         attentions = [part for part in user.modules() if isinstance(part, nn.MultiheadAttention)]
         chosen.difference_update(part.out_proj for part in attentions)
@@ -39,14 +97,14 @@ def mark_unit(module: nn.Module, **overrides: Any) -> nn.Module:
     return module
 
 
-def check_tied(root: nn.Module, units: list[nn.Module]) -> None:
+def check_tied(root: nn.Module, units: list[nn.Module], ignored: AbstractSet[nn.Parameter] = frozenset()) -> None:
     """Refuse a parameter that belongs to two units: sharded with one, it would be another parameter in the other."""
     names = {id(part): name for name, part in root.named_modules()}
     chosen = {id(unit) for unit in units}
     owners: dict[int, tuple[str, int]] = {}
     for name, parameter, owner in _by_unit(root, units):
         first, other = owners.setdefault(id(parameter), (name, owner))
-        if other != owner:
+        if other != owner and parameter not in ignored:
             both = " and ".join(repr(names[unit]) if unit in chosen else "the rest" for unit in (other, owner))
             raise ConfigError(
                 f"{first!r} and {name!r} are one parameter in two units, {both}",
@@ -55,7 +113,7 @@ def check_tied(root: nn.Module, units: list[nn.Module]) -> None:
             )
 
 
-def _by_unit(root: nn.Module, units: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter, int]]:
+def _by_unit(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, int]]:
     """Yield each parameter, under all of its names, with the id of the unit that it belongs to, or of `root`."""
     chosen = {id(unit) for unit in units}
 
@@ -69,7 +127,7 @@ def _by_unit(root: nn.Module, units: list[nn.Module]) -> Iterator[tuple[str, nn.
     yield from visit(root, "", id(root))
 
 
-def check_dtypes(root: nn.Module, units: list[nn.Module]) -> None:
+def check_dtypes(root: nn.Module, units: list[nn.Module], policy: str) -> None:
     """Refuse trained parameters that FSDP cannot reduce in one message: complex ones, and two dtypes in a unit."""
     names = {id(part): name for name, part in root.named_modules()}
     first: dict[int, tuple[str, torch.dtype]] = {}
@@ -88,7 +146,7 @@ def check_dtypes(root: nn.Module, units: list[nn.Module]) -> None:
             raise ConfigError(
                 f"{other!r} is {_name_of(dtype)} and {name!r} is {_name_of(parameter.dtype)}, {unit}",
                 expected="trained parameters of one dtype in a unit, which FSDP sends in one message",
-                do="make units of the layers with the other dtype (strategy.fsdp.auto_wrap_policy), or convert them",
+                do=f"make units of the layers with the other dtype ({policy}), or convert them",
             )
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from stratagem_fsdp.param_groups import param_groups
-from stratagem_fsdp.unit_order import UnitOrder
+from stratagem_sharding.param_groups import param_groups
+from stratagem_sharding.unit_order import UnitOrder
 
 
-def count_bytes(units: list[nn.Module], num_replicas: int, traffic: Any, order: UnitOrder) -> None:
+def count_bytes(units: Sequence[Any], num_replicas: int, traffic: Any, order: UnitOrder) -> None:
     """Have `units` count in `traffic` what they send, and announce it to `order` before."""
     for unit in units:
-        assert isinstance(unit, FSDPModule), "it was sharded"
         unit.set_custom_all_gather(_CountingAllGather(traffic, order, order.number(unit)))
         unit.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
         for group in param_groups(unit._get_fsdp_state()):

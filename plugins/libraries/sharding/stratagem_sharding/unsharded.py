@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from stratagem_fsdp.param_groups import param_groups
+from stratagem_sharding.param_groups import param_groups
 
 
 class KeptUnits:

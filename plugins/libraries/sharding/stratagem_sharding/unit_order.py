@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stratagem.errors import ConfigError
-from stratagem_fsdp.param_groups import with_gradients
-from stratagem_fsdp.wording import few
+from stratagem_sharding.param_groups import with_gradients
+from stratagem_sharding.wording import few
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext
+    from stratagem.api import Collectives, RunContext
 
 
 #: How long a rank that diverges from the order waits for the others, as a part of the timeout of a collective.
@@ -53,10 +53,12 @@ class UnitOrder:
     nothing has happened for a while.
     """
 
-    def __init__(self, run: RunContext) -> None:
-        self._peers, self._collectives, self._first = run.peers, run.collectives, run.rank - run.peers.rank
+    def __init__(self, run: RunContext, peers: Collectives) -> None:
+        self._peers, self._collectives = peers, run.collectives
+        #: The numbers in the run of the ranks that are compared.
+        self._ranks: list[int] = peers.all_gather_object(run.rank)
         self._limit_s = _PART_OF_TIMEOUT * run.join_timeout.total_seconds()
-        self._key, self._round = f"fsdp/{next(_orders)}/{self._first}", 0
+        self._key, self._round = f"fsdp/{next(_orders)}/{self._ranks[0]}", 0
         #: The same on all ranks, as they wrap the same models in the same order.
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._names: list[str] = []
@@ -82,7 +84,8 @@ class UnitOrder:
                 self._names.append(name.removeprefix("module").removeprefix("."))
 
     def number(self, unit: nn.Module) -> int:
-        return self._numbers[unit]
+        """Return the number of `unit`; -1 if it is none."""
+        return self._numbers.get(unit, -1)
 
     def watch_gradients(self, unit: nn.Module, group: Any) -> None:
         """Compare which parameters of `group` have gradients before it reduces them."""
@@ -211,7 +214,7 @@ class UnitOrder:
         groups: dict[str, list[int]] = {}
         for rank in range(self._peers.world_size):
             event = found[rank][2:] if rank in found else None
-            groups.setdefault(self._describe(event, differing), []).append(self._first + rank)
+            groups.setdefault(self._describe(event, differing), []).append(self._ranks[rank])
         ranks = "; ".join(f"rank{'s' * (len(members) > 1)} {few(members)} {text}" for text, members in groups.items())
         return ConfigError(
             f"ranks use different layers in one step: {ranks}",

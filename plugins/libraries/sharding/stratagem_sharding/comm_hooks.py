@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stratagem.api import Bucket
-from stratagem_fsdp.param_groups import shards_in
+from stratagem_sharding.param_groups import shards_in
 
 
 def send_through_hooks(units: list[nn.Module], reduce: Callable[[Bucket], Any]) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
-from stratagem_fsdp.param_groups import param_groups
-from stratagem_fsdp.wording import few
+from stratagem_sharding.param_groups import param_groups
+from stratagem_sharding.wording import few
 
 #: Part of torch's message about an operation that mixes plain tensors and shards (`DTensor`).
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -24,10 +24,13 @@ def is_sharded_use(error: BaseException) -> bool:
     return _MIXED in str(error)
 
 
-def sharded_use(error: BaseException, root: nn.Module) -> ConfigError:
-    """Return the error for an operation on parameters whose unit is not gathered, with their names where found."""
+def sharded_use(error: BaseException, root: nn.Module, policy: str) -> ConfigError:
+    """Return the error for an operation on parameters whose unit is not gathered, with their names where found.
+
+    `policy` is the option that chooses units.
+    """
     names, units = _shards_of(root)
-    found = {names[id(tensor)] for tensor in _tensors_in_use(error) if id(tensor) in names}
+    found = {names[id(tensor)] for tensor in tensors_in_use(error) if id(tensor) in names}
     some = sorted(found) or sorted(units)
     inside = sorted({units[name] for name in some} - {""})
     which = f" of the unit{'s' * (len(inside) > 1)} {few([repr(name) for name in inside])}" if inside else ""
@@ -36,7 +39,7 @@ def sharded_use(error: BaseException, root: nn.Module) -> ConfigError:
     return ConfigError(
         f"{among}{few([repr(name) for name in some])}{which} {verb} used while sharded, outside of the unit's forward",
         expected="parameters that are used within the forward of their own unit, which gathers them",
-        do="leave that layer out of strategy.fsdp.auto_wrap_policy, or make the module that uses its parameters a unit",
+        do=f"leave that layer out of {policy}, or make the module that uses its parameters a unit",
     )
 
 
@@ -52,7 +55,7 @@ def _shards_of(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     return names, units
 
 
-def _tensors_in_use(error: BaseException) -> Iterator[Any]:
+def tensors_in_use(error: BaseException) -> Iterator[Any]:
     """Yield the local variables of the innermost function with shards, and the attributes that its failed line uses."""
     for trace in reversed(list(_traces(error.__traceback__))):
         frame = trace.tb_frame

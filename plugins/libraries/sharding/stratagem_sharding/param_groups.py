@@ -42,8 +42,24 @@ def shards_in(unit: FSDPModule, reduced: torch.Tensor) -> tuple[tuple[Any, ...],
     return tuple(each.sharded_param for each in trained), tuple(views)
 
 
+def units_in(root: nn.Module) -> list[Any]:
+    """Return the units of `root`, parents before children."""
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def computed_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that autograd sees: those of units as they are while gathered, and all others."""
+    gathered = {
+        each.sharded_param: each._unsharded_param
+        for unit in units_in(root)
+        for group in param_groups(unit._get_fsdp_state())
+        for each in group.fsdp_params
+        if hasattr(each, "_unsharded_param")
+    }
+    return [gathered.get(parameter, parameter) for parameter in root.parameters()]
+
+
 def reshard(root: nn.Module) -> None:
     """Reshard every unit: an evaluation, or a backward within a forward, may have left some unsharded."""
-    for part in root.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for unit in units_in(root):
+        unit.reshard()

@@ -1,0 +1,86 @@
+"""Logical tensors from shards, and shards from logical tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stratagem.api import RunContext
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `tensor`; a tensor that is not sharded as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_values(gradients: Sequence[torch.Tensor], max_value: float) -> None:
+    """Clamp each element of `gradients` to [-max_value, max_value]."""
+    shards = [local(gradient) for gradient in gradients]
+    if shards:
+        torch._foreach_clamp_min_(shards, -max_value)
+        torch._foreach_clamp_max_(shards, max_value)
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """Return all of `tensor`. Collective.
+
+    Where FSDP has cut what tensor parallelism had cut along the same dimension, its cut is undone first: torch gathers
+    both in one call too, with a warning on every call.
+    """
+    last = [Replicate() if isinstance(each, _StridedShard) else each for each in tensor.placements]
+    return tensor.redistribute(placements=last).full_tensor()
+
+
+def region(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Return the sizes of this rank's part of `tensor`, and its offsets in the whole.
+
+    torch's own function is wrong for parts of unequal size of which FSDP has cut what was cut before.
+    """
+    sizes, offsets = list(tensor.shape), [0] * tensor.dim()
+    here = tensor.device_mesh.get_coordinate()
+    assert here is not None, "this rank has a part"
+    cuts = [
+        (isinstance(placement, _StridedShard), axis, placement.dim)
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard | _StridedShard)
+    ]
+    for _, axis, dimension in sorted(cuts):  # FSDP cuts last, whichever axis it is
+        size = sizes[dimension]
+        each = -(-size // tensor.device_mesh.size(axis))
+        first = min(each * here[axis], size)
+        sizes[dimension] = min(each, size - first)
+        offsets[dimension] += first
+    return sizes, offsets
+
+
+def gathered(value: Any, run: RunContext) -> Any:
+    """Return a sharded tensor whole, on the CPU, where it is needed; anything else as it is. Collective."""
+    if not isinstance(value, DTensor):
+        return value
+    values = whole(value)
+    return values.cpu() if run.needs_values else values.to("meta")
+
+
+def shard_like(value: Any, model: Any) -> Any:
+    """Return this rank's shard of `value`, in its memory, where `model` is sharded and has its shape; else `value`."""
+    if not (isinstance(value, torch.Tensor) and isinstance(model, DTensor) and value.shape == model.shape):
+        return value
+    part = value
+    for dimension, (size, offset) in enumerate(zip(*region(model), strict=True)):
+        if size != value.shape[dimension]:
+            part = part.narrow(dimension, offset, size)
+    # Not by `from_local`, which moves shards that are offloaded to the mesh's device.
+    spec = DTensorSpec(model.device_mesh, model.placements, TensorMeta(model.shape, model.stride(), part.dtype))
+    return DTensor(part.to(model.to_local().device), spec, requires_grad=False)
+
+
+def copied(value: Any) -> Any:
+    """Return a tensor with memory of its own, since an optimizer keeps what it is given; anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,141 @@
+"""What happens around each step of a model whose units FSDP2 gathers and reduces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem_sharding.param_groups import param_groups, reshard, units_in
+from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
+from stratagem_sharding.traffic import count_bytes
+from stratagem_sharding.unit_order import UnitOrder
+from stratagem_sharding.unsharded import KeptUnits
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives, RunContext
+
+
+class ShardedSteps:
+    """Runs steps of models that were sharded, with what FSDP2 leaves to its caller.
+
+    It compares the order of units between ranks, keeps units for a backward within the forward, and gathers the root
+    for manual optimization.
+
+    Args:
+        policy: the option that chooses units, for messages.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.order: UnitOrder | None = None
+        self._syncs: bool | None = None
+        self._kept = KeptUnits()
+
+    def add(self, root: nn.Module, run: RunContext, peers: Collectives, num_replicas: int = 1) -> list[Any]:
+        """Watch and count what the units of `root` send; return them.
+
+        Args:
+            peers: the ranks that use the same units in the same order.
+            num_replicas: over how many FSDP itself averages.
+        """
+        self._syncs = None
+        units = units_in(root)
+        self.order = self.order or UnitOrder(run, peers)
+        self.order.add(root)
+        for unit in units:
+            self._kept.watch(unit._get_fsdp_state())
+        count_bytes(units, num_replicas, run.collectives.traffic, self.order)
+        return units
+
+    def step(
+        self, root: nn.Module, stage: str, sync: bool, run: RunContext, dtype: torch.dtype | None
+    ) -> AbstractContextManager[None]:
+        """Return the context of a step of `root`, in which operations compute in `dtype` if it is given.
+
+        Args:
+            sync: whether the backward of the step reduces gradients.
+        """
+        assert self.order is not None, "it was added"
+        if stage == "train":
+            self._reduce_in_backward(root, sync or run.manual)
+        contexts: list[AbstractContextManager[Any]] = [self.order.compared((stage, sync, self.order.number(root)))]
+        if dtype is not None:
+            contexts.append(torch.autocast(run.device.type, dtype, cache_enabled=not run.manual))
+        return self._within(contexts, root, run)
+
+    def _reduce_in_backward(self, root: nn.Module, wanted: bool) -> None:
+        if self._syncs is not wanted:
+            for unit in units_in(root):
+                unit.set_requires_gradient_sync(wanted, recurse=False)
+            self._syncs = wanted
+
+    @contextlib.contextmanager
+    def _within(self, contexts: list[AbstractContextManager[Any]], root: nn.Module, run: RunContext) -> Iterator[None]:
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                with self._kept.computing(root if run.manual else None):
+                    yield
+        except RuntimeError as error:
+            if is_sharded_use(error):
+                raise sharded_use(error, root, self.policy) from error
+            raise
+        finally:
+            self._kept.release()
+
+    @contextlib.contextmanager
+    def backward(self, loss: torch.Tensor, root: Any, run: RunContext) -> Iterator[None]:
+        """Differentiate `loss`; within, the gradients of shards are complete."""
+        assert self.order is not None, "it was added"
+        with self.order.compared(("backward", run.sync_gradients)):  # in a loop without a Trainer
+            if run.manual:
+                # The root's forward has not returned, so FSDP does not notice that a backward begins.
+                state = root._get_fsdp_state()
+                loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+            with torch.autocast(run.device.type, enabled=False), self._kept.last_backward():
+                run.differentiate(loss)
+            if not run.manual:
+                self._kept.release()
+            yield
+            if run.manual:
+                root.unshard()
+
+    def several_backwards(self) -> AbstractContextManager[None]:
+        """Return a context for all backwards of a step that calls parts of a model; `reduce` follows."""
+        return self._kept.last_backward()
+
+    def reduce(self, root: nn.Module) -> None:
+        """Reduce the gradients of all backwards since the last call, and reshard all units. Collective."""
+        self._reduce_in_backward(root, True)
+        states = [unit._get_fsdp_state() for unit in units_in(root)]
+        states = [state for state in states if state._is_root is not None]  # others were never called
+        for state in reversed(states):
+            for group in param_groups(state):
+                group.post_backward()
+        with self._kept.last_backward():
+            for state in states:
+                if state._is_root:  # each part that is called
+                    state._root_post_backward_final_callback()
+        self._reduce_in_backward(root, False)
+        reshard(root)
+
+    @contextlib.contextmanager
+    def optimizer_step(self, root: Any, run: RunContext) -> Iterator[None]:
+        """Within, an optimizer steps."""
+        self._kept.release()  # a unit that stayed unsharded would compute with the values before this step
+        yield
+        if run.manual:  # the rest of this forward must compute with the values after this step
+            root.reshard()
+            root.unshard()
+
+    def close(self) -> None:
+        """Forget the models, and end the thread that compares."""
+        if self.order is not None:
+            self.order.close()
+            self.order = None
