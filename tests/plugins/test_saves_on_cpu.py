@@ -202,7 +202,7 @@ def test_pinned_memory_is_kept_for_the_next_save(queued):
 
 def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
     plan = Plan(_three(), 0, 1)
-    plan.divide([plan.absent])
+    plan.divide([(plan.absent, plan.sharded)])
     before = [bytes(part.tolist()) for _, part in plan.parts]
     queued.clear()
     memory = plan.copy([])
@@ -217,7 +217,7 @@ def test_a_rank_s_part_is_copied_into_pinned_memory_with_one_wait(queued):
 def test_blocks_of_memory_hold_what_a_rank_writes_wherever_they_end(monkeypatch):
     monkeypatch.setattr("stratagem_checkpoint_sharded.layout.BLOCK", 10)
     plan = Plan(_three(), 0, 1)
-    plan.divide([plan.absent])
+    plan.divide([(plan.absent, plan.sharded)])
     before = _bytes_at(plan)
     sizes = [block.numel() for block in plan.copy([])]
 

@@ -69,6 +69,13 @@ class EMA(Callback):
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         self._last_step = trainer.global_step
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ConfigError(
+                "ema averages the parameters of a process, and "
+                f"{trainer.run.title_of(trainer.run.strategy)} has some of them on other processes only",
+                expected="a strategy of which every process holds all parameters, or shards of them",
+                do="drop the callback, or set strategy.parallel.pipeline to 1",
+            )
         if self._pending is not None:
             parameters = dict(module.named_parameters())
             unknown = set(self._pending) - set(parameters)

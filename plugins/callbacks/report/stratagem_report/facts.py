@@ -23,6 +23,7 @@ from stratagem.api.redaction import redact
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
+    from stratagem.api.layout import Layout
     from stratagem_report.history import History
 
 _MAX_LENGTH = 400
@@ -43,6 +44,8 @@ class Facts:
     device: str
     world_size: int
     batch_size: int | None
+    #: What the strategy tells about its mesh, if it does.
+    layout: Layout | None
     written_at: str
     folder: str
     #: (name, value, origin) of all arguments except those that choose plugins.
@@ -67,6 +70,7 @@ def gather(trainer: TrainerView, history: History) -> Facts:
         device=_device_name(run.device),
         world_size=trainer.world_size,
         batch_size=trainer.effective_batch_size,
+        layout=run.strategy.layout(run.peers_world, trainer.module),
         written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         folder=str(settings.default_root_dir),
         arguments=_arguments(settings),

@@ -15,6 +15,7 @@ from stratagem_report.charts import Chart, chart, not_finite, quantity
 from stratagem_report.facts import Facts, shown
 from stratagem_report.figures import byte_unit, count, duration, number, rate
 from stratagem_report.history import History, Series
+from stratagem_report.pictures import MeshPicture, TimelinePicture
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,6 +48,10 @@ def render(facts: Facts) -> str:
             metrics=[draw(title, curves) for title, curves in groups[:_CHARTS]],
             metrics_left_out=len(groups[_CHARTS:]),
             machine=_machine(history, draw),
+            mesh=None if facts.layout is None else MeshPicture(facts.layout),
+            timeline=None
+            if facts.layout is None or facts.layout.timeline is None
+            else TimelinePicture(facts.layout.timeline),
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,12 +41,22 @@ class Plan:
         """The tensors that only other ranks have."""
         return {number for number, tensor in enumerate(self._sources) if tensor.is_meta}
 
-    def divide(self, absent: list[set[int]]) -> None:
-        """Compute this rank's `parts`; `absent` has the tensors that each rank lacks.
+    @property
+    def sharded(self) -> dict[int, set[int]]:
+        """The tensors of which this rank has a shard, by the first rank of their meshes."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for number, tensor in enumerate(self._sources):
+            if isinstance(tensor, DTensor):
+                found[_first_rank(tensor)].add(number)
+        return dict(found)
+
+    def divide(self, held: list[tuple[set[int], dict[int, set[int]]]]) -> None:
+        """Compute this rank's `parts`; `held` has what each rank is `absent` from, and what it has `sharded`.
 
         Raises:
             CheckpointError: no rank has the values of a tensor.
         """
+        absent = [lacks for lacks, _ in held]
         missing = set.intersection(*absent)
         if missing:
             raise CheckpointError(
@@ -58,7 +69,11 @@ class Plan:
             number: next(rank for rank, lacks in enumerate(absent) if number not in lacks)
             for number in set.union(small, *absent)
         }
-        self.parts = list(self._mine(writers))
+        # Several meshes may hold the same shards, each all of them: replicas, or the stages that share a tied tensor.
+        meshes: dict[int, int] = {}
+        for first, number in ((first, n) for _, sharded in held for first, numbers in sharded.items() for n in numbers):
+            meshes[number] = min(first, meshes.get(number, first))
+        self.parts = list(self._mine(writers, meshes))
         self._sources = []
 
     def copy(self, memory: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,13 +110,13 @@ class Plan:
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
         return len(self.tensors) - 1
 
-    def _mine(self, writers: Mapping[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _mine(self, writers: Mapping[int, int], meshes: Mapping[int, int]) -> Iterator[tuple[int, torch.Tensor]]:
         same = [t for n, t in enumerate(self._sources) if not isinstance(t, DTensor) and n not in writers]
         share = -(-sum(t.numel() * t.element_size() for t in same) // self.world_size) or 1
         seen = 0
         for number, (entry, tensor) in enumerate(zip(self.tensors, self._sources, strict=True)):
             if isinstance(tensor, DTensor):
-                if _writes(tensor):
+                if meshes[number] == _first_rank(tensor) and _writes(tensor):
                     yield from ((entry["offset"] + begin, part) for begin, part in _shard_of(tensor))
                 continue
             if number in writers:
@@ -118,6 +133,10 @@ class Plan:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and tensor.numel() * tensor.element_size() <= SMALL
+
+
+def _first_rank(tensor: DTensor) -> int:
+    return int(tensor.device_mesh.mesh.min())
 
 
 def _writes(tensor: DTensor) -> bool:

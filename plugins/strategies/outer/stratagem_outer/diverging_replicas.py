@@ -32,7 +32,7 @@ from stratagem_outer.nested import copied_if_shared, on_cpu, on_device, without_
 from stratagem_outer.optimizers import averaged_moments, check_optimizers, local_state, restore_local_state
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from torch.optim import Optimizer
 
@@ -118,7 +118,7 @@ class DivergingReplicas(Plugin):
             self._reset_for(run)
         wrapped = yield
         with torch.no_grad():
-            tensors = {**dict(_model(run).named_parameters()), **dict(_model(run).named_buffers())}
+            tensors = _held(_model(run).named_parameters()) | _held(_model(run).named_buffers())
             broadcast_from_first(
                 {name: local_tensor(tensor) for name, tensor in tensors.items()}, self._sync_group, run.device
             )
@@ -128,7 +128,7 @@ class DivergingReplicas(Plugin):
     def wrap_optimizers(self, run: RunContext) -> Generator[None, list[Optimizer], list[Optimizer]]:
         optimizers = yield
         check_optimizers(self.path, optimizers, run)
-        parameters = dict(_model(run).named_parameters())
+        parameters = _held(_model(run).named_parameters())
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         return optimizers
@@ -227,7 +227,9 @@ class DivergingReplicas(Plugin):
         self._swap_in_average(run)
         self._own_values, self._parameters_in_sync, self._in_sync = None, True, True
         self._finish_pending_sync()
-        counts = {name: buffer for name, buffer in _model(run).named_buffers() if not is_averaged(buffer)}
+        counts = {
+            name: buffer for name, buffer in _held(_model(run).named_buffers()).items() if not is_averaged(buffer)
+        }
         with torch.no_grad():
             broadcast_from_first(
                 {name: local_tensor(buffer) for name, buffer in counts.items()}, self._sync_group, run.device
@@ -267,7 +269,11 @@ class DivergingReplicas(Plugin):
         """Return the trained parameters and the buffers that may differ between teams now, by name."""
         if self._in_sync:
             return {}
-        buffers = {name: local_tensor(buffer) for name, buffer in _model(run).named_buffers() if is_averaged(buffer)}
+        buffers = {
+            name: local_tensor(buffer)
+            for name, buffer in _held(_model(run).named_buffers()).items()
+            if is_averaged(buffer)
+        }
         return buffers if self._parameters_in_sync else self._local_parameters() | buffers
 
     # --- State ---------------------------------------------------------------------------------------------------
@@ -348,7 +354,9 @@ class DivergingReplicas(Plugin):
 
     def _is_compatible(self, state: dict[str, Any], run: RunContext) -> bool:
         """Whether a rank's saved values fit this rank: the same number of teams, and shards of the same shapes."""
-        own = self._local_parameters() | {name: local_tensor(buffer) for name, buffer in _model(run).named_buffers()}
+        own = self._local_parameters() | {
+            name: local_tensor(buffer) for name, buffer in _held(_model(run).named_buffers()).items()
+        }
         return state["num_teams"] == self._sync_group.world_size and all(
             name in own and own[name].shape == tensor.shape for name, tensor in state["values"].items()
         )
@@ -364,6 +372,11 @@ class DivergingReplicas(Plugin):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # attrs made it
+
+
+def _held(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return those of the tensors by name that this rank has: others may belong to other stages of a pipeline."""
+    return {name: tensor for name, tensor in named if not tensor.is_meta}
 
 
 def _model(run: RunContext) -> torch.nn.Module:
