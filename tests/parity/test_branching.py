@@ -289,7 +289,8 @@ def test_every_strategy_is_tried_here_or_under_the_kit():
     }
     stacks = [strategy for strategy, *_ in (*RIGHT.values(), *REFUSED.values())]
     classes |= {type(sg.Run(strategy=s, accelerator="cpu", devices=2).stack.strategy).__name__ for s in stacks}
-    elsewhere = {"SingleDeviceStrategy", "DPStrategy", "DDP2Strategy", "DeepSpeedStrategy"}  # see test_strategies.py
+    # See test_strategies.py, and test_parallel.py beside it.
+    elsewhere = {"SingleDeviceStrategy", "DPStrategy", "DDP2Strategy", "DeepSpeedStrategy", "ParallelStrategy"}
 
     for entry in registry.entries("strategy"):
         if entry.distribution.startswith("stratagem-"):

@@ -20,10 +20,12 @@ def net(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def data(samples: int = 64, seed: int = 1) -> Batch:
+def data(samples: int = 64, seed: int = 1, sequence: int | None = None) -> Batch:
+    """Return inputs (samples, 16) and targets (samples, 1); with `sequence`, (samples, sequence, 16) and so on."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, 16, generator=generator)
-    return x, x[:, :1].sin() + x[:, 1:2] ** 2
+    x = torch.randn(samples * (sequence or 1), 16, generator=generator)
+    y = x[:, :1].sin() + x[:, 1:2] ** 2
+    return (x, y) if sequence is None else (x.view(samples, sequence, 16), y.view(samples, sequence, 1))
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:
@@ -32,6 +34,15 @@ def loss_of(out: Tensor, y: Tensor) -> Tensor:
 
 def square(out: Tensor, y: Tensor) -> Tensor:
     return 4 * ((out - y) ** 2).mean()
+
+
+def attended(x: Tensor) -> Tensor:
+    """Return samples that are vectors as they are; to each position of a sequence add attention to those before it."""
+    if x.dim() < 3:
+        return x
+    heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    out: Tensor = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+    return out
 
 
 class Net(sg.Module):
@@ -43,8 +54,17 @@ class Net(sg.Module):
         super().__init__()
         self.net, self.lr = net(seed), lr
 
+    @property
+    def sequential_module(self) -> nn.Sequential:
+        """The layers that a pipeline may cut into stages."""
+        return self.net
+
+    def parallel_plan(self) -> dict[str, str]:
+        """Return how tensor parallelism may cut the first two layers; the third stays whole."""
+        return {"net.0": "colwise", "net.2": "rowwise"}
+
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
+        out: Tensor = self.net(attended(x))
         return out
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -77,12 +97,15 @@ class Frozen(Net):
 
 
 class Tied(Net):
-    """One layer is used twice."""
+    """One block of two layers is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        shared = net(1)[2]
+        shared = nn.Sequential(net(1)[2], nn.Tanh(), net(2)[2])
         self.net = nn.Sequential(self.net[0], nn.Tanh(), shared, nn.Tanh(), shared, nn.Tanh(), self.net[4])
+
+    def parallel_plan(self) -> dict[str, str]:
+        return {"net.2.0": "colwise", "net.2.2": "rowwise"}
 
 
 class Scalar(Net):
@@ -93,7 +116,7 @@ class Scalar(Net):
         self.gain = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.gain * self.net(x)
+        out: Tensor = self.gain * self.net(attended(x))
         return out
 
 
@@ -108,7 +131,7 @@ class Buffered(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        out: Tensor = self.net(x)
+        out: Tensor = self.net(attended(x))
         return out
 
 
@@ -122,7 +145,7 @@ class Shifted(Net):
         self.register_buffer("shift", torch.tensor(1.0 + seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.shift + self.net(x)
+        out: Tensor = self.shift + self.net(attended(x))
         return out
 
 
@@ -148,8 +171,8 @@ class Branching(Net):
         return layer
 
     def branch(self, x: Tensor, batch_idx: int) -> Tensor:
-        layer = self.dog if batch_idx >= self.since and x[0, 0] < 0 else self.cat
-        out: Tensor = self.net[4](torch.tanh(layer(self.net[:4](x))))
+        layer = self.dog if batch_idx >= self.since and x.flatten()[0] < 0 else self.cat
+        out: Tensor = self.net[4](torch.tanh(layer(self.net[:4](attended(x)))))
         return out
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -176,10 +199,11 @@ class Indexed(Net):
         super().__init__()
         self.indices: list[int] = []
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.indices += [int(each) for each in batch[2]]
+
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        x, y, index = batch
-        self.indices += [int(each) for each in index]
-        return super().training_step((x, y), batch_idx)
+        return super().training_step(batch[:2], batch_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
         return batch[2], self(batch[0])
@@ -189,7 +213,7 @@ class Dropped(Net):
     """Draws random numbers in every forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(F.dropout(x, 0.3, training=self.training))
+        out: Tensor = self.net(attended(F.dropout(x, 0.3, training=self.training)))
         return out
 
 
@@ -261,10 +285,14 @@ class Gan(sg.Module):
         super().__init__()
         self.generator, self.critic = net(2)[:3], net(3)[2:]
 
+    def parallel_plan(self) -> dict[str, str]:
+        return {"*.0": "colwise", "*.2": "rowwise"}
+
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        real = torch.cat([batch[0], batch[0]], 1)
+        x = attended(batch[0])
+        real = torch.cat([x, x], -1)
         for_critic, for_generator = self.optimizers()
-        made = self.generator(batch[0])
+        made = self.generator(x)
         for_critic.zero_grad()
         self.manual_backward(critic_loss(self.critic, real, made.detach()))
         for_critic.step()
@@ -330,22 +358,22 @@ def train_module_plainly(
     return weights, norms
 
 
-def branching_batches(num_batches: int, batch_size: int, world_size: int) -> list[Batch]:
-    """Return joined batches for `Branching`, with which every other rank uses the other layer."""
-    batches = joined_batches(num_batches, batch_size)
+def branching_batches(num_batches: int, batch_size: int, num_parts: int, sequence: int | None = None) -> list[Batch]:
+    """Return joined batches for `Branching`, with which every other of their parts uses the other layer."""
+    batches = joined_batches(num_batches, batch_size, sequence=sequence)
     for x, _ in batches:
-        for rank, part_of_it in enumerate(x.chunk(world_size)):
-            part_of_it[:, 0] = (-1.0) ** rank
+        for number, part_of_it in enumerate(x.chunk(num_parts)):
+            part_of_it[..., 0] = (-1.0) ** number
     return batches
 
 
 def train_branching_plainly(
-    module: Branching, batches: list[Batch], world_size: int
+    module: Branching, batches: list[Batch], num_parts: int
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train `module` on the mean loss of the parts that `world_size` ranks have of each joined batch."""
+    """Train `module` on the mean loss of the `num_parts` parts that ranks have of each joined batch."""
     optimizer, norms = module.configure_optimizers(), []
     for index, batch in enumerate(batches):
-        losses = [module.training_step(part([batch], rank, world_size)[0], index) for rank in range(world_size)]
+        losses = [module.training_step(part([batch], number, num_parts)[0], index) for number in range(num_parts)]
         torch.stack(losses).mean().backward()
         norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
         optimizer.step()
@@ -371,14 +399,16 @@ def train_lbfgs_plainly(batches: list[Batch]) -> dict[str, Tensor]:
     return weights
 
 
-def train_gan_plainly(batches: list[Batch]) -> dict[str, Tensor]:
-    generator, critic = net(2)[:3], net(3)[2:]
+def train_gan_plainly(batches: list[Batch], gan: Any = None) -> dict[str, Tensor]:
+    gan = gan or Gan()
+    generator, critic = gan.generator, gan.critic
     for_critic = torch.optim.SGD(critic.parameters(), lr=1e-2, momentum=0.9)
     for_generator = torch.optim.SGD(generator.parameters(), lr=1e-2, momentum=0.9)
-    for x, _ in batches:
+    for given, _ in batches:
+        x = attended(given)
         made = generator(x)
         for_critic.zero_grad()
-        critic_loss(critic, torch.cat([x, x], 1), made.detach()).backward()
+        critic_loss(critic, torch.cat([x, x], -1), made.detach()).backward()
         for_critic.step()
         for_generator.zero_grad()
         generator_loss(critic, made).backward()
@@ -388,9 +418,9 @@ def train_gan_plainly(batches: list[Batch]) -> dict[str, Tensor]:
     }
 
 
-def joined_batches(num_batches: int, batch_size: int, seed: int = 5) -> list[Batch]:
+def joined_batches(num_batches: int, batch_size: int, seed: int = 5, sequence: int | None = None) -> list[Batch]:
     """Return different batches, each to be split into equal parts for the ranks of a run."""
-    x, y = data(num_batches * batch_size, seed)
+    x, y = data(num_batches * batch_size, seed, sequence)
     return list(zip(x.split(batch_size), y.split(batch_size), strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stratagem_testing.strategy.accumulation import AccumulationChecks
 from stratagem_testing.strategy.combinations import CombinationChecks
 from stratagem_testing.strategy.data import DataChecks
+from stratagem_testing.strategy.mesh import MeshChecks
 from stratagem_testing.strategy.optimization import OptimizationChecks
 from stratagem_testing.strategy.processes import ProcessChecks
 from stratagem_testing.strategy.state import StateChecks
@@ -13,7 +14,14 @@ from stratagem_testing.strategy.weights import WeightChecks
 
 # Checks run from the last base class to the first.
 class StrategyConformance(
-    ProcessChecks, DataChecks, StateChecks, CombinationChecks, OptimizationChecks, AccumulationChecks, WeightChecks
+    ProcessChecks,
+    DataChecks,
+    MeshChecks,
+    StateChecks,
+    CombinationChecks,
+    OptimizationChecks,
+    AccumulationChecks,
+    WeightChecks,
 ):
     """Trains small models in real processes and compares with plain PyTorch on the joined batches.
 

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 import stratagem as sg
+from stratagem.api import Mesh, World
 from stratagem.api.capabilities import FULL_STATE, MULTI_PROCESS
 from stratagem.errors import StratagemError
 from stratagem_testing.conformance import Conformance, refusal
@@ -19,6 +20,10 @@ from stratagem_testing.training import outcome, share, train, weights_of, weight
 
 #: Can be split into equal parts for up to four ranks.
 BATCH = 24
+#: The length of sequences in samples for strategies that cut them; can be cut in two and in four.
+SEQUENCE = 4
+#: The axes of a mesh whose ranks read the same samples: these ranks have parts of the model, or of the samples.
+CUT_AXES = ("pipeline", "context", "tensor")
 #: Why a check of an outer strategy is skipped.
 _OUTER = "an outer strategy does not train as one process would: compare it with a reference loop of your own"
 
@@ -29,6 +34,33 @@ class StrategyChecks(Conformance):
     kind = "strategy"
     #: Largest relative difference of any weight from plain PyTorch, in fp32.
     tolerance: ClassVar[float] = 1e-6
+
+    def prepare(self, module: sg.Module) -> sg.Module:
+        """Return the module to train, given one of the kit; called in each process, and for the reference.
+
+        Override it where the strategy needs more of a module than every module has, such as layers of experts. The
+        modules of the kit have a `sequential_module` and a `parallel_plan`; their layers are linear, in ``net``.
+        """
+        return module
+
+    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that makes what `prepare` returns for ``make()``."""
+        return lambda: self.prepare(make())
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Return the mesh of `world_size` processes of one node. Raises the strategy's errors."""
+        mesh: Mesh = self.choice().plugin.mesh(World(world_size=world_size, local_world_size=world_size))
+        return mesh
+
+    @property
+    def sequence(self) -> int | None:
+        """The length of the sequences that samples are; None if the strategy cuts none, and samples are vectors."""
+        sizes = [size for size in self.world_sizes if self._size_refused(size) is None]
+        return SEQUENCE if any(self.mesh(size).size("context") > 1 for size in sizes) else None
+
+    def batches(self, num_batches: int) -> list[Batch]:
+        """Return joined batches of samples as the strategy needs them."""
+        return joined_batches(num_batches, BATCH, sequence=self.sequence)
 
     def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         self.choice().plugin.preload(self.accelerator)
@@ -41,16 +73,37 @@ class StrategyChecks(Conformance):
 
     def _run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, world_size, choose, *arguments)`` in processes; skip if the strategy has only one."""
+        self._require_size(world_size)
+        return self.run_in(function, world_size, self._arguments(world_size), *arguments)
+
+    def _require_size(self, world_size: int) -> None:
+        """Return if the strategy can arrange `world_size` processes; otherwise skip the check with its reason."""
         if world_size > 1:
             self._require(MULTI_PROCESS, world_size)
         elif self._is_outer:
             pytest.skip(_OUTER)
-        return self.run_in(function, world_size, self._arguments(world_size), *arguments)
+        if reason := self._size_refused(world_size):
+            assert not all(self._size_refused(size) for size in self.world_sizes), reason
+            pytest.skip(reason)
+
+    def _size_refused(self, world_size: int) -> str | None:
+        if self._is_outer or (world_size > 1 and not self.claims(MULTI_PROCESS)):
+            return None
+        return refusal(lambda: self.mesh(world_size))
+
+    def _averages(self, world_size: int) -> bool:
+        """Whether some ranks have different samples, or parts of them, so that gradients are averaged."""
+        mesh = self.mesh(world_size)
+        return mesh.num_data_shards * mesh.size("context") > 1
+
+    def _is_cut(self, world_size: int) -> bool:
+        """Whether ranks have parts of the model, or of samples, so that a module that cannot be cut may be refused."""
+        return any(self.mesh(world_size).size(axis) > 1 for axis in CUT_AXES)
 
     def _train(
         self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any
     ) -> list[dict[str, Any]]:
-        return self._run(world_size, _train, make, batches, arguments)
+        return self._run(world_size, _train, self.maker(make), batches, arguments)
 
     def _compare(
         self, results: list[dict[str, Any]], reference: dict[str, Tensor] | None, tolerance: float | None = None
@@ -65,15 +118,16 @@ class StrategyChecks(Conformance):
 
     def _require(self, word: str, world_size: int, make: Callable[[], sg.Module] = Net, **arguments: Any) -> None:
         """Return if the strategy claims `word`; otherwise assert that `arguments` or the module fail, and skip."""
-        if word != MULTI_PROCESS and world_size > 1:
-            self._require(MULTI_PROCESS, world_size)
+        if word != MULTI_PROCESS:
+            self._require_size(world_size)
         if self.claims(word):
             return
         if self._is_outer:
             pytest.skip(_OUTER)
         reason = refusal(lambda: sg.Trainer(**self._arguments(world_size, **arguments)))
         if reason is None:
-            outcomes = self.run_in(_fit_outcome, world_size, self._arguments(world_size, **arguments), make)
+            chosen = self._arguments(world_size, **arguments)
+            outcomes = self.run_in(fit_outcome, world_size, chosen, self.maker(make), self.batches(2))
             assert len(set(outcomes)) == 1, f"{word!r} is not claimed, and ranks disagree about it: {outcomes}"
             reason = outcomes[0]
             assert reason.startswith("refused: "), f"{word!r} is not claimed, and was not refused: {reason}"
@@ -82,7 +136,7 @@ class StrategyChecks(Conformance):
 
     def _trained_or_refused(self, world_size: int, make: Any, batches: list[Any]) -> list[dict[str, Any]]:
         """Return what each rank trained; if all ranks refused the module, skip with the error message."""
-        results = self._run(world_size, _train_or_refuse, make, batches)
+        results = self._run(world_size, _train_or_refuse, self.maker(make), batches)
         refused = [result for result in results if isinstance(result, str)]
         assert len(refused) in (0, world_size), f"some ranks refused, others trained: {results}"
         if refused:
@@ -92,12 +146,11 @@ class StrategyChecks(Conformance):
 
     def _require_saving(self, world_size: int) -> None:
         """Return if the strategy can save at `world_size`; otherwise assert that saving is refused, and skip."""
-        if world_size > 1:
-            self._require(MULTI_PROCESS, world_size)
-        elif self._is_outer:
-            pytest.skip(_OUTER)
+        self._require_size(world_size)
         if not self.claims(FULL_STATE) and not self._is_outer:
-            outcomes = self.run_in(_save_outcome, world_size, self._arguments(world_size))
+            outcomes = self.run_in(
+                _save_outcome, world_size, self._arguments(world_size), self.maker(Scheduled), self.batches(1)
+            )
             assert all(repr(FULL_STATE) in text for text in outcomes), f"{FULL_STATE!r} is not claimed: {outcomes}"
             pytest.skip(outcomes[0])
 
@@ -116,21 +169,22 @@ def _train_or_refuse(rank: int, size: int, choose: dict[str, Any], make: Any, ba
         return f"refused: {error}"
 
 
-def _fit_outcome(rank: int, size: int, choose: dict[str, Any], make: Any) -> str:
-    return outcome(lambda: train(rank, size, make, joined_batches(2, BATCH), choose))
+def fit_outcome(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
+    """Return what training ``make()`` raises, as `stratagem_testing.training.outcome` does."""
+    return outcome(lambda: train(rank, size, make, batches, choose))
 
 
-def train_and_save(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
-    """Train `Scheduled` on this rank's share of `batches`, save a checkpoint to `path`, return the weights."""
+def train_and_save(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, path: Path) -> Any:
+    """Train ``make()`` on this rank's share of `batches`, save a checkpoint to `path`, return the weights."""
     trainer = sg.Trainer(**choose)
-    trainer.fit(Scheduled(), share(trainer, batches))
+    trainer.fit(make(), share(trainer, batches))
     trainer.save_checkpoint(path)
     return {"weights": weights_of(trainer)}
 
 
-def _save_outcome(rank: int, size: int, choose: dict[str, Any]) -> str:
+def _save_outcome(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
     with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
-        return outcome(lambda: train_and_save(rank, size, choose, joined_batches(1, BATCH), Path(folder) / "x.ckpt"))
+        return outcome(lambda: train_and_save(rank, size, choose, make, batches, Path(folder) / "x.ckpt"))
 
 
 def run_arguments(choose: dict[str, Any]) -> dict[str, Any]:

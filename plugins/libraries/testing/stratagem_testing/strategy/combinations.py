@@ -12,8 +12,8 @@ from stratagem.api.capabilities import ACCUMULATION, GRADIENT_BUCKETS, SHARDED_P
 from stratagem.stack import registry
 from stratagem_testing.conformance import refusal
 from stratagem_testing.precision import tolerance_of
-from stratagem_testing.reference import Net, joined_batches, train_module_plainly
-from stratagem_testing.strategy.base import BATCH, StrategyChecks
+from stratagem_testing.reference import Net, train_module_plainly
+from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import EveryBatch, train
 
 
@@ -28,29 +28,30 @@ class CombinationChecks(StrategyChecks):
         """Every installed precision trains within its rounding error, or is refused with a reason."""
         if reason := refusal(lambda: sg.Trainer(**self._arguments(world_size, precision=precision))):
             pytest.skip(reason)
-        batches = joined_batches(8, BATCH)
+        batches = self.batches(8)
         policy = sg.Run(precision=precision, accelerator=self.accelerator).context.policy
 
         results = self._train(world_size, Net, batches, precision=precision)
 
         used = [batches[index] for index in results[0]["used"]]
         assert len(used) >= 2, "almost every step was skipped"
-        self._compare(results, train_module_plainly(Net(), used)[0], tolerance_of(policy))
+        self._compare(results, train_module_plainly(self.maker(Net)(), used)[0], tolerance_of(policy))
 
     def test_gradient_buckets(self, world_size: int) -> None:
         """Comm hooks are given every gradient once in each synchronized step, and what they return is applied."""
         self._require(GRADIENT_BUCKETS, world_size, comm_hook=[_CountingHook()])
-        batches = joined_batches(4, BATCH)
+        batches = self.batches(4)
         accumulate = 2 if self.claims(ACCUMULATION) else 1
-        reference, _ = train_module_plainly(Net(), batches, accumulate)
+        reference, _ = train_module_plainly(self.maker(Net)(), batches, accumulate)
 
-        results = self._run(world_size, _train_counting_buckets, batches, accumulate)
+        results = self._run(world_size, _train_counting_buckets, self.maker(Net), batches, accumulate)
 
         self._compare(results, reference)
-        size = sum(parameter.numel() for parameter in Net().parameters())
+        size = sum(parameter.numel() for parameter in self.maker(Net)().parameters())
+        if self.claims(SHARDED_PARAMETERS):  # hooks are given only what is averaged over replicas, by shards
+            assert sum(min(result["elements"]) for result in results) >= size
         for result in results:
-            if self.claims(SHARDED_PARAMETERS):  # hooks are given only what is averaged over replicas, by shards
-                assert min(result["elements"]) >= size / world_size
+            if self.claims(SHARDED_PARAMETERS):
                 assert min(result["last"]) >= 1, "no bucket of a backward sets is_last"
                 continue
             assert result["elements"] == [size] * (4 // accumulate)
@@ -81,7 +82,9 @@ class _CountingHook(sg.CommHook):
         return (yield bucket.buffer)
 
 
-def _train_counting_buckets(rank: int, size: int, choose: dict[str, Any], batches: Any, accumulate: int) -> Any:
+def _train_counting_buckets(
+    rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, accumulate: int
+) -> Any:
     hook = _CountingHook()
 
     def read(trainer: sg.Trainer) -> tuple[int, int]:
@@ -91,7 +94,7 @@ def _train_counting_buckets(rank: int, size: int, choose: dict[str, Any], batche
 
     reader = EveryBatch(read)
     arguments = {"comm_hook": [hook], "callbacks": [reader], "accumulate_grad_batches": accumulate}
-    result = train(rank, size, Net, batches, choose | arguments)
+    result = train(rank, size, make, batches, choose | arguments)
     closing = reader.results[accumulate - 1 :: accumulate]
     result["elements"], result["last"] = [seen for seen, _ in closing], [last for _, last in closing]
     return result

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem_testing.reference import Indexed, Net, data, joined_batches, loss_of, train_module_plainly
-from stratagem_testing.strategy.base import BATCH, StrategyChecks
+from stratagem_testing.reference import Indexed, Net, data, loss_of, train_module_plainly
+from stratagem_testing.strategy.base import StrategyChecks
 from stratagem_testing.training import loader, share, weights_of
 
 
@@ -18,7 +18,7 @@ class DataChecks(StrategyChecks):
 
     def test_every_sample_is_read_once(self, world_size: int) -> None:
         """The shares of a training loader that the data shards read are disjoint and complete."""
-        seen = self._run(world_size, _indices_read, world_size * 12)
+        seen = self._run(world_size, _indices_read, self.maker(Indexed), data(world_size * 12, sequence=self.sequence))
         by_shard = dict(seen)  # ranks of one data shard (a tensor-parallel group) read the same samples
 
         assert all(indices == by_shard[shard] for shard, indices in seen)
@@ -27,9 +27,9 @@ class DataChecks(StrategyChecks):
     def test_predictions_are_complete_and_in_order(self, world_size: int) -> None:
         """Each sample is predicted once, on each rank in the order of the data, also if ranks have unequal numbers."""
         count = 4 * world_size + world_size - 1
-        results = self._run(world_size, _predict, count)
-        x, _ = data(count, seed=9)
-        expected = Net().net(x)
+        samples = data(count, seed=9, sequence=self.sequence)
+        results = self._run(world_size, _predict, self.maker(Indexed), samples)
+        expected = self.maker(Indexed)()(samples[0])
 
         by_shard = {result["shard"]: result["indices"] for result in results}
         indices = [index for indices in by_shard.values() for index in indices]
@@ -40,13 +40,13 @@ class DataChecks(StrategyChecks):
 
     def test_validation_measures_the_whole_set(self, world_size: int) -> None:
         """The loss is the mean over all samples, before a fit and after it, and validation changes no weights."""
-        samples = data(world_size * 8, seed=8)
-        batches = joined_batches(4, BATCH)
-        untrained, trained = Net(), Net()
+        samples = data(world_size * 8, seed=8, sequence=self.sequence)
+        batches = self.batches(4)
+        untrained, trained = self.maker(Net)(), self.maker(Net)()
         reference, _ = train_module_plainly(trained, batches)
         wanted = [loss_of(module.eval()(samples[0]), samples[1]).item() for module in (untrained, trained)]
 
-        results = self._run(world_size, _validate, samples, batches)
+        results = self._run(world_size, _validate, self.maker(Net), samples, batches)
 
         self._compare(results, reference)
         for result in results:
@@ -56,22 +56,22 @@ class DataChecks(StrategyChecks):
 # --- In each process ---------------------------------------------------------------------------------------------
 
 
-def _indices_read(rank: int, size: int, choose: dict[str, Any], count: int) -> tuple[int, list[int]]:
-    trainer, module = sg.Trainer(**choose), Indexed()
-    trainer.fit(module, loader((*data(count), torch.arange(count)), 4))
+def _indices_read(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any) -> tuple[int, list[int]]:
+    trainer, module = sg.Trainer(**choose), make()
+    trainer.fit(module, loader((*samples, torch.arange(len(samples[0]))), 4))
     return trainer.run.mesh.data_shard, module.indices
 
 
-def _predict(rank: int, size: int, choose: dict[str, Any], count: int) -> Any:
+def _predict(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any) -> Any:
     trainer = sg.Trainer(**choose)
-    results = trainer.predict(Indexed(), loader((*data(count, seed=9), torch.arange(count)), 2))
+    results = trainer.predict(make(), loader((*samples, torch.arange(len(samples[0]))), 2))
     outputs = torch.cat([out for _, out in results]).detach().cpu()
     indices = torch.cat([index for index, _ in results]).tolist()
     return {"shard": trainer.run.mesh.data_shard, "indices": indices, "outputs": outputs}
 
 
-def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any, batches: Any) -> Any:
-    module, held_out = Net(), loader(samples, 4)
+def _validate(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any, batches: Any) -> Any:
+    module, held_out = make(), loader(samples, 4)
     before = sg.Trainer(**choose).validate(module, held_out)[0]["val_loss"]
     trainer = sg.Trainer(**(choose | {"num_sanity_val_steps": 2}))
     trainer.fit(module, share(trainer, batches), held_out)

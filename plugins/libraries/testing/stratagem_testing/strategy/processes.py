@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 
 import stratagem as sg
 from stratagem.api.capabilities import MULTI_PROCESS
-from stratagem_testing.reference import Batch, Net, joined_batches, relative_difference
-from stratagem_testing.strategy.base import BATCH, StrategyChecks, run_arguments
-from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, train, weights_of
+from stratagem_testing.reference import Batch, Net, relative_difference
+from stratagem_testing.strategy.base import StrategyChecks, fit_outcome, run_arguments
+from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, weights_of
 
 
 class ProcessChecks(StrategyChecks):
@@ -24,7 +25,7 @@ class ProcessChecks(StrategyChecks):
 
     def test_an_error_on_one_rank_ends_all(self, several: int) -> None:
         """All ranks end within seconds, and the other ranks' errors name the cause."""
-        *others, raiser = self._run(several, _raise_on_last_rank)
+        *others, raiser = self._run(several, _raise_on_last_rank, self.maker(_Raises), self.batches(5))
 
         assert raiser == "ValueError: out of order"
         for error in others:
@@ -32,7 +33,7 @@ class ProcessChecks(StrategyChecks):
 
     def test_leaves_nothing_behind(self, world_size: int) -> None:
         """After three runs in one process no process group, thread, file descriptor, port or file remains."""
-        for first, second, third in self._run(world_size, _run_three_times):
+        for first, second, third in self._run(world_size, _run_three_times, self.maker(Net), self.batches(2)):
             assert not third["process group"], "the process group still exists"
             # The peer may close a connection later than after another run; a leak grows with each run.
             more = {name for name, value in third.items() if not _at_most(value, second[name])}
@@ -40,7 +41,7 @@ class ProcessChecks(StrategyChecks):
 
     def test_a_second_run_is_like_the_first(self, world_size: int) -> None:
         """The same instance trains twice in one process, and the first run does not affect the second."""
-        for first, second in self._run(world_size, _train_twice, joined_batches(3, BATCH)):
+        for first, second in self._run(world_size, _train_twice, self.maker(Net), self.batches(3)):
             assert relative_difference(second, first) < self.tolerance
 
     def test_more_processes_than_it_can_are_refused(self, several: int) -> None:
@@ -53,22 +54,29 @@ class ProcessChecks(StrategyChecks):
 # --- In each process ---------------------------------------------------------------------------------------------
 
 
-def _raise_on_last_rank(rank: int, size: int, choose: dict[str, Any]) -> str:
-    class Raises(Net):
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            if batch_idx == 2 and rank == size - 1:
-                raise ValueError("out of order")
-            return super().training_step(batch, batch_idx)
+class _Raises(Net):
+    """Raises an error in the third batch on the last rank."""
 
-    return outcome(lambda: train(rank, size, Raises, joined_batches(5, BATCH), choose))
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.raises:
+            raise ValueError("out of order")
+        return super().training_step(batch, batch_idx)
 
 
-def _run_three_times(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
+def _raise_on_last_rank(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
+    return fit_outcome(rank, size, choose, make, batches)
+
+
+def _run_three_times(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> list[dict[str, Any]]:
     after_each = []
     with in_empty_folder() as folder:
         for _ in range(3):
             trainer = sg.Trainer(**(choose | {"default_root_dir": folder}))
-            trainer.fit(Net(), share(trainer, joined_batches(2, BATCH)))
+            trainer.fit(make(), share(trainer, batches))
             trainer.run.close()
             trainer.run.close()  # safe to call twice
             del trainer
@@ -91,13 +99,13 @@ def _stable_resources() -> dict[str, Any]:
     return held
 
 
-def _train_twice(rank: int, size: int, choose: dict[str, Any], batches: Any) -> Any:
+def _train_twice(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
     run = sg.Run(**run_arguments(choose))
     instance = run.stack.strategies[0].plugin
     weights = []
     for _ in range(2):
         trainer = sg.Trainer(**(choose | {"strategy": instance}))
-        trainer.fit(Net(), share(trainer, batches))
+        trainer.fit(make(), share(trainer, batches))
         weights.append(weights_of(trainer))
         trainer.close()
     return weights

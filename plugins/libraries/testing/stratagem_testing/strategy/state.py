@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.stack import catalog
-from stratagem_testing.reference import Batch, Indexed, Net, Scheduled, data, joined_batches, train_module_plainly
-from stratagem_testing.strategy.base import BATCH, StrategyChecks, train_and_save
+from stratagem_testing.reference import Batch, Indexed, Net, Scheduled, data, train_module_plainly
+from stratagem_testing.strategy.base import StrategyChecks, train_and_save
 from stratagem_testing.training import QUIET, outcome, share, weights_of
 
 
@@ -27,22 +27,23 @@ class StateChecks(StrategyChecks):
     def test_save_load_and_continue(self, world_size: int, other_size: int | str) -> None:
         """Train half, save, resume with another number of processes: the weights equal those without interruption."""
         self._require_saving(world_size)
-        batches = joined_batches(8, BATCH)
-        half, _ = train_module_plainly(Scheduled(), batches[:4])
-        whole, _ = train_module_plainly(Scheduled(), batches)
+        batches = self.batches(8)
+        half, _ = train_module_plainly(self.maker(Scheduled)(), batches[:4])
+        whole, _ = train_module_plainly(self.maker(Scheduled)(), batches)
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
             path = Path(folder) / "half.ckpt"
-            self._compare(self._run(world_size, train_and_save, batches[:4], path), half)
+            self._compare(self._run(world_size, train_and_save, self.maker(Scheduled), batches[:4], path), half)
             self._compare(self._continue(other_size, path, batches), whole)
 
     def test_continues_what_one_device_saved(self, world_size: int) -> None:
         self._require_saving(world_size)
-        batches = joined_batches(8, BATCH)
+        batches = self.batches(8)
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
             path = Path(folder) / "half.ckpt"
-            self.run_in(train_and_save, 1, _single_device(self.accelerator), batches[:4], path)
+            self.run_in(train_and_save, 1, _single_device(self.accelerator), self.maker(Scheduled), batches[:4], path)
             self._compare(
-                self._run(world_size, _continue, path, batches), train_module_plainly(Scheduled(), batches)[0]
+                self._run(world_size, _continue, self.maker(_Other), path, batches),
+                train_module_plainly(self.maker(Scheduled)(), batches)[0],
             )
 
     def test_resuming_within_an_epoch_under_another_seed(self, world_size: int) -> None:
@@ -54,7 +55,11 @@ class StateChecks(StrategyChecks):
         count = world_size * 12
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
             path = Path(folder) / "within.ckpt"
-            parts = [self._run(world_size, _read_shuffled, count, path, resumes) for resumes in (False, True)]
+            samples = data(count, sequence=self.sequence)
+            parts = [
+                self._run(world_size, _read_shuffled, self.maker(Indexed), samples, path, resumes)
+                for resumes in (False, True)
+            ]
         by_shard = [dict(seen) for seen in parts]  # ranks of one data shard read the same
         first, rest = ([index for indices in part.values() for index in indices] for part in by_shard)
 
@@ -66,13 +71,20 @@ class StateChecks(StrategyChecks):
 
     def test_weights_of_another_model_are_refused_on_all_ranks(self, world_size: int) -> None:
         self._require_saving(world_size)
-        for error in self._run(world_size, _load_renamed_weights):
+        for error in self._run(world_size, _load_renamed_weights, self.maker(Net), self.batches(1)):
             assert error != "nothing", "weights with other names were loaded without an error message"
 
     def _continue(self, size: int | str, path: Path, batches: list[Batch]) -> list[dict[str, Any]]:
         if size == "single":
-            return self.run_in(_continue, 1, _single_device(self.accelerator), path, batches)
-        return self._run(int(size), _continue, path, batches)
+            return self.run_in(_continue, 1, _single_device(self.accelerator), self.maker(_Other), path, batches)
+        return self._run(int(size), _continue, self.maker(_Other), path, batches)
+
+
+class _Other(Scheduled):
+    """Begins with other weights, which the checkpoint's must replace."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=3)
 
 
 # --- In each process ---------------------------------------------------------------------------------------------
@@ -82,30 +94,29 @@ def _single_device(accelerator: str) -> dict[str, Any]:
     return QUIET | {"strategy": catalog.default("strategy"), "accelerator": accelerator, "devices": 1}
 
 
-def _continue(rank: int, size: int, choose: dict[str, Any], path: Path, batches: Any) -> Any:
+def _continue(rank: int, size: int, choose: dict[str, Any], make: Any, path: Path, batches: Any) -> Any:
     half = len(batches) // 2
     trainer = sg.Trainer(**(choose | {"max_epochs": 2}))
-    module = Scheduled(seed=3)  # other weights, which the checkpoint's must replace
-    trainer.fit(module, share(trainer, batches[half:]), ckpt_path=path)
+    trainer.fit(make(), share(trainer, batches[half:]), ckpt_path=path)
     return {"weights": weights_of(trainer)}
 
 
 def _read_shuffled(
-    rank: int, size: int, choose: dict[str, Any], count: int, path: Path, resumes: bool
+    rank: int, size: int, choose: dict[str, Any], make: Any, samples: Batch, path: Path, resumes: bool
 ) -> tuple[int, list[int]]:
     """Read one step's batch of an epoch and save, or resume and read the others; return the data shard and samples."""
     sg.seed_everything(2 if resumes else 1)
-    trainer, module = sg.Trainer(**(choose | {"max_steps": -1 if resumes else 1})), Indexed()
-    samples = TensorDataset(*data(count), torch.arange(count))
-    trainer.fit(module, DataLoader(samples, 4, shuffle=True), ckpt_path=path if resumes else None)
+    trainer, module = sg.Trainer(**(choose | {"max_steps": -1 if resumes else 1})), make()
+    numbered = TensorDataset(*samples, torch.arange(len(samples[0])))
+    trainer.fit(module, DataLoader(numbered, 4, shuffle=True), ckpt_path=path if resumes else None)
     if not resumes:
         trainer.save_checkpoint(path)
     return trainer.run.mesh.data_shard, module.indices
 
 
-def _load_renamed_weights(rank: int, size: int, choose: dict[str, Any]) -> str:
+def _load_renamed_weights(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
     trainer = sg.Trainer(**choose)
-    module = Net()
-    trainer.fit(module, share(trainer, joined_batches(1, BATCH)))
+    module = make()
+    trainer.fit(module, share(trainer, batches))
     state = {name.replace("net", "web"): tensor for name, tensor in weights_of(trainer).items()}
     return outcome(lambda: trainer.run.ask("load_model_state", state=state, module=module, strict=True))
