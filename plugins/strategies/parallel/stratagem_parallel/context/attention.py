@@ -1,0 +1,211 @@
+"""Attention over sequences of which each rank has a part.
+
+[Note: two methods]
+Each of the n ranks has t consecutive positions of sequences of T = n * t. With Ulysses (Jacobs et al., "DeepSpeed
+Ulysses", 2023) ranks exchange positions for heads, attend over whole sequences with 1/n of the heads, and exchange
+back. With an all-gather of keys and values each rank attends from its own positions to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.exchange import exchange, gather
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
+
+
+class SequenceAttention:
+    """Replaces ``scaled_dot_product_attention``, whose signature it has; see [Note: two methods]. Collective.
+
+    Args:
+        attend: torch's function.
+        method: "ulysses", "all_gather", or "auto" for the first where heads divide.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], over: Collectives, method: str = "auto") -> None:
+        self.attend, self.over, self.method = attend, over, method
+        self.__name__ = getattr(attend, "__name__", "scaled_dot_product_attention")
+        #: Whether a step runs; a reference that is kept and called at another time computes as torch does.
+        self.is_active: Callable[[], bool] = lambda: True
+        #: Calls so far.
+        self.calls = 0
+        #: True within a call.
+        self.is_inside = False
+        self._is_local = 0
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Within: attention is computed on each rank's tensors alone."""
+        self._is_local += 1
+        try:
+            yield
+        finally:
+            self._is_local -= 1
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if has_torch_function((query, key, value)):  # activations that `tensor` cuts: it calls this for their parts
+            result: Tensor = handle_torch_function(
+                self, (query, key, value), query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
+                is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+            return result
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        if not self.is_active():
+            return self.attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+        self.calls += 1
+        self.is_inside = True
+        try:
+            if self._is_local or (is_causal and attn_mask is not None):  # torch refuses both
+                return self.attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+            _check_lengths(query, key)
+            if self._by_heads(query, key, attn_mask):
+                return self._ulysses(query, key, value, attn_mask, is_causal, options)
+            return self._gathered(query, key, value, attn_mask, is_causal, options)
+        finally:
+            self.is_inside = False
+
+    def _by_heads(self, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+        """Return whether to use Ulysses.
+
+        Raises:
+            ConfigError: it was asked for, and the heads do not divide.
+        """
+        if self.method == "all_gather":
+            return False
+        size = self.over.world_size
+        heads = [tensor.shape[-3] if tensor.dim() > 3 else 1 for tensor in (query, key)]
+        divides = all(number % size == 0 for number in heads)
+        if not divides and self.method == "ulysses":
+            raise ConfigError(
+                f"strategy.parallel.context_method is 'ulysses' with context {size}, and an attention has {heads[0]} "
+                f"heads for queries and {heads[1]} for keys",
+                expected=f"multiples of {size}", do="choose 'all_gather' or 'auto'",
+            )  # fmt: skip
+        rows_are_cut = mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[-2] > 1
+        return divides and (self.method == "ulysses" or not rows_are_cut)
+
+    # --- Ulysses -------------------------------------------------------------------------------------------------
+
+    def _ulysses(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        if mask is not None:
+            mask = self._heads_of(self._whole_rows(self._whole_keys(mask, query), query), query)
+        if query.shape[-1] == value.shape[-1] and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+            sizes = [tensor.shape[-3] // self.over.world_size for tensor in (query, key, value)]
+            query, key, value = self._to_heads(query, key, value).split(sizes, -3)
+        else:
+            query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
+        out = self.attend(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
+        return self._to_positions(out)
+
+    def _to_heads(self, *tensors: Tensor) -> Tensor:
+        """Return 1/n of the heads of each tensor, for all positions: (..., h, t, d) -> (..., sum of h/n, T, d)."""
+        size = self.over.world_size
+        parts = torch.cat([tensor.unflatten(-3, (size, -1)) for tensor in tensors], -3)  # (..., n, sum of h/n, t, d)
+        received = exchange(parts.movedim(-4, 0), self.over)  # first dimension: the rank whose positions these are
+        return received.movedim(0, -3).flatten(-3, -2)
+
+    def _to_positions(self, out: Tensor) -> Tensor:
+        """Return all heads for this rank's positions: (..., h/n, T, d) -> (..., h, t, d)."""
+        parts = out.unflatten(-2, (self.over.world_size, -1))  # (..., h/n, n, t, d)
+        received = exchange(parts.movedim(-3, 0), self.over)  # first dimension: the rank whose heads these are
+        return received.movedim(0, -4).flatten(-4, -3)
+
+    # --- All-gather of keys and values ---------------------------------------------------------------------------
+
+    def _gathered(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        part = query.shape[-2]
+        before = self.over.rank * part
+        if key.shape == value.shape:
+            key, value = gather(torch.stack([key, value]), -2, self.over).unbind()
+        else:
+            key, value = gather(key, -2, self.over), gather(value, -2, self.over)
+        if is_causal:  # later keys are masked for all of these queries
+            key, value = key[..., : before + part, :], value[..., : before + part, :]
+            is_causal = before == 0
+            if not is_causal:
+                mask = torch.ones(part, before + part, dtype=torch.bool, device=query.device).tril(before)
+        elif mask is not None:
+            mask = self._whole_keys(mask, query)
+            if mask.shape[-2] == part * self.over.world_size:
+                mask = mask.narrow(-2, before, part)
+        return self.attend(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
+
+    # --- Masks ---------------------------------------------------------------------------------------------------
+
+    def _whole_keys(self, mask: Tensor, query: Tensor) -> Tensor:
+        """Return `mask` for all keys, after checking its shape; that of keys alone may be cut as they are.
+
+        Raises:
+            ConfigError: it is a mask between positions of a part.
+        """
+        part = query.shape[-2]
+        whole = part * self.over.world_size
+        rows, keys = mask.shape[-2:] if mask.dim() > 1 else (0, 0)
+        if rows == 1 and keys == part:
+            return self._gather_mask(mask, -1)
+        if rows not in (1, part, whole) or keys not in (1, whole):
+            raise ConfigError(
+                f"scaled_dot_product_attention got an attn_mask of shape {tuple(mask.shape)}, and this rank has "
+                f"{part} of the {whole} positions of each sequence",
+                expected=f"one for all {whole} keys, for the queries of this rank or for all of them",
+                do="pass is_causal=True, or build the mask for whole sequences (stratagem_parallel.context_offset)",
+            )
+        return mask
+
+    def _whole_rows(self, mask: Tensor, query: Tensor) -> Tensor:
+        return self._gather_mask(mask, -2) if mask.shape[-2] == query.shape[-2] else mask
+
+    def _heads_of(self, mask: Tensor, query: Tensor) -> Tensor:
+        """Return the part of `mask` for the heads that Ulysses gives to this rank."""
+        if mask.dim() < 3 or mask.shape[-3] == 1:
+            return mask
+        heads = query.shape[-3] // self.over.world_size
+        return mask.narrow(-3, self.over.rank * heads, heads)
+
+    def _gather_mask(self, mask: Tensor, dim: int) -> Tensor:
+        if mask.dtype is torch.bool:
+            return gather(mask.to(torch.uint8), dim, self.over).bool()
+        return gather(mask, dim, self.over)
+
+
+def _check_lengths(query: Tensor, key: Tensor) -> None:
+    """Refuse queries and keys of different lengths: which of them are cut cannot be told.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if query.shape[-2] != key.shape[-2]:
+        raise ConfigError(
+            f"scaled_dot_product_attention got {query.shape[-2]} queries and {key.shape[-2]} keys, with "
+            "strategy.parallel.context above 1",
+            expected="as many of both: equal parts of sequences",
+            do="call it within stratagem_parallel.local_attention() if all ranks have all of these keys",
+        )

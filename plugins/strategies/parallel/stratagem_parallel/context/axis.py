@@ -1,0 +1,259 @@
+"""The axis `context`: cuts batches, and makes steps compute on parts of sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.context.attention import SequenceAttention
+from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
+from stratagem_parallel.context.checks import PositionChecks
+from stratagem_parallel.context.functions import Replacements
+from stratagem_parallel.context.hugging_face import HuggingFaceModels
+from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
+from stratagem_parallel.exchange import gather
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratagem.api import Collectives, RunContext
+
+#: The axis whose step runs in this process.
+_running: list[ContextAxis] = []
+
+
+class ContextAxis:
+    """Sequences that are cut over the ranks of `over`.
+
+    Args:
+        dim: the dimension of a batch's tensors that is cut.
+        names: of the tensors that are cut; None is all that have the dimension.
+        method: how attention is computed.
+        checks: whether the first step of each stage is checked for what would be wrong on a part of a sequence.
+    """
+
+    def __init__(self, over: Collectives, dim: int, names: tuple[str, ...] | None, method: str, checks: bool) -> None:
+        self.over, self.dim, self.names, self.checks = over, dim, names, checks
+        #: Positions of this rank in the sequences of the present batch.
+        self.length = 0
+        #: Samples of the present batch.
+        self.samples = 0
+        #: Stages whose first step was checked.
+        self._checked: set[str] = set()
+        self._compared: set[str] = set()
+        self.attention = SequenceAttention(F.scaled_dot_product_attention, over, method)
+        self.losses = [MeanOverAllTargets(loss, over) for loss in (F.cross_entropy, F.nll_loss)]
+        for loss in self.losses:
+            loss.is_active = lambda: self.is_running
+        self.attention.is_active = lambda: self.is_running
+        self._replacements = Replacements(
+            [(self.attention.attend, self.attention), *((loss.loss, loss) for loss in self.losses)]
+        )
+        self._module: nn.Module | None = None
+        self._models: HuggingFaceModels | None = None
+        self._handles: list[Any] = []
+        #: The step that runs uses `context_offset`.
+        self.knows_offset = False
+        #: The step that runs uses `context_mean` or `context_sum`.
+        self.knows_sums = False
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    def prepare(self, step_module: nn.Module, run: RunContext) -> None:
+        """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
+        self.close()
+        self._checked, self._compared = set(), set()
+        self._module, self._models = step_module, HuggingFaceModels(step_module, self)
+        self._handles = [step_module.register_forward_hook(self._gather_predictions)]
+
+    def close(self) -> None:
+        """Leave the model alone from now on."""
+        if self._models is not None:
+            self._models.close()
+            self._models = None
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _gather_predictions(self, _: nn.Module, arguments: Any, output: Any) -> Any:
+        """Gather the tensors that ``predict_step`` returns with the length of a part. Collective.
+
+        Raises:
+            ConfigError: it cannot be told whether a dimension is one of positions.
+        """
+        if arguments[:1] != ("predict_step",):
+            return output
+        from stratagem.api.batches import map_batch
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= self.dim or leaf.shape[self.dim] != self.length:
+                return leaf
+            if leaf.dim() == self.dim + 1 and leaf.is_floating_point():
+                shape = tuple(leaf.shape)
+                raise ConfigError(
+                    f"predict_step returned numbers of shape {shape}, and each rank of strategy.parallel.context has "
+                    f"{self.length} positions: dimension {self.dim} may be of positions or of something else",
+                    expected="tensors that tell whether they are parts of sequences",
+                    do=f"return x[..., None] if it is of positions, or x.unsqueeze({self.dim}) if it is not",
+                )
+            return gather(leaf, self.dim, self.over)
+
+        return map_batch(output, whole)
+
+    # --- Batches -------------------------------------------------------------------------------------------------
+
+    def cut(self, batch: Any, run: RunContext) -> Any:
+        """Return this rank's part of `batch`."""
+        cut = tensors_to_cut(batch, self.dim, self.names, self.over.world_size)
+        if run.stage not in self._compared:
+            self._compared.add(run.stage)
+            self._check_same(cut, run)
+            if len(self._compared) == 1:
+                self._announce(batch, cut, run)
+        shape = next(iter(cut.values())).shape
+        self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
+        return part_of(batch, cut, self.dim, self.over.rank, self.over.world_size)
+
+    def _announce(self, batch: Any, cut: dict[str, Tensor], run: RunContext) -> None:
+        def shown(tensors: dict[str, Tensor]) -> str:
+            return ", ".join(f"{name or 'the batch'} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+        whole = {name: leaf for name, leaf in tensors_of(batch) if isinstance(leaf, torch.Tensor) and name not in cut}
+        run.print(
+            f"strategy.parallel.context: {self.over.world_size} parts along dimension {self.dim} of {shown(cut)}"
+            + (f"; not cut: {shown(whole)}" if whole else "")
+        )
+
+    def _check_same(self, cut: dict[str, Tensor], run: RunContext) -> None:
+        """Refuse ranks that would compute parts of different batches. Collective."""
+        facts = [(name, tuple(tensor.shape), str(tensor.dtype), _fingerprint(tensor)) for name, tensor in cut.items()]
+        found = self.over.all_gather_object(facts)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise ConfigError(
+                    f"ranks 0 and {rank} of one strategy.parallel.context read different batches in stage {run.stage}",
+                    expected="the same batch on both, of which each computes a part",
+                    do="call stratagem.seed_everything() first, and draw random samples and augmentations from torch's "
+                    "generator; a loader with its own sampler shards by run.mesh.data_shard",
+                )
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step of this axis runs."""
+        return bool(_running) and _running[-1] is self
+
+    def buffers(self) -> set[int]:
+        """Return the ids of the buffers of the model."""
+        return {id(buffer) for buffer in self._module.buffers()} if self._module is not None else set()
+
+    @contextlib.contextmanager
+    def step(self, stage: str, run: RunContext) -> Iterator[None]:
+        """Within: attention is over whole sequences, and losses are means over all of their targets."""
+        self.knows_offset = self.knows_sums = False
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._computing())
+            if stage == "train":
+                stack.enter_context(own_random_numbers(self.over.rank, run.device))
+            if self.checks and stage not in self._checked and self.length:
+                self._checked.add(stage)
+                stack.enter_context(PositionChecks(self).checking())
+            yield
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Within a backward that runs after the step's context: what is computed again is computed as in the step."""
+        with self._computing():
+            yield
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        if self.is_running:
+            yield
+            return
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
+        _running.append(self)
+        try:
+            with self._replacements.used():
+                yield
+        finally:
+            _running.pop()
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Within: torch's generators draw other numbers on each rank; afterwards they are as equal as before."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    seed = int(torch.randint(2**48, (), generator=torch.default_generator)) + rank
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+# --- For the user's modules ------------------------------------------------------------------------------------------
+
+
+def context_offset(length: int) -> int:
+    """Return how many positions of each sequence are before this rank's, which has `length` of them.
+
+    ``torch.arange(t) + context_offset(t)`` are positions in whole sequences. It is 0 in a run without `context`.
+    """
+    if not _running:
+        return 0
+    _running[-1].knows_offset = True
+    return length * _running[-1].over.rank
+
+
+def context_mean(total: Tensor, count: Tensor) -> Tensor:
+    """Return ``total / count`` such that the mean over ranks is the mean over whole sequences. Collective.
+
+    For a loss that leaves out some positions: `total` is the sum over those of this rank that count, `count` their
+    number. Without `context` it is ``total / count``.
+    """
+    if not _running:
+        return total / count
+    _running[-1].knows_sums = True
+    return total / mean_per_rank(count, _running[-1].over)
+
+
+def context_sum(total: Tensor) -> Tensor:
+    """Return `total` such that the mean over ranks is the sum over whole sequences.
+
+    For a loss that is a sum: `total` is the sum over the positions of this rank. Without `context` it is `total`.
+    """
+    if not _running:
+        return total
+    _running[-1].knows_sums = True
+    return total * _running[-1].over.world_size
+
+
+@contextlib.contextmanager
+def local_attention() -> Iterator[None]:
+    """Within: ``scaled_dot_product_attention`` attends to the keys of this rank alone.
+
+    For attention that stays within a part of a sequence, or to keys that all ranks have whole.
+    """
+    with _running[-1].attention.local() if _running else contextlib.nullcontext():
+        yield
+
+
+def _fingerprint(tensor: Tensor) -> float:
+    numbers = tensor.detach().to(torch.float64).flatten().nan_to_num()
+    weights = torch.arange(1, len(numbers) + 1, device=tensor.device, dtype=torch.float64).sqrt()
+    return float((numbers * weights).sum())

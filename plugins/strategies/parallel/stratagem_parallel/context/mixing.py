@@ -1,0 +1,148 @@
+"""Operations other than reductions that mix the positions of a part: norms, pools, convolutions, products.
+
+Each function returns what an operation does, for an error, or an empty string if it treats each position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from stratagem_parallel.context.part import Part
+
+Arguments = Sequence[Any]
+Options = Mapping[str, Any]
+
+
+def of_operation(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    """Return how the function `name` of torch mixes positions of a part."""
+    check = _CHECKS.get(name)
+    if check is None or axis.length < 2:
+        return ""
+    tensor = _argument(args, options, 0, "input")
+    if name == "einsum" or isinstance(tensor, Tensor):
+        return check(name, args, options, axis)
+    return ""
+
+
+def is_flat(tensor: Tensor, axis: Part) -> bool:
+    """Return whether the first dimension of `tensor` counts the positions of all samples."""
+    return tensor.dim() > 0 and axis.dim > 0 and tensor.shape[0] == axis.samples * axis.length
+
+
+def _argument(args: Arguments, options: Options, place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else options.get(name, default)
+
+
+# --- Norms -----------------------------------------------------------------------------------------------------------
+
+
+def _norm(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    tensor = _argument(args, options, 0, "input")
+    if name == "batch_norm" and not _argument(args, options, 5, "training", False):
+        return ""
+    if name == "instance_norm" and not _argument(args, options, 5, "use_input_stats", True):
+        return ""
+    over_positions = axis.length in tensor.shape[2:] or (name == "batch_norm" and is_flat(tensor, axis))
+    return f"computes the statistics of {name} over positions of each part" if over_positions else ""
+
+
+def _last_norm(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    tensor, shape = args[0], _argument(args, options, 1, "normalized_shape", ())
+    first = tensor.dim() - len(tuple(shape))
+    mixes = first <= axis.dim < tensor.dim() and tensor.shape[axis.dim] == axis.length and first < tensor.dim() - 1
+    return f"computes {name} over positions of each part" if mixes else ""
+
+
+# --- Convolutions and pools ------------------------------------------------------------------------------------------
+
+
+def _convolution(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    weight = _argument(args, options, 1, "weight")
+    stride = _argument(args, options, 3, "stride", 1)
+    spatial = int(name[-2])
+    return _windows(name, args[0], tuple(weight.shape[-spatial:]), stride, 0, axis)
+
+
+def _pool(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    place = 2 if name.startswith("lp_pool") else 1
+    kernel = _argument(args, options, place, "kernel_size")
+    stride = _argument(args, options, place + 1, "stride")
+    padding = 0 if place == 2 else _argument(args, options, place + 2, "padding", 0)
+    return _windows(name, args[0], kernel, kernel if stride is None else stride, padding, axis)
+
+
+def _windows(name: str, tensor: Tensor, kernels: Any, strides: Any, paddings: Any, axis: Part) -> str:
+    """Return whether windows along a dimension of positions reach over the end of a part."""
+    spatial = int(name.replace("_with_indices", "")[-2])
+    for place in range(spatial):
+        if tensor.dim() <= spatial - place or tensor.shape[place - spatial] != axis.length:
+            continue
+        kernel, stride, padding = (_at(each, place) for each in (kernels, strides, paddings))
+        whole = kernel == stride and padding == 0 and ("transpose" in name or axis.length % kernel == 0)
+        if kernel > 1 and not whole:
+            return f"computes {name} over neighbouring positions"
+    return ""
+
+
+def _resized(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    tensor = _argument(args, options, 0, "input")
+    return f"computes {name} over positions of each part" if axis.length in tensor.shape[2:] else ""
+
+
+def _at(value: Any, place: int) -> Any:
+    if isinstance(value, tuple | list):
+        return value[place % len(value)] if value else 1
+    return value
+
+
+# --- Products --------------------------------------------------------------------------------------------------------
+
+
+def _product(name: str, args: Arguments, options: Options, axis: Part) -> str:
+    first, second = (args[1], args[2]) if name == "baddbmm" else (args[0], _argument(args, options, 1, "other"))
+    if second is None:
+        second = options.get("mat2")
+    if name == "__rmatmul__":
+        first, second = second, first
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or second.dim() < 3:
+        return ""  # a matrix for each position
+    sums = first.shape[-1] == second.shape[-2] == axis.length
+    kept = first.dim() > 2 and first.shape[axis.dim] == axis.length and axis.dim < first.dim() - 1
+    alone = kept and second.shape[axis.dim] == axis.length and axis.dim < second.dim() - 2
+    return "sums over positions of each part in a product" if sums and not alone else ""
+
+
+def _einsum(_: str, args: Arguments, options: Options, axis: Part) -> str:
+    equation = args[0] if args else options.get("equation")
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if not isinstance(equation, str) or "." in equation:
+        return ""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        right = "".join(letter for letter in left if left.count(letter) == 1)
+    for letters, operand in zip(left.split(","), operands, strict=False):
+        if not isinstance(operand, Tensor) or isinstance(operand, nn.Parameter) or operand.dim() < 2:
+            continue
+        places = [place for place, size in enumerate(operand.shape) if size == axis.length]
+        place = axis.dim if axis.dim in places else next(iter(places), None)
+        if place is not None and letters[place] not in right:
+            return f"sums over positions of each part in einsum({equation!r})"
+    return ""
+
+
+_CHECKS: dict[str, Callable[[str, Arguments, Options, Part], str]] = {
+    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm"), _norm),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _last_norm),
+    **{f"conv{transposed}{spatial}d": _convolution for transposed in ("", "_transpose") for spatial in (1, 2, 3)},
+    **{f"{kind}_pool{spatial}d": _pool for kind in ("avg", "max", "lp") for spatial in (1, 2, 3)},
+    **{f"max_pool{spatial}d_with_indices": _pool for spatial in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{spatial}d": _resized for kind in ("avg", "max") for spatial in (1, 2, 3)},
+    **{f"adaptive_max_pool{spatial}d_with_indices": _resized for spatial in (1, 2, 3)},
+    "interpolate": _resized,
+    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"), _product),
+    "einsum": _einsum,
+}

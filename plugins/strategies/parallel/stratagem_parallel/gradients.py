@@ -1,0 +1,166 @@
+"""Average gradients over replicas while backward runs, in buckets that comm hooks may transform.
+
+torch's DDP cannot hold DTensors, averages all parameters over one group, and takes part in some pipeline schedules
+only; so buckets are formed here (decision 0047).
+
+[Note: equal messages on all ranks]
+Buckets are sent in a fixed order, whichever gradients arrive first, and a parameter without a gradient adds zeros. A
+parameter that no rank has a gradient of keeps none: a flag of each parameter is reduced together with the gradients.
+Parameters that become trained during a run get buckets after those that are there, which keep their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stratagem.api import Bucket
+from stratagem_sharding.shards import local
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
+
+
+def settle(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Complete the gradient of `parameter` over the axes that it is cut on, and return it. Collective on these."""
+    gradient = parameter.grad
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return gradient
+
+
+class GradientAverager:
+    """Averages the gradients of some parameters over some ranks; see [Note: equal messages on all ranks].
+
+    Args:
+        parameters: those of this rank, in the order of the model; they are averaged once they are trained.
+        over: the ranks to average over.
+        reduce: the comm hooks, if there are any.
+        cap_mb: the size of a bucket, in megabytes.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], over: Collectives, reduce: Any = None, *, cap_mb: float
+    ) -> None:
+        self.over, self.reduce = over, reduce
+        self._limit = cap_mb * 2**20
+        self._frozen = list(reversed(parameters))
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._waiting: list[int] = []
+        self._sent: list[tuple[list[nn.Parameter], torch.futures.Future[torch.Tensor]]] = []
+        self._is_active = False
+        self._handles: list[Any] = []
+        self._add_trained()
+
+    def _add_trained(self) -> None:
+        """Make buckets of the parameters that are trained and have none yet."""
+        trained = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if not trained:
+            return
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        for bucket in _buckets(trained, self._limit):
+            self._bucket_of.update(dict.fromkeys(bucket, len(self._buckets)))
+            self._buckets.append(bucket)
+        self._handles += [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trained]
+
+    def begin(self) -> None:
+        """Send buckets from now on, as soon as their gradients are complete: called before the last backward."""
+        self._add_trained()
+        self._waiting, self._sent, self._is_active = [len(bucket) for bucket in self._buckets], [], True
+
+    def finish(self) -> None:
+        """Send the rest and put the averages into the gradients: called after the last backward. Collective."""
+        if not self._is_active:
+            self.begin()
+        self._is_active = False
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        averages = [future.wait() for _, future in self._sent]
+        if self.reduce is not None:
+            self.reduce.finish()  # what hooks still send must not meet the flags, which may come first on some ranks
+        reached = self._reached()
+        for (bucket, _), average, flags in zip(self._sent, averages, reached, strict=True):
+            _write_back(bucket, average, flags)
+        self._sent = []
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._is_active:
+            return
+        self._waiting[self._bucket_of[parameter]] -= 1  # type: ignore[index]  # it is a parameter
+        while len(self._sent) < len(self._buckets) and self._waiting[len(self._sent)] <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        index = len(self._sent)
+        bucket = self._buckets[index]
+        gradients = [settle(parameter) for parameter in bucket]
+        parts = [
+            torch.zeros_like(local(parameter)) if gradient is None else local(gradient)
+            for parameter, gradient in zip(bucket, gradients, strict=True)
+        ]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        self._sent.append((bucket, self._start(flat, index)))
+
+    def _start(self, flat: torch.Tensor, index: int) -> torch.futures.Future[torch.Tensor]:
+        if self.reduce is None:
+            return self.over.average_async(flat)
+        parameters = self._buckets[index]
+        views = _views(flat, parameters)
+        last = index == len(self._buckets) - 1
+        future: torch.futures.Future[torch.Tensor] = self.reduce(
+            Bucket(buffer=flat, index=index, is_last=last, parameters=tuple(parameters), gradients=tuple(views))
+        )
+        return future
+
+    def _reached(self) -> list[list[bool]]:
+        """Return, for each parameter of each bucket, whether any rank has a gradient of it. Collective."""
+        here = [[parameter.grad is not None for parameter in bucket] for bucket in self._buckets]
+        if not here:
+            return []
+        flags = torch.tensor([flag for bucket in here for flag in bucket], dtype=torch.uint8)
+        found = iter(self.over.unchecked.all_reduce(flags, "max").tolist())
+        return [[bool(next(found)) for _ in bucket] for bucket in here]
+
+
+def _write_back(bucket: list[nn.Parameter], average: torch.Tensor, reached: list[bool]) -> None:
+    for parameter, view, has_gradient in zip(bucket, _views(average, bucket), reached, strict=True):
+        if not has_gradient:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).copy_(view)
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    shapes = [local(parameter).shape for parameter in parameters]
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _buckets(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Return `parameters` in groups of one dtype and device, of at most `limit` bytes each (or one parameter)."""
+    made: list[list[nn.Parameter]] = []
+    open_: dict[Any, tuple[list[nn.Parameter], float]] = {}
+    for parameter in parameters:
+        part = local(parameter.detach())
+        key = part.dtype, part.device
+        bucket, size = open_.get(key, ([], limit))
+        if size + part.nbytes > limit or not bucket:
+            bucket, size = [], 0.0
+            made.append(bucket)
+        bucket.append(parameter)
+        open_[key] = bucket, size + part.nbytes
+    return made

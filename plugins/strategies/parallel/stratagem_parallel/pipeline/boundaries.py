@@ -1,0 +1,152 @@
+"""What passes from stage to stage: tensors of known shapes, in containers, and messages that carry them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch.utils import _pytree as pytree
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives
+
+#: Types of values that may pass from stage to stage, besides tensors, where they are the same for each micro-batch.
+_NUMBERS = (int, float, bool, torch.Size, torch.dtype, torch.device, type(None))
+
+
+@frozen
+class TensorForm:
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@frozen(slots=False)
+class Form:
+    """What a stage sends: its containers, and for each leaf a `TensorForm`, or a value that is always the same."""
+
+    #: The containers with numbers for their leaves: torch's own description of a tree cannot be pickled silently.
+    template: Any
+    leaves: tuple[Any, ...]
+
+    @functools.cached_property
+    def spec(self) -> Any:
+        return pytree.tree_structure(self.template)
+
+    @property
+    def tensors(self) -> list[TensorForm]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+
+def form_of(value: Any, stage: int, passes_numbers: bool) -> Form:
+    """Return the form of `value`, which `stage` returned.
+
+    Raises:
+        ConfigError: something in it cannot be sent.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(TensorForm(tuple(leaf.shape), leaf.dtype))
+        elif passes_numbers and isinstance(leaf, _NUMBERS):
+            found.append(leaf)
+        else:
+            raise _not_a_tensor(leaf, stage)
+    form = Form(pytree.tree_unflatten(list(range(len(found))), spec), tuple(found))
+    if not form.tensors:
+        raise _not_a_tensor(value, stage)
+    return form
+
+
+def _not_a_tensor(value: Any, stage: int) -> ConfigError:
+    return ConfigError(
+        f"stage {stage} of the pipeline returned a {type(value).__name__}", expected="a tensor, or a tuple of tensors",
+        do="cut the model elsewhere (strategy.parallel.balance, or split_points), or return tensors there",
+    )  # fmt: skip
+
+
+def tensors_in(value: Any, form: Form, stage: int) -> list[torch.Tensor]:
+    """Return the tensors of `value`, which must have `form`.
+
+    Raises:
+        ConfigError: its form differs.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    same = spec == form.spec and all(
+        (tuple(leaf.shape), leaf.dtype) == (known.shape, known.dtype)
+        if isinstance(leaf, torch.Tensor) and isinstance(known, TensorForm)
+        else not isinstance(leaf, torch.Tensor) and leaf == known
+        for leaf, known in zip(leaves, form.leaves, strict=False)
+    )
+    if not same:
+        raise ConfigError(
+            f"stage {stage} of the pipeline returned {_shown(leaves)} for one micro-batch and {_shown(form.leaves)} "
+            "for another of the same shape",
+            expected="shapes that depend on the shapes of inputs alone", do="pad what differs",
+        )  # fmt: skip
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _shown(leaves: Any) -> str:
+    return ", ".join(str(tuple(each.shape)) if hasattr(each, "shape") else repr(each) for each in leaves)
+
+
+def assembled(tensors: list[torch.Tensor], form: Form) -> Any:
+    """Return `tensors` in the containers of `form`."""
+    rest = iter(tensors)
+    leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves]
+    return pytree.tree_unflatten(leaves, form.spec)
+
+
+def zeros_of(form: Form, device: torch.device) -> Any:
+    """Return zeros of `form`, which hold no memory."""
+    tensors = [torch.zeros((), dtype=each.dtype, device=device).expand(each.shape) for each in form.tensors]
+    return assembled(tensors, form)
+
+
+class Messages:
+    """Sends tensors to ranks of the pipeline, and receives them. Both sides call in the same order."""
+
+    def __init__(self, among: Collectives, device: torch.device) -> None:
+        self.among, self.device = among, device
+        self._sent: list[tuple[Any, Any]] = []
+
+    def send(self, tensors: list[torch.Tensor], to: int) -> None:
+        """Start to send `tensors` to rank `to` of the pipeline; they must not change until `finish`."""
+        import torch.distributed as dist
+
+        local = [each.detach().to(self.among.device).contiguous() for each in tensors]
+        self.among.traffic.add("send", sum(each.nbytes for each in local), self.among.world_size, len(local))
+        messages = [dist.P2POp(dist.isend, each, group=self.among.group, group_peer=to) for each in local]
+        self._sent = [each for each in self._sent if not each[0].is_completed()]
+        self._sent += [(work, local) for work in dist.batch_isend_irecv(messages)] if messages else []
+
+    def receive(self, forms: list[TensorForm], source: int) -> tuple[list[Any], list[torch.Tensor]]:
+        """Start to receive tensors of `forms` from rank `source`; return what to wait for, and the tensors."""
+        import torch.distributed as dist
+
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.among.device) for form in forms]
+        messages = [dist.P2POp(dist.irecv, each, group=self.among.group, group_peer=source) for each in tensors]
+        return (dist.batch_isend_irecv(messages) if messages else []), tensors
+
+    def received(self, pending: tuple[list[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Wait for what `receive` returned, and return the tensors on the device."""
+        for work in pending[0]:
+            work.wait()
+        return [each.to(self.device) for each in pending[1]]
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent = []

@@ -1,0 +1,128 @@
+"""What the last stage logs for each micro-batch, combined for the batch and published on all ranks of the pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from stratagem.api.metric_values import combine, number
+from stratagem.errors import ConfigError
+
+#: One value: its name, a number, and the options of `Module.log`.
+Entry = tuple[str, Any, dict[str, Any]]
+_CAN_MERGE = ("mean", "sum", "max", "min")
+
+
+@define
+class MicrobatchLog:
+    """Replaces a module's `log` during the step of one micro-batch, and keeps the calls."""
+
+    entries: list[Entry] = field(factory=list)
+
+    def __call__(self, name: str, value: Any, **options: Any) -> None:
+        if all(callable(getattr(value, each, None)) for each in ("update", "compute", "reset")):
+            raise ConfigError(
+                f"log({name!r}) got a {type(value).__name__} in training_step under a pipeline, where only the last "
+                "stage has outputs",
+                expected="a number", do="log what it computes for the batch, or use it in validation_step",
+            )  # fmt: skip
+        reduce_fx = options.get("reduce_fx", "mean")
+        if callable(reduce_fx) and "<" in getattr(reduce_fx, "__qualname__", ""):
+            raise ConfigError(
+                f"log({name!r}) got a reduce_fx that is defined within a function, and the ranks of a pipeline send it",
+                expected="mean, sum, max, min, or a function at the top of a module",
+            )
+        self.entries.append((name, value.detach() if isinstance(value, Tensor) else value, options))
+
+    @contextmanager
+    def of(self, module: Any) -> Iterator[None]:
+        """Within, `module` logs here."""
+        replaces = callable(getattr(type(module), "log", None))
+        before = module.__dict__.get("log")
+        if replaces:
+            module.__dict__["log"] = self
+        try:
+            yield
+        finally:
+            if replaces:
+                module.__dict__.pop("log", None)
+                if before is not None:
+                    module.__dict__["log"] = before
+
+
+def combined(logs: list[MicrobatchLog]) -> list[Entry]:
+    """Return one value for each that micro-batches of equal sizes logged."""
+    calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any]]]] = {}
+    for log in logs:
+        times: Counter[str] = Counter()
+        for name, value, options in log.entries:
+            calls.setdefault((name, times[name]), []).append((value, options))
+            times[name] += 1
+    merged: list[Entry] = []
+    for (name, _), entries in calls.items():
+        values, (options, *_) = zip(*entries, strict=True)
+        if options.get("batch_size") is not None:
+            options = options | {"batch_size": sum(each["batch_size"] for _, each in entries)}
+        reduce_fx = options.get("reduce_fx", "mean")
+        numbers = [number(name, value) for value in values]
+        if isinstance(reduce_fx, str) and reduce_fx in _CAN_MERGE:
+            numbers = [_merged(numbers, reduce_fx)]
+        merged += [(name, value, options) for value in numbers]
+    return merged
+
+
+def _merged(numbers: list[Any], reduce_fx: str) -> Any:
+    if reduce_fx == "mean":
+        precise = [value.double() if isinstance(value, Tensor) else value for value in numbers]
+        return sum(precise[1:], precise[0]) / len(precise)
+    return functools.reduce(lambda total, value: combine(total, value, reduce_fx), numbers, None)
+
+
+#: Dtypes of losses.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@define
+class StepResults:
+    """What the last stage tells the other ranks at the end of each step, in one message of a fixed size."""
+
+    #: The names and options of the values of the last step, and whether the output has more than the loss.
+    _known: list[tuple[str, dict[str, Any]]] = field(factory=list)
+
+    def exchange(
+        self, loss: Tensor | None, entries: list[Entry], extras: Any, among: Any, last: int, device: torch.device
+    ) -> tuple[Tensor, list[Entry], Any]:
+        """Return the loss, the logged values and the rest of the output, which rank `last` gives. Collective.
+
+        A message of floats has the loss and the values, while their names and options are those of the step before;
+        else an object follows. An int64 passes through a float64 in it: exact below 2 to the power of 53.
+        """
+        is_last = among.rank == last
+        message = torch.zeros(3 + len(self._known), dtype=torch.float64)
+        names = [(name, options) for name, _, options in entries]
+        if is_last:
+            assert loss is not None, "the last stage has it"
+            changed = names != self._known or extras is not None
+            values = (
+                [] if changed else [torch.as_tensor(v, dtype=torch.float64).reshape(()).cpu() for _, v, _ in entries]
+            )
+            flags = [torch.tensor(each, dtype=torch.float64) for each in (float(changed), _DTYPES.index(loss.dtype))]
+            head = [*flags, loss.detach().double().cpu().reshape(())]
+            message[: 3 + len(values)] = torch.stack(head + values)
+        message = among.unchecked.broadcast(message, last)
+        if message[0]:
+            sent = among.broadcast_object((entries, extras) if is_last else None, last)
+            entries, extras = (entries, extras) if is_last else sent
+            self._known = [(name, options) for name, _, options in entries]
+        elif not is_last:
+            entries = [(n, v.clone(), o) for (n, o), v in zip(self._known, message[3:], strict=True)]
+        if loss is None:
+            loss = message[2].to(_DTYPES[int(message[1])]).to(device)
+        return loss, entries, extras

@@ -1,0 +1,367 @@
+"""The pipeline of a run: cut the model, train micro-batches, sum the gradients of tied parameters, evaluate."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.gradients import settle
+from stratagem_parallel.layout import Groups
+from stratagem_parallel.pipeline import ownership
+from stratagem_parallel.pipeline.balance import sizes_of_stages
+from stratagem_parallel.pipeline.boundaries import Form, zeros_of
+from stratagem_parallel.pipeline.interception import Interception
+from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined
+from stratagem_parallel.pipeline.microbatches import fingerprint, merge, split, tensors_of
+from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
+from stratagem_parallel.pipeline.runner import StageRunner, signature, unchanged
+from stratagem_parallel.pipeline.schedules import check_counts, rank_of_stage, schedule_named, stages_per_rank
+from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
+from stratagem_parallel.pipeline.targets import TargetCounts
+from stratagem_parallel.pipeline.tracing import cut_at
+from stratagem_parallel.tensor.slices import all_whole
+from stratagem_sharding.param_groups import computed_parameters
+from stratagem_sharding.shards import local
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import RunContext
+
+#: Where a module that was cut remembers how, for the next call of the trainer.
+_CUT = "_stratagem_pipeline"
+
+
+class Pipeline:
+    """The pipeline of one run.
+
+    Args:
+        options: of the strategy.
+        groups: of its mesh.
+        run: whose model is cut.
+    """
+
+    def __init__(self, options: Any, groups: Groups, run: RunContext) -> None:
+        self.options, self.groups, self.run = options, groups, run
+        self.among = groups.over("pipeline")
+        self.rank, self.ranks = groups.mesh.position("pipeline"), groups.mesh.size("pipeline")
+        self.schedule = schedule_named(options.schedule)
+        self._results, self.targets = StepResults(), TargetCounts()
+        self._shared: list[tuple[Any, list[nn.Parameter]]] = []
+        self._interception: Interception | None = None
+        self.runner: StageRunner
+        self.cut: Cut
+        self.used: dict[str, frozenset[int]] = {}
+        self.held: dict[str, frozenset[int]] = {}
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    def open(self, user: nn.Module) -> None:
+        """Cut `user` into stages, unless an earlier run did. Collective.
+
+        Parameters of other stages keep their values until `forget_others`.
+        """
+        known: Any = user.__dict__.get(_CUT)
+        if known is None:
+            cut = self._cut(user)
+            used = ownership.uses(user, cut, self._rank_of)
+            known = user.__dict__[_CUT] = cut, used, ownership.holders(user, used), self._ranks_of(cut)
+        self.user = user
+        self.cut, self.used, self.held, ranks = known
+        if ranks != self._ranks_of(self.cut):
+            raise ConfigError(
+                f"the model was cut by an earlier run whose stages are on other processes than with schedule "
+                f"{self.schedule.name!r}",
+                expected="a schedule with the same stages on each process",
+                do="save a checkpoint and load it into a new model",
+            )
+        self.runner = StageRunner(
+            self.cut, self.among, self.run.device, self.schedule.name, self.microbatches, self.options.checkpoint,
+            whole=all_whole if self.groups.mesh.size("tensor") > 1 else lambda value: value,
+        )  # fmt: skip
+        self._interception = Interception(user.get_submodule(self.cut.where), self.cut.where, self._called)
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches in a batch: by default one for each stage."""
+        return self.options.microbatches or len(self.cut.stages)
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of_stage(self.schedule, stage, self.ranks)
+
+    def _ranks_of(self, cut: Cut) -> list[int]:
+        return [self._rank_of(stage) for stage in range(len(cut.stages))]
+
+    def _cut(self, user: nn.Module) -> Cut:
+        options = self.options
+        if options.split_points is not None:
+            stages = len(options.split_points) + 1
+            check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
+            return cut_at(user, list(options.split_points))
+        where = pipelined_sequence(user)
+        layers = list(user.get_submodule(where)._modules.values())
+        given = None if isinstance(options.balance, str) else len(options.balance)
+        stages = given or stages_per_rank(self.schedule) * self.ranks
+        check_counts(self.schedule, self.ranks, stages, options.microbatches or stages)
+        example = getattr(user, "example_input_array", None)
+        present = [layer for layer in layers if layer is not None]
+        sizes = sizes_of_stages(options.balance, present, stages, example, self.among, self.run.device)
+        return cut_sequence(user, where, sizes)
+
+    def filling_own(self, fill: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        """Return `fill` for parts that this rank computes with: it leaves the others without values."""
+        own = {name.rpartition(".")[0] for name, ranks in self.used.items() if self.rank in ranks}
+        modules = {module for name, module in self.user.named_modules(remove_duplicate=False) if name in own}
+
+        def fill_own(part: nn.Module) -> None:
+            if any(module in modules for module in part.modules()):
+                fill(part)
+
+        return fill_own
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether the schedule computes the gradients of parameters apart from those of inputs."""
+        return any(action.kind == "W" for action in self.runner.order)
+
+    def called_parts(self) -> list[nn.Module]:
+        """Return the modules that a step calls: those of the stages of this rank, and those outside of all stages."""
+        names = [name for stage in self.runner.here for name in self.cut.stages[stage].modules]
+        found = [self.user.get_submodule(name) for name in names]
+        around: nn.Module = self.user
+        for key in self.cut.where.split(".") if self.cut.where else ():
+            found += [child for name, child in around.named_children() if name != key]
+            around = around.get_submodule(key)
+        while any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in found):
+            lists = [part for part in found if isinstance(part, nn.ModuleList | nn.ModuleDict)]
+            found = [part for part in found if part not in lists] + [each for part in lists for each in part.children()]
+        return found
+
+    @contextmanager
+    def own_part(self) -> Iterator[None]:
+        """Within, the user's module has only parameters that this rank computes with; then the others are forgotten."""
+        with ownership.only_used(self.user, self.used, self.rank):
+            yield
+        ownership.forget_others(self.user, self.held, self.rank)
+
+    def share_gradients(self, user: nn.Module) -> None:
+        """Prepare to sum gradients of parameters that several ranks hold. Collective."""
+        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for name, parameter in user.named_parameters():
+            ranks = tuple(sorted(self.held[name]))
+            if parameter.dtype.is_floating_point and len(ranks) > 1:
+                by_holders.setdefault(ranks, []).append(parameter)
+        lines = self.groups.mesh.lines("pipeline")
+        self._shared = []
+        for ranks, parameters in sorted(by_holders.items()):
+            rest = [rank for rank in range(self.ranks) if rank not in ranks]
+            groups = [[line[rank] for rank in part] for line in lines for part in (ranks, rest) if part]
+            among = self.among if len(ranks) == self.ranks else self.groups.peers.split(groups)
+            if self.rank in ranks:
+                self._shared.append((among, parameters))
+
+    def copies(self) -> dict[nn.Parameter, int]:
+        """Return how many ranks of the pipeline hold a parameter, where more than one does."""
+        return {parameter: among.world_size for among, parameters in self._shared for parameter in parameters}
+
+    def close(self) -> None:
+        """Let the pipelined module have its own forward again."""
+        if self._interception is not None:
+            self._interception.close()
+            self._interception = None
+
+    # --- Training ------------------------------------------------------------------------------------------------
+
+    def train(self, batch: Any, batch_idx: int, divisor: int) -> Any:
+        """Run forward and backward of `batch`; return what `training_step` returns. Collective."""
+        run, runner = self.run, self.runner
+        parts = split(batch, self.microbatches)
+        runner.seed = seed_of(getattr(self.user, "current_epoch", 0), batch_idx)
+        step = _TrainingStep(self, parts, batch_idx, divisor)
+        key = "train", signature(parts[0])
+        self._check_same_batch(batch, key)
+        forms = runner.learn_forms(key, lambda: step.capture(0))
+        if self.rank == runner.last_rank:
+            step.count_targets(forms[-1])
+        runner.step(forms, step.capture, step.loss_of, self._weights)
+        loss, entries, extras = self._results.exchange(*step.results(), self.among, runner.last_rank, run.device)
+        for name, value, options in entries:
+            self.user.log(name, value, **options)  # type: ignore[operator]
+        run.backward(loss)
+        return loss if extras is None else extras | {"loss": loss}
+
+    def _check_same_batch(self, batch: Any, key: Any) -> None:
+        """Refuse different batches on the ranks of a pipeline: inputs would not belong to targets. Collective.
+
+        Values are compared in the first step and for new shapes, shapes in all steps: messages depend on them.
+        """
+        known = self.runner.knows(key)
+        facts = [] if known else [fingerprint(each) for each in tensors_of(batch)]
+        number = zlib.crc32(str((key, known, facts)).encode())
+        extremes = torch.tensor([number, -number], dtype=torch.int64, device=self.among.device)
+        largest, smallest = self.among.unchecked.all_reduce(extremes, "max").tolist()
+        if largest == -smallest:
+            return
+        found = self.among.all_gather_object(number)
+        rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if rank is not None:
+            raise ConfigError(
+                f"stages 0 and {self.runner.ranks.index(rank)} of the pipeline got different batches",
+                expected="the same samples on all ranks of a pipeline",
+                do="make samples of the index and the epoch alone: random transforms must not depend on the rank",
+            )
+
+    def _weights(self, stage: int) -> list[nn.Parameter]:
+        """Return the trained parameters that `stage` computes with; the step's own belong to the last."""
+        part = self.cut.stages[stage]
+        found = [each for name in part.modules for each in self.user.get_submodule(name).parameters()]
+        found += [each for name in part.tensors if isinstance(each := _named(self.user, name), nn.Parameter)]
+        if stage == len(self.cut.stages) - 1:
+            found += self.user.parameters()
+        computed = dict(zip(self.user.parameters(), computed_parameters(self.user), strict=True))
+        mine = dict.fromkeys(computed.get(each, each) for each in found)
+        return [each for each in mine if each.requires_grad and not each.is_meta]
+
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of parameters that several ranks hold over these. Collective."""
+        for among, parameters in self._shared:
+            _sum_gradients(among, [each for each in parameters if each.requires_grad])
+
+    # --- Evaluation ----------------------------------------------------------------------------------------------
+
+    def _called(self, *arguments: Any, **options: Any) -> Any:
+        """Return the output of the pipelined module, on all ranks: for calls outside of training. Collective."""
+        if torch.is_grad_enabled():
+            assert self._interception is not None, "it was called"
+            raise ConfigError(
+                f"{self._interception.name} is a pipeline, and was called with gradients outside of training_step",
+                expected="a call in training_step, or without gradients", do="call it under torch.no_grad()",
+            )  # fmt: skip
+        value = self.cut.bind(*arguments, **options)
+        return self.runner.evaluate(value, ("evaluate", signature((arguments, options))))
+
+
+class _TrainingStep:
+    """One batch: `training_step` of each micro-batch, see [Note: the step of a micro-batch]."""
+
+    def __init__(self, pipeline: Pipeline, parts: list[Any], batch_idx: int, divisor: int) -> None:
+        self.pipeline, self.parts, self.batch_idx = pipeline, parts, batch_idx
+        self.factor = 1 / (len(parts) * divisor)
+        self.logs: list[MicrobatchLog] = []
+        self.losses: list[torch.Tensor] = []
+        self.extras: list[dict[str, Any]] = []
+
+    def _interception(self) -> Interception:
+        assert self.pipeline._interception is not None, "the pipeline is open"
+        return self.pipeline._interception
+
+    def _training_step(self, microbatch: int) -> Any:
+        try:
+            return self.pipeline.run.training_step(self.parts[microbatch], self.batch_idx)
+        except RuntimeError as error:
+            if "device meta" not in str(error):
+                raise
+            where = self.pipeline.cut.where
+            raise ConfigError(
+                f"training_step computes with a layer of {where} that is on another process of the pipeline",
+                expected=f"one call of {where}", do=f"move what training_step does with its layers into {where}",
+            ) from error  # fmt: skip
+
+    def _generators(self, microbatch: int) -> AbstractContextManager[None]:
+        runner = self.pipeline.runner
+        return generators_of(runner.seed, STEP, microbatch, runner.device)
+
+    def capture(self, microbatch: int) -> Any:
+        """Return the input of the first stage."""
+        with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
+            called = self._interception().captured(lambda: self._training_step(microbatch))
+        return self.pipeline.cut.bind(*called.arguments, **called.options)
+
+    def count_targets(self, form: Form) -> None:
+        """Count the targets of each micro-batch; `form` is that of the last stage's output."""
+
+        def step(microbatch: int) -> None:
+            output = zeros_of(form, self.pipeline.runner.device)
+            with MicrobatchLog().of(self.pipeline.user), self._generators(microbatch):
+                self._interception().answered(lambda: self._training_step(microbatch), output)
+
+        with torch.no_grad(), unchanged([self.pipeline.user]):
+            self.pipeline.targets.count(step, len(self.parts))
+        torch.clear_autocast_cache()  # of weights without gradients
+
+    def loss_of(self, microbatch: int, output: Any) -> torch.Tensor:
+        """Return the loss to differentiate for the `output` of the last stage."""
+        log = MicrobatchLog()
+        targets = self.pipeline.targets.weighing(microbatch)
+        with log.of(self.pipeline.user), self._generators(microbatch), targets:
+            result = self._interception().answered(lambda: self._training_step(microbatch), output)
+        self.logs.append(log)
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not (isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1 and not loss.is_complex()):
+            raise ConfigError(
+                f"training_step returned {_shown(loss)} for a micro-batch", expected="a loss, computed from the output",
+                do="return the loss of each micro-batch; to skip one, the usual loss multiplied by zero",
+            )  # fmt: skip
+        self.losses.append(loss.detach().clone())
+        if isinstance(result, dict) and len(result) > 1:
+            self.extras.append({key: _detached(value) for key, value in result.items() if key != "loss"})
+        run = self.pipeline.run
+        scaled: torch.Tensor = run.ask("scale_loss", loss=loss.reshape(()) * self.factor)
+        return scaled
+
+    def results(self) -> tuple[torch.Tensor | None, list[Any], Any]:
+        """Return the mean loss, what was logged, and the rest of the outputs, on the rank of the last stage."""
+        if not self.losses:
+            return None, [], None
+        loss = torch.stack([each.reshape(()) for each in self.losses]).mean()
+        return loss, combined(self.logs), merge(self.extras) if self.extras else None
+
+
+def _named(module: nn.Module, name: str) -> Any:
+    where, _, last = name.rpartition(".")
+    return getattr(module.get_submodule(where), last)
+
+
+def _detached(value: Any) -> Any:
+    from stratagem.api.batches import map_batch
+
+    return map_batch(
+        value, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf,
+        is_leaf=lambda part: isinstance(part, torch.Tensor),
+    )  # fmt: skip
+
+
+def _shown(loss: Any) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return f"a {type(loss).__name__}"
+    return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradients")
+
+
+def _sum_gradients(among: Any, parameters: list[nn.Parameter]) -> None:
+    """Sum gradients over `among`, all of a dtype at once; a parameter without one on all ranks keeps none."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        gradients = [settle(parameter) for parameter in group]
+        parts = [
+            torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
+            for parameter, gradient in zip(group, gradients, strict=True)
+        ]
+        flags = parts[0].new_tensor([gradient is not None for gradient in gradients])
+        flat = among.unchecked.all_reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "sum")
+        reached = flat[: len(group)].tolist()
+        sums = flat[len(group) :].split([part.numel() for part in parts])
+        for parameter, is_reached, total in zip(group, reached, sums, strict=True):
+            if not is_reached:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            part = local(parameter.grad)
+            part.copy_(total.view(part.shape))

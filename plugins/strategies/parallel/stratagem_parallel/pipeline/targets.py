@@ -1,0 +1,134 @@
+"""Means over the targets of whole batches, of which micro-batches may have different numbers.
+
+[Note: numbers of targets]
+The loss of a step is the mean over micro-batches. With targets that are ignored that is the mean over all targets only
+if each micro-batch has as many; so the sum over a micro-batch is divided by the mean number of targets of one. Numbers
+are known before the first micro-batch: the rank of the last stage, which waits then, calls `training_step` for each of
+them without gradients and with zeros for the output of the layers. What is counted are the calls of
+``torch.nn.functional.cross_entropy`` and ``nll_loss``, under whatever name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from stratagem.errors import ConfigError
+
+#: Positional arguments, and those by name.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_LOSSES = (F.cross_entropy, F.nll_loss)
+
+
+@define
+class TargetCounts:
+    """How many targets each call of a loss in `training_step` has, for each micro-batch of a step."""
+
+    #: Whether a step had such calls, or none was seen yet: else nothing is counted.
+    _is_needed: bool = True
+    #: For each micro-batch, the number for each call; None if counting failed.
+    _numbers: list[list[float]] | None = field(factory=list)
+    #: Where counting failed, what the first micro-batch has for each call.
+    _first: dict[int, float] = field(factory=dict)
+
+    def count(self, step: Callable[[int], Any], microbatches: int) -> None:
+        """Call `step` for each of `microbatches`, and count its targets."""
+        self._numbers = []
+        self._first.clear()
+        counted: list[list[Tensor]] = []
+        if not self._is_needed:
+            return
+        self._is_needed = False
+        try:
+            for index in range(microbatches):
+                with torch.no_grad(), _Counting() as counting:
+                    step(index)
+                counted.append(counting.numbers)
+        except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
+            self._numbers = None
+            return
+        if any(counted):
+            flat = torch.stack([number for numbers in counted for number in numbers]).tolist()
+            self._numbers = [[flat.pop(0) for _ in numbers] for numbers in counted]
+
+    def weighing(self, microbatch: int) -> _Weighing:
+        """Return what weighs the losses of `microbatch`, within."""
+        return _Weighing(self, microbatch)
+
+    def mean_of_call(self, microbatch: int, call: int, number: Tensor) -> float | None:
+        """Return the mean number of targets of a micro-batch in `call`; None if all have as many.
+
+        Raises:
+            ConfigError: `microbatch` has another number than others, and these were not counted.
+        """
+        self._is_needed = True
+        if self._numbers is None:
+            self._compare(call, number)
+            return None
+        numbers = [each[call] for each in self._numbers if len(each) > call]
+        if len(numbers) < len(self._numbers) or len(set(numbers)) <= 1:
+            return None
+        return sum(numbers) / len(numbers)
+
+    def _compare(self, call: int, number: Tensor) -> None:
+        found = float(number)
+        if found != self._first.setdefault(call, found):
+            raise ConfigError(
+                f"micro-batches have {self._first[call]:g} and {found:g} targets that are not ignored, and "
+                "training_step failed with zeros for the output of the layers, with which they are counted",
+                expected="a training_step that takes any output", do="compute the loss in another way",
+            )  # fmt: skip
+
+
+class _Losses(TorchFunctionMode):
+    """Changes means over classes of targets."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            found = _mean_over_targets(*args, **kwargs)
+            if found is not None:
+                return self.mean(func, *found, args, kwargs)
+        return func(*args, **kwargs)
+
+    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Counting(_Losses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[Tensor] = []
+
+    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
+        self.numbers.append(number.double())
+        return torch.zeros((), dtype=as_sum[0][0].dtype, device=as_sum[0][0].device)
+
+
+class _Weighing(_Losses):
+    def __init__(self, counts: TargetCounts, microbatch: int) -> None:
+        super().__init__()
+        self.counts, self.microbatch, self.calls = counts, microbatch, 0
+
+    def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
+        mean = self.counts.mean_of_call(self.microbatch, self.calls, number)
+        self.calls += 1
+        return func(*args, **kwargs) if mean is None else func(*as_sum[0], **as_sum[1]) / mean
+
+
+def _mean_over_targets(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,  # noqa: A002
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", **options: Any,
+) -> tuple[Tensor, _Call] | None:  # fmt: skip
+    """Return the number of targets, and the arguments for their sum, if this is a mean over targets that count."""
+    if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
+        return None
+    counts = target != ignore_index
+    number = counts.sum() if weight is None else torch.where(counts, weight[target.where(counts, 0)], 0).sum()
+    return number, ((input, target, weight), {"ignore_index": ignore_index, "reduction": "sum", **options})

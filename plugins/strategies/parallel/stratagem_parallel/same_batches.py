@@ -1,0 +1,53 @@
+"""Check that ranks which share samples got the same: otherwise they would compute parts of different batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives, RunContext
+
+
+class SameBatches:
+    """Compares batches over the ranks of `over`, which are to read the same ones."""
+
+    def __init__(self, over: Collectives) -> None:
+        self.over = over
+        self._seen: Counter[str] = Counter()
+
+    def check(self, batch: Any, run: RunContext) -> None:
+        """Compare the first batch of a stage, the second, the fourth and so on. Collective for these.
+
+        Raises:
+            ConfigError: ranks got different batches; raised on all of them.
+        """
+        self._seen[run.stage] += 1
+        number = self._seen[run.stage]
+        if number & (number - 1):
+            return
+        mine = fingerprint(batch)
+        largest, smallest = self.over.unchecked.all_reduce(torch.stack([mine, -mine]), "max")
+        if not torch.equal(largest, -smallest):
+            raise ConfigError(
+                f"ranks that share samples got different batches (batch {number} of stage {run.stage!r})",
+                expected="the same samples on all ranks of the axis tensor",
+                do="call stratagem.seed_everything() first, and make random samples and augmentations of the index and "
+                "the epoch; a loader with its own sampler shards by run.mesh.data_shard",
+            )
+
+
+def fingerprint(batch: Any) -> torch.Tensor:
+    """Return two numbers that depend on shapes and values of all tensors of `batch`, and on their order."""
+    total, shapes = torch.zeros((), dtype=torch.float64), 0
+    for index, tensor in enumerate(each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)):
+        shapes = (31 * shapes + sum((place + 7) * size for place, size in enumerate(tensor.shape)) + index) % 2**31
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers = parts.detach().to(torch.float64).flatten().nan_to_num().cpu()
+        total += (numbers * torch.arange(1, len(numbers) + 1, dtype=torch.float64).sqrt()).sum() * (index + 1)
+    return torch.stack([total, torch.tensor(float(shapes), dtype=torch.float64)])

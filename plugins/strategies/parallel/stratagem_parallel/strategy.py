@@ -1,0 +1,397 @@
+"""The strategy: what each hook does for the axes that have more than one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem.api import hookimpl
+from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.distributed.bucket_reducer import check_dense
+from stratagem.errors import ConfigError
+from stratagem_parallel import planned
+from stratagem_parallel.clipping import clip_norm
+from stratagem_parallel.context import ContextAxis
+from stratagem_parallel.description import Record
+from stratagem_parallel.expert import ExpertAxis
+from stratagem_parallel.gradients import GradientAverager, settle
+from stratagem_parallel.layout import SIZES, Groups, axis_of
+from stratagem_parallel.optimizers import stepped_by_kind
+from stratagem_parallel.options import ParallelOptions
+from stratagem_parallel.pipeline.pipeline import Pipeline
+from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
+from stratagem_parallel.same_batches import SameBatches
+from stratagem_parallel.sharded import Sharding
+from stratagem_parallel.state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from stratagem_parallel.tensor import cut_layers, described, named_use, reconnect, share_parts, whole_outputs
+from stratagem_process_group import group_options_after
+from stratagem_sharding.initial_values import replicate_from_rank_0
+from stratagem_sharding.memory import return_large_blocks
+from stratagem_sharding.mesh import forget_meshes
+from stratagem_sharding.param_groups import reshard
+from stratagem_sharding.shards import clip_values, local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import Collectives, Mesh, RunContext, World
+    from stratagem.api.layout import Layout
+
+#: Where a module remembers how it was wrapped, for the next call of the trainer.
+_WRAPPED = "_stratagem_parallel"
+#: Whether a parameter is whole on `shard`, and on `expert`: those of one kind are averaged over the same ranks.
+_KINDS = ((False, False), (False, True), (True, False), (True, True))
+
+
+@define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
+class ParallelStrategy(ParallelOptions):
+    """Cuts the model: layers over `tensor`, sequences over `context`, the list of layers over `pipeline` ...
+
+    One mesh has all axes; ``run.mesh`` tells which ranks read the same samples.
+    """
+
+    _groups: Any = field(init=False, default=None)
+    _device_mesh: Any = field(init=False, default=None)
+    #: The layers that are cut over `tensor`, and their styles.
+    _layers: dict[str, Any] = field(init=False, factory=dict)
+    _sharding: Sharding | None = field(init=False, default=None)
+    #: Compares the batches of ranks that share samples.
+    _same_batches: SameBatches | None = field(init=False, default=None)
+    _pipeline: Pipeline | None = field(init=False, default=None)
+    #: Average gradients after backward: those of all parameters, and those of experts over fewer ranks.
+    _averagers: list[GradientAverager] = field(init=False, factory=list)
+    #: What the ranks of the last run hold and send, for people.
+    _record: Record | None = field(init=False, default=None)
+
+    #: Cuts sequences, with `context` above 1; divides layers of experts, with `expert` above 1.
+    _context: ContextAxis | None = field(init=False, default=None)
+    _expert: ExpertAxis | None = field(init=False, default=None)
+
+    @hookimpl
+    def on_connect(self, run: RunContext) -> None:
+        self._groups = Groups(self.mesh(run.peers_world), run.peers)
+        self._device_mesh = self._groups.device_mesh(run.device.type)
+        for kind in _KINDS:  # which of them a rank's parameters have differs between stages
+            self._averaged_over(kind)
+        if run.device.type == "cpu" and any(self._mesh.size(axis) > 1 for axis in MODEL_AXES):
+            return_large_blocks()
+        if self._mesh.size("shard") > 1:
+            self._sharding = Sharding(
+                self._device_mesh["shard"], self.auto_wrap_policy, reshard_after_forward=self.reshard_after_forward
+            )
+        if self._mesh.size("expert") > 1:
+            self._expert = ExpertAxis(self._groups.over("expert"), self._device_mesh["expert"])
+        if self._mesh.size("context") > 1:
+            over, method = self._groups.over("context"), self.context_method
+            self._context = ContextAxis(over, self.context_dim, self.context_tensors, method, self.context_checks)
+
+        sharing = self._groups.over("tensor")  # the other axes compare their batches themselves
+        self._same_batches = SameBatches(sharing) if sharing.world_size > 1 else None
+
+    @property
+    def _mesh(self) -> Mesh:
+        mesh: Mesh = self._groups.mesh
+        return mesh
+
+    def torch_mesh(self) -> Any:
+        return self._device_mesh
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
+        user = module.get_submodule("module")
+        self._stop_averaging()
+        root = self._wrapped_earlier(user) or module
+        if self._mesh.size("tensor") > 1:
+            reconnect(user, self._groups.over("tensor"))
+        self._share_random_numbers(run)
+        self._open_pipeline(user, run)
+        if self._expert is not None:
+            self._expert.find(user, self.plan)
+        if self._context is not None:
+            self._context.prepare(root, run)
+        if root is module:
+            self._cut(module, user, run)
+            user.__dict__[_WRAPPED] = (module, self._device_mesh)
+        if self._sharding is not None:
+            self._sharding.watch(root, self._groups.over("data", *SIZES[2:]), run)
+        if run.stage == "train":
+            if self._pipeline is not None:
+                self._pipeline.share_gradients(user)
+            self._average(user, run)
+            self._record = Record(self._mesh, self._groups.ranks)
+            self._record.note(user, run.peers)
+        return root
+
+    def _wrapped_earlier(self, user: nn.Module) -> nn.Module | None:
+        """Return what `wrap_model` returned for `user` in an earlier run."""
+        root, mesh = user.__dict__.get(_WRAPPED, (None, self._device_mesh))
+        if mesh != self._device_mesh:
+            raise ConfigError(
+                "the model was cut by an earlier run over other processes",
+                expected="a model that is whole, or the same processes",
+                do="save a checkpoint and load it into a new model",
+            )
+        return root  # type: ignore[no-any-return]
+
+    def _cut(self, module: nn.Module, user: nn.Module, run: RunContext) -> None:
+        """Give `user`, which is in `module`, its values, and cut it over all axes. Collective."""
+        fill = replicate_from_rank_0(module, run.device, run)
+        fill_own = fill if self._pipeline is None else self._pipeline.filling_own(fill)
+        if self._mesh.size("tensor") > 1:
+            self._cut_layers(module, fill_own, run)
+        if self._expert is not None:
+            self._expert.divide(fill_own, run)
+        with contextlib.nullcontext() if self._pipeline is None else self._pipeline.own_part():
+            if self._sharding is None:
+                fill(user)
+            elif self._pipeline is not None:
+                parts, divided = self._pipeline.called_parts(), self._pipeline.divides_backward
+                self._sharding.shard_parts(parts, user, fill, run, divided=divided)
+            else:
+                self._sharding.shard(module, user, fill, run)
+
+    def _open_pipeline(self, user: nn.Module, run: RunContext) -> None:
+        """Cut the layers of `user` into stages, if there are several. Collective."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        if self._mesh.size("pipeline") > 1:
+            self._pipeline = Pipeline(self, self._groups, run)
+            self._pipeline.open(user)
+
+    def _cut_layers(self, module: nn.Module, fill: Callable[[nn.Module], None], run: RunContext) -> None:
+        """Cut the layers of the plan over the axis `tensor`. Collective."""
+        over, mesh = self._groups.over("tensor"), self._device_mesh["tensor"]
+        user = module.get_submodule("module")
+        share_parts(user, self._groups.over(*(axis_of(size) for size in SIZES if size != "tensor")))
+        self._layers = cut_layers(user, self.plan, over, mesh, fill)
+        if self.plan == "auto":
+            run.print(described(self._layers, user, over.world_size))
+        module.register_forward_hook(whole_outputs)
+
+    def _share_random_numbers(self, run: RunContext) -> None:
+        """Give ranks that read the same samples the same random numbers. Collective."""
+        over = self._groups.over("pipeline", "context", "tensor")
+        if over.world_size > 1:
+            restore_random_state(over.broadcast_object(random_state(run.devices)), run.devices)
+
+    def _average(self, user: nn.Module, run: RunContext) -> None:
+        """Have gradients averaged over the ranks that read other samples, or other parts of them. Collective.
+
+        Those of what is sharded are averaged over `shard` already, those of experts over `expert`.
+        """
+        if self._averaged_over((True, True)).world_size > 1:
+            check_dense(user, "strategy parallel sends", "sparse=False there", 'set it, or choose strategy="ddp"')
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for parameter in user.parameters():
+            if not parameter.is_meta:
+                cut = cut_axes(parameter)
+                groups.setdefault(("shard" not in cut, "expert" not in cut), []).append(parameter)
+        kinds = self._groups.over("pipeline").all_gather_object(list(groups))
+        every = {kind for found in kinds for kind in found} or {(True, True)}
+        for kind in sorted(every):  # in one order on all ranks, also where a stage has none of a kind
+            over, parameters = self._averaged_over(kind), groups.get(kind, [])
+            reduce = run.bucket_reducer(over=over)
+            if parameters and (over.world_size > 1 or reduce is not None):
+                self._averagers.append(GradientAverager(parameters, over, reduce, cap_mb=self.bucket_cap_mb))
+
+    def _averaged_over(self, kind: tuple[bool, bool]) -> Collectives:
+        """Return the ranks over which gradients of parameters of one of `_KINDS` are averaged."""
+        axes = [axis for axis, is_whole in zip(("shard", "expert"), kind, strict=True) if is_whole]
+        over: Collectives = self._groups.over("data", *axes, "context")
+        return over
+
+    def _stop_averaging(self) -> None:
+        while self._averagers:
+            self._averagers.pop().close()
+
+    @hookimpl
+    def teardown(self, run: RunContext) -> None:
+        self._stop_averaging()
+        if self._context is not None:
+            self._context.close()
+        if self._sharding is not None:
+            self._sharding.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._groups = self._device_mesh = self._sharding = self._context = self._expert = self._pipeline = None
+        forget_meshes()
+        super().teardown(run)
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def transfer_batch(self, run: RunContext) -> Generator[None, Any, Any]:
+        batch = yield
+        if self._same_batches is not None:
+            self._same_batches.check(batch, run)
+        return batch if self._context is None else self._context.cut(batch, run)
+
+    @hookimpl
+    def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+        steps: list[AbstractContextManager[Any] | None] = [
+            None if self._context is None else self._context.step(stage, run),
+            None if self._expert is None else self._expert.step(),
+        ]
+        if self._sharding is not None:
+            steps.insert(0, self._sharding.step(run.model, stage, sync and self._pipeline is None, run))
+        if self._mesh.size("tensor") > 1 and run.module is not None:
+            steps.append(named_use(run.module))
+        if stage == "train" and self._record is not None:
+            steps.append(self._record.messages.counted(last=sync))
+        return _joined([step for step in steps if step is not None])
+
+    @hookimpl
+    def forward_backward(self, module: nn.Module, batch: Any, batch_idx: int, divisor: int, run: RunContext) -> Any:
+        if self._pipeline is None:
+            return run.forward_backward(batch, batch_idx, divisor)
+        with contextlib.nullcontext() if self._sharding is None else self._sharding.several_backwards():
+            return self._pipeline.train(batch, batch_idx, divisor)
+
+    @hookimpl
+    def backward(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> bool:
+        syncs = run.sync_gradients or run.manual
+        if self._pipeline is not None:  # the schedule has differentiated the loss of each micro-batch
+            if syncs:
+                if self._sharding is not None:
+                    self._sharding.reduce(module)
+                self._pipeline.sum_shared_gradients()
+                self._complete_gradients(run)
+            return True
+        if syncs:
+            for averager in self._averagers:
+                averager.begin()
+        with self._recomputing(), self._differentiated(loss, module, run):
+            if syncs:
+                self._complete_gradients(run)
+        return True
+
+    @contextlib.contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Within: what backward computes again is computed as in the step, which a user's own loop has left."""
+        with contextlib.ExitStack() as stack:
+            if self._context is not None:
+                stack.enter_context(self._context.recomputing())
+            if self._expert is not None:
+                stack.enter_context(self._expert.step())
+            yield
+
+    @contextlib.contextmanager
+    def _differentiated(self, loss: torch.Tensor, module: nn.Module, run: RunContext) -> Iterator[None]:
+        """Differentiate `loss`; within, gradients are complete but for their averages over replicas."""
+        if self._sharding is None:
+            run.differentiate(loss)
+            yield
+            return
+        with self._sharding.backward(loss, module, run):
+            yield
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Any, run: RunContext
+    ) -> Generator[None, bool, bool]:
+        with contextlib.ExitStack() as stack:
+            if closure is None:  # it may look at the groups
+                stack.enter_context(stepped_by_kind(optimizer))
+            if self._sharding is not None:
+                stack.enter_context(self._sharding.optimizer_step(run.model, run))
+            return (yield)
+
+    @hookimpl
+    def on_validation_start(self, run: RunContext) -> None:
+        """Give replicas the buffers of the first: each has statistics of its own batches (decision 0004)."""
+        over = self._averaged_over((True, True))
+        if over.world_size > 1:
+            assert run.module is not None, "it was wrapped"
+            over.replicate(local(buffer) for buffer in run.module.buffers() if not buffer.is_meta)
+
+    @hookimpl
+    def on_validation_end(self, run: RunContext) -> None:
+        reshard(run.model)
+
+    @hookimpl
+    def on_test_end(self, run: RunContext) -> None:
+        reshard(run.model)
+
+    @hookimpl
+    def on_predict_end(self, run: RunContext) -> None:
+        reshard(run.model)
+
+    def _complete_gradients(self, run: RunContext) -> None:
+        """Wait for the averages, and complete the gradients of parameters that are cut. Collective."""
+        for averager in self._averagers:
+            averager.finish()
+        if not self._averagers:
+            assert run.module is not None, "it was wrapped"
+            for parameter in run.module.parameters():
+                settle(parameter)
+
+    @hookimpl
+    def clip_gradients(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, max_value: float | None
+    ) -> torch.Tensor | float:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if max_value is not None:
+            clip_values([p.grad for p in parameters if p.grad is not None], max_value)
+            return 0.0
+        assert max_norm is not None, "one of the two limits is set"
+        over = self._groups.over(*MODEL_AXES)
+        stages = {} if self._pipeline is None else self._pipeline.copies()
+        return clip_norm(parameters, lambda p: copies(p, self._mesh, stages.get(p, 1)), over, max_norm)
+
+    # --- For people ----------------------------------------------------------------------------------------------
+
+    def layout(self, world: World, module: nn.Module | None) -> Layout | None:
+        timeline = planned.timeline_of(self, self.mesh(world))
+        known = self._record.layout(module, timeline) if self._record is not None else None
+        return known or planned.layout(self, self.mesh(world), module, timeline)
+
+    # --- State ---------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def model_state(self, module: nn.Module, run: RunContext) -> dict[str, torch.Tensor]:
+        reshard(run.model)
+        return model_state(module, run, self._groups.over("pipeline"))
+
+    @hookimpl
+    def load_model_state(
+        self, state: dict[str, torch.Tensor], module: nn.Module, strict: bool, run: RunContext
+    ) -> bool:
+        reshard(run.model)
+        load_model_state(state, module, strict)
+        return True
+
+    @hookimpl
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext) -> dict[str, Any]:
+        reshard(run.model)
+        return optimizer_state(optimizer, module, run, self._groups.over("pipeline"))
+
+    @hookimpl
+    def load_optimizer_state(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
+    ) -> bool:
+        reshard(run.model)
+        load_optimizer_state(state, optimizer, module)
+        return True
+
+
+def _joined(steps: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any] | None:
+    """Return one context of `steps`, the first outermost; None without any."""
+    if len(steps) < 2:
+        return steps[0] if steps else None
+    return _in_order(steps)
+
+
+@contextlib.contextmanager
+def _in_order(steps: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(step)
+        yield

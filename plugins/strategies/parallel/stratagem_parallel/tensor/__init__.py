@@ -1,0 +1,114 @@
+"""Tensor and sequence parallelism: layers cut over the axis `tensor`, by a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.tensor import rules as rules  # slices need them
+from stratagem_parallel.tensor.cutting import cut, styled
+from stratagem_parallel.tensor.moves import Line
+from stratagem_parallel.tensor.plan import plan_of
+from stratagem_parallel.tensor.slices import all_whole
+from stratagem_sharding.sharded_use import is_sharded_use, tensors_in_use
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from stratagem.api import Collectives
+
+__all__ = ["cut_layers", "described", "named_use", "reconnect", "share_parts", "whole_outputs"]
+
+#: Where a module that was cut remembers the ranks that hold its parts.
+_LINE = "_stratagem_tensor_line"
+
+
+def cut_layers(
+    user: nn.Module, option: Any, over: Collectives, mesh: DeviceMesh, fill: Callable[[nn.Module], None]
+) -> dict[str, Any]:
+    """Cut the layers of `user` that its plan names over the ranks of `over`; return the styles by name. Collective.
+
+    Args:
+        option: ``strategy.parallel.plan``.
+        mesh: torch's mesh of these ranks.
+        fill: gives values to a part of the model that was built without.
+
+    Raises:
+        ConfigError: a plan with a mistake, or none at all.
+    """
+    line = Line(over, mesh)
+    plan, where = plan_of(user, option, line.size)
+    cut(user, styled(user, plan, line, where), line, fill)
+    user.__dict__[_LINE] = line
+    return plan
+
+
+def whole_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Return what a step returned, with the whole of each activation that is cut: a hook on the step. Collective."""
+    return all_whole(output)
+
+
+def reconnect(user: nn.Module, over: Collectives) -> None:
+    """Let the layers of `user` that an earlier call of the trainer cut send over `over`."""
+    line = user.__dict__.get(_LINE)
+    if line is not None:
+        line.over = over
+
+
+def share_parts(user: nn.Module, over: Collectives) -> None:
+    """Give the parts of parameters that `user` has cut itself the values of the first replica. Collective.
+
+    Args:
+        over: the ranks that are at the same place of the axis `tensor`.
+    """
+    if over.world_size > 1:
+        parts = [parameter for parameter in user.parameters() if isinstance(parameter, DTensor)]
+        over.replicate(part.to_local().detach() for part in parts)
+
+
+def described(plan: dict[str, Any], user: nn.Module, size: int) -> str:
+    """Return a plan as text: each style with the patterns of its layers, or their names where others match too."""
+    names = [name for name, _ in user.named_modules()]
+    cut: dict[tuple[str, str], list[str]] = {}
+    for name, style in plan.items():
+        cut.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), str(style)), []).append(name)
+    shown: list[str] = []
+    for (pattern, style), layers in cut.items():
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        shown += [f"{name} {style}" for name in ([pattern] if set(matched) == set(layers) else layers)]
+    return f"tensor parallelism over {size} ranks: {', '.join(shown)}"
+
+
+@contextlib.contextmanager
+def named_use(user: nn.Module) -> Iterator[None]:
+    """Within a step: an operation on a parameter that is cut, outside of its layer, is an error that names it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_sharded_use(error):
+            raise
+        used = {id(tensor) for tensor in tensors_in_use(error)}
+        names = [name for name, parameter in user.named_parameters() if id(parameter) in used and _is_cut(parameter)]
+        if not names:
+            raise
+        layer = names[0].rpartition(".")[0]
+        raise ConfigError(
+            f"{names[0]!r}, which is cut over strategy.parallel.tensor, was used outside of its layer's forward",
+            expected="a call of the layer, which computes with the parts of all ranks",
+            do=f"call the layer (a Linear that is tied to an Embedding), or leave {layer!r} out of the plan",
+        ) from error
+    finally:
+        line = user.__dict__.get(_LINE)
+        if line is not None:
+            line.forget()
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())

@@ -1,0 +1,280 @@
+"""Which functions of torch a rank applies to its parts alone; see [Note: slices] in `slices`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.tensor import shapes
+from stratagem_parallel.tensor.loss import cross_entropy
+from stratagem_parallel.tensor.moves import used_by_parts
+from stratagem_parallel.tensor.operands import Arguments, NoRule, Options, common, layout_of, matching
+from stratagem_parallel.tensor.random_numbers import of_this_part
+from stratagem_parallel.tensor.slices import Slice, all_whole, as_slice, part_of_slice
+
+#: What only reads a tensor's shape, type or device: the wrapper answers.
+_PROPERTIES = {
+    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_leaf", "grad_fn", "names", "itemsize", "nbytes", "is_nested", "is_mkldnn", "is_complex",
+    "grad", "is_xla", "is_mps", "is_xpu",
+}  # fmt: skip
+_QUERIES = {
+    "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "element_size", "__len__",
+    "get_device", "ndimension", "is_tensor", "type", "is_signed", "is_inference", "__hash__", "stride", "_is_view",
+    "has_names", "is_same_size", "storage_offset",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "add", "sub", "mul", "div", "true_divide", "multiply", "divide", "subtract", "rsub", "neg", "pow", "square", "sqrt",
+    "rsqrt", "exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "sigmoid", "relu", "relu6", "gelu", "silu", "mish",
+    "elu", "selu", "celu", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "softplus", "softsign", "tanhshrink",
+    "logsigmoid", "abs", "sign", "clamp", "clip", "clamp_min", "clamp_max", "float", "double", "half", "bfloat16", "to",
+    "type_as", "contiguous", "clone", "detach", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "maximum",
+    "minimum", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_and", "logical_or",
+    "logical_not", "reciprocal", "erf", "floor", "ceil", "round", "zeros_like", "ones_like", "full_like", "empty_like",
+    "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
+    "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "__eq__", "__ne__", "__lt__",
+    "__le__", "__gt__", "__ge__", "__and__", "__or__", "__invert__", "__abs__", "nan_to_num", "bool", "int", "long",
+    "float_power", "requires_grad_",
+}  # fmt: skip
+#: Elementwise with random numbers of this rank's own.
+_RANDOM = {
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "bernoulli", "rand_like", "randn_like",
+    "native_dropout", "rrelu",
+}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "amax", "amin", "prod", "var", "std", "softmax", "log_softmax", "cumsum", "argmax", "argmin",
+    "logsumexp", "normalize", "norm", "vector_norm", "_softmax", "cumprod", "all", "any",
+}  # fmt: skip
+#: What torch calls the first argument of its functions.
+_FIRST = ("input", "tensors", "tensor", "query")
+
+
+def apply(func: Any, args: Arguments, options: Options) -> Any:
+    """Return what `func` returns for whole activations, as a `Slice` where parts are enough."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _property(func, args)
+    if name in _QUERIES:
+        return func(*args, **options)
+    if name == "__repr__":
+        made = args[0]
+        return f"Slice(shape={tuple(made.shape)}, cut={made.cut}, dtype={made.dtype})"
+    if name in ("register_hook", "retain_grad"):
+        return func(part_of_slice(args[0]), *args[1:], **options)
+    try:
+        if isinstance(func, torch._ops.OpOverload):
+            return _overload(func, args, options)
+        return _by_rule(name, func, args, options)
+    except NoRule:
+        return _of_whole(name, func, args, options)
+
+
+def _overload(func: Any, args: Arguments, options: Options) -> Any:
+    """Apply one of ``torch.ops``, whose arguments may differ from those of the function of that name."""
+    if func._overloadname.endswith("out") or func._schema.name.split("::")[-1] not in _ELEMENTWISE:
+        raise NoRule
+    return _elementwise(func, args, options)
+
+
+def _property(func: Any, args: Arguments) -> Any:
+    which = getattr(func.__self__, "__name__", "")
+    if which in _PROPERTIES:
+        return func(*args)
+    if which in ("T", "mT") and args[0].dim() >= 2:
+        made = args[0]
+        order = list(range(made.dim()))
+        order = order[::-1] if which == "T" else [*order[:-2], order[-1], order[-2]]
+        return shapes.permuted(made, order)
+    if which == "data":
+        return as_slice(part_of_slice(args[0]).detach(), *layout_of(args[0]))
+    return func(*all_whole(args))
+
+
+def _of_whole(name: str, func: Any, args: Arguments, options: Options) -> Any:
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "copy_")
+    if (in_place and isinstance(args[0], Slice)) or isinstance(options.get("out"), Slice):
+        raise ConfigError(
+            f"{name} writes to an activation that tensor parallelism cuts, in a way that parts do not allow",
+            expected="an operation that returns a new tensor",
+            do="make the layer before it gather its output: give it the style 'colwise_gather_output'",
+        )
+    return func(*all_whole(args), **all_whole(options))
+
+
+def _by_rule(name: str, func: Any, args: Arguments, options: Options) -> Any:
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    rule = _RULES.get(name)
+    if rule is not None or name in _REDUCTIONS:
+        args, options = _in_order(args, options)
+    if rule is not None:
+        return rule(func, args, options)
+    if name in _ELEMENTWISE or plain in _ELEMENTWISE:
+        return _elementwise(func, args, options)
+    if plain in _RANDOM:
+        return _elementwise(func, args, options, random=True)
+    if name in _REDUCTIONS:
+        return _reduce(name, func, args, options)
+    raise NoRule
+
+
+def _in_order(args: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Return the arguments of a function as rules expect them: the first one by position, and `dim` by its own name."""
+    if not args:
+        first = next((name for name in _FIRST if name in options), None)
+        if first is None:
+            raise NoRule
+        args, options = (options[first],), {name: value for name, value in options.items() if name != first}
+    if "axis" in options:
+        options = {"dim" if name == "axis" else name: value for name, value in options.items()}
+    return args, options
+
+
+# --- Elementwise -------------------------------------------------------------------------------------------------
+
+
+def _elementwise(func: Any, args: Arguments, options: Options, random: bool = False) -> Any:
+    leaves, structure = tree_flatten((args, options))
+    from_right, size, line = common([leaf for leaf in leaves if isinstance(leaf, Slice)])
+    name = func.__name__
+    if (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))) and not isinstance(args[0], Slice):
+        raise NoRule
+    parts = [matching(leaf, from_right, size, line) for leaf in leaves]
+    args, options = tree_unflatten(parts, structure)
+    if random:
+        device = next(part.device for part in parts if isinstance(part, Tensor))
+        with of_this_part(line, device):
+            out = func(*args, **options)
+    else:
+        out = func(*args, **options)
+    if not isinstance(out, Tensor):  # where(condition) returns indices
+        raise NoRule
+    return as_slice(out, out.dim() - from_right, size, line)
+
+
+def _dropout(func: Any, args: Arguments, options: Options) -> Any:
+    names = ("input", "p", "training", "inplace")
+    given = dict(zip(names, args, strict=False)) | options
+    active = given.get("training", True) and given.get("p", 0.5) > 0
+    return _elementwise(func, args, options, random=bool(active))
+
+
+# --- Reductions and products -------------------------------------------------------------------------------------
+
+
+def _reduce(name: str, func: Any, args: Arguments, options: Options) -> Any:
+    made = args[0]
+    given = args[1] if len(args) > 1 else options.get("dim", options.get("axis"))
+    if name in ("normalize", "norm", "vector_norm"):
+        given = args[2] if len(args) > 2 else options.get("dim", 1 if name == "normalize" else None)
+    if not isinstance(made, Slice) or given is None or isinstance(given, bool):
+        raise NoRule
+    over = given if isinstance(given, (tuple, list)) else (given,)
+    if not over or not all(type(each) is int for each in over):
+        raise NoRule
+    dims = {each % made.dim() for each in over}
+    cut, size, line = layout_of(made)
+    if cut in dims:
+        raise NoRule
+    out = func(part_of_slice(made), *args[1:], **options)
+    if not isinstance(out, Tensor):
+        raise NoRule
+    is_kept = out.dim() == made.dim()
+    return as_slice(out, cut - (0 if is_kept else sum(dim < cut for dim in dims)), size, line)
+
+
+def _norm_of_last(func: Any, args: Arguments, options: Options) -> Any:
+    """layer_norm, rms_norm."""
+    made, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
+    if not isinstance(made, Slice) or made.cut >= made.dim() - len(shape):
+        raise NoRule
+    line = made.line
+    rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
+    named = {key: used_by_parts(each, line) if isinstance(each, Tensor) else each for key, each in options.items()}
+    return as_slice(func(part_of_slice(made), *rest, **named), *layout_of(made))
+
+
+def _linear(func: Any, args: Arguments, options: Options) -> Any:
+    made = args[0] if args else None
+    others = [*args[1:], *options.values()]
+    if not isinstance(made, Slice) or made.cut == made.dim() - 1 or any(isinstance(each, Slice) for each in others):
+        raise NoRule
+    line = made.line
+    rest = [used_by_parts(each, line) if isinstance(each, Tensor) else each for each in args[1:]]
+    named = {key: used_by_parts(each, line) if isinstance(each, Tensor) else each for key, each in options.items()}
+    return as_slice(func(part_of_slice(made), *rest, **named), *layout_of(made))
+
+
+def _matmul(func: Any, args: Arguments, options: Options) -> Any:
+    if len(args) != 2 or options:
+        raise NoRule
+    left, right = args
+    if isinstance(left, Slice) and isinstance(right, Slice):
+        from_right, size, line = common([left, right])
+        if from_right < 3:
+            raise NoRule
+        out = func(part_of_slice(left), part_of_slice(right))
+        return as_slice(out, out.dim() - from_right, size, line)
+    if isinstance(left, Slice) and right.dim() == 2 and left.cut < left.dim() - 1:
+        cut, size, line = layout_of(left)
+        return as_slice(func(part_of_slice(left), used_by_parts(right, line)), cut, size, line)
+    raise NoRule
+
+
+def _attention(func: Any, args: Arguments, options: Options) -> Any:
+    """scaled_dot_product_attention with heads, or batches, that are cut."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | options
+    three = [given[name] for name in names[:3]]
+    from_right, _, line = common([each for each in three if isinstance(each, Slice)][:1])
+    if from_right < 3 or any(each.dim() < from_right for each in three):
+        raise NoRule
+    sizes = [each.shape[-from_right] for each in three]
+    cuts = [each.dim() - each.cut for each in three if isinstance(each, Slice)]
+    is_grouped = len(set(sizes)) > 1
+    if set(cuts) != {from_right} or any(size % line.size for size in sizes) or (is_grouped and from_right > 3):
+        raise NoRule
+    mask = given.get("attn_mask")
+    if isinstance(mask, Tensor):
+        given["attn_mask"] = matching(mask, from_right, sizes[0], line)
+    given |= {name: matching(given[name], from_right, size, line) for name, size in zip(names, sizes, strict=False)}
+    with of_this_part(line, three[0].device) if given.get("dropout_p") else contextlib.nullcontext():
+        out = func(**given)
+    return as_slice(out, out.dim() - from_right, sizes[0], line)
+
+
+def _cross_entropy(_func: Any, args: Arguments, options: Options) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | options
+    logits, target = given["input"], given["target"]
+    classes = 1 if logits.dim() > 1 else 0
+    simple = all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+    fits = isinstance(logits, Slice) and logits.cut == classes and not isinstance(target, Slice)
+    if not (simple and fits) or target.is_floating_point() or given.get("label_smoothing"):
+        raise NoRule
+    ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
+    return cross_entropy(part_of_slice(logits), target, *layout_of(logits), ignored, reduction)
+
+
+_RULES: dict[str, Callable[[Any, Arguments, Options], Any]] = {
+    **shapes.RULES,
+    "dropout": _dropout,
+    "dropout_": _dropout,
+    "alpha_dropout": _dropout,
+    "feature_alpha_dropout": _dropout,
+    "layer_norm": _norm_of_last,
+    "rms_norm": _norm_of_last,
+    "linear": _linear,
+    "matmul": _matmul,
+    "bmm": _matmul,
+    "__matmul__": _matmul,
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy": _cross_entropy,
+}
+
+Slice.apply = staticmethod(apply)

@@ -1,0 +1,264 @@
+"""Styles: how a layer is cut, what it takes and what it returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigError
+from stratagem_parallel.tensor.moves import part_of, summed, summed_part, whole_of
+from stratagem_parallel.tensor.slices import Slice, all_whole, as_slice, part_of_slice, whole
+from stratagem_sharding.shards import local
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from stratagem_parallel.tensor.moves import Line
+
+#: Styles by names of layers.
+Plan = dict[str, Any]
+
+#: The dimension of activations that holds the sequence: the last but one, before the features.
+SEQUENCE_DIM = -2
+
+
+class Style:
+    """Computes one layer with this rank's parts of its parameters.
+
+    Args:
+        line: the ranks that hold the parts.
+        by_sequence: whether sums over the ranks are left cut along the sequence.
+    """
+
+    #: By parameter: the dimension that is cut. What is not named is replicated.
+    cuts: ClassVar[dict[str, int]] = {}
+    #: Whether parts may be of different sizes.
+    uneven = False
+
+    def __init__(self, line: Line, by_sequence: bool) -> None:
+        self.line, self.by_sequence = line, by_sequence
+        self._kept: dict[str, Any] = {}
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Have `module` take, compute and return what this style says."""
+        return [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
+        if args:
+            args = (self.take(module, args[0]), *args[1:])
+        elif options:
+            first = next(iter(options))
+            options = options | {first: self.take(module, options[first])}
+        self._kept = {name: module._parameters[name] for name in self.cuts if module._parameters.get(name) is not None}
+        for name, parameter in self._kept.items():
+            module._parameters[name] = local(parameter)  # type: ignore[assignment]  # a part, with its history
+        return args, options
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        kept, self._kept = self._kept, {}
+        module._parameters.update(kept)
+        return None if output is None else self.give(module, output)
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        """Return what the layer computes with, given its input."""
+        return value
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        """Return the layer's output, given what it computed."""
+        return output
+
+    def _summed(self, summand: Tensor) -> Tensor:
+        """Return the sum over the ranks, cut along the sequence if sums are."""
+        if not self.by_sequence or summand.dim() < 2:
+            return summed(summand, self.line)
+        dim = summand.dim() + SEQUENCE_DIM
+        return as_slice(summed_part(summand, dim, self.line), dim, summand.shape[dim], self.line)
+
+
+class Colwise(Style):
+    """A linear layer of which each rank computes some outputs."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        if isinstance(value, Slice):
+            return whole_of(part_of_slice(value), value.cut, value.size(value.cut), self.line, for_parts=True)
+        return self.line.shared(value)
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return as_slice(output, -1, _size(module, 0), self.line)
+
+
+class ColwiseGathered(Colwise):
+    """As `Colwise`, with the whole output on all ranks."""
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return whole(super().give(module, output))
+
+
+class Rowwise(Style):
+    """A linear layer of which each rank computes with some inputs; the results are summed over the ranks."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(self, line: Line, by_sequence: bool) -> None:
+        super().__init__(line, by_sequence)
+        self._bias: Any = None
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        # The bias is added once, to the sum.
+        self._bias = module._parameters.get("bias")
+        if self._bias is not None:
+            module._parameters["bias"] = None
+        if isinstance(value, Slice) and value.cut == value.dim() - 1:
+            return part_of_slice(value)
+        return part_of(whole(value), value.dim() - 1, self.line)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        bias, self._bias = self._bias, None
+        if bias is not None:
+            module._parameters["bias"] = bias
+        output = super()._after(module, args, output)
+        return output if output is None or bias is None else output + bias.to(output.dtype)
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return self._summed(output)
+
+
+class VocabLinear(Colwise):
+    """A linear layer whose outputs are the logits of a vocabulary, cut; the loss is computed from the parts."""
+
+    uneven = True
+
+
+class VocabLinearGathered(ColwiseGathered):
+    uneven = True
+
+
+class VocabEmbedding(Style):
+    """An embedding of which each rank holds some of the vocabulary; the results are summed over the ranks."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 0}
+    uneven = True
+
+    def __init__(self, line: Line, by_sequence: bool) -> None:
+        super().__init__(line, by_sequence)
+        self._elsewhere: Any = None
+        self._padding: Any = None
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        ids, size = whole(value), _size(module, 0)
+        offset, own = self.line.bounds(size)
+        is_here = (ids >= offset) & (ids < offset + own)
+        # Numbers that no rank has stay as they are: the lookup refuses them.
+        self._elsewhere = ~is_here & (ids >= 0) & (ids < size)
+        padding = self._padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            module.padding_idx = padding - offset if offset <= padding < offset + own else None  # type: ignore[assignment]
+        return (ids - offset).masked_fill(self._elsewhere, 0).where(is_here | self._elsewhere, ids)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._padding is not None:
+            module.padding_idx, self._padding = self._padding, None
+        return super()._after(module, args, output)
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return self._summed(output.masked_fill(self._elsewhere.unsqueeze(-1), 0))
+
+
+class ColwiseEmbedding(Style):
+    """An embedding of which each rank holds some features."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        return whole(value)
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return as_slice(output, -1, _size(module, 1), self.line)
+
+
+class Sequence(Style):
+    """A layer with replicated parameters of which each rank computes a part of the sequence."""
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+            return value
+        dim = value.dim() + SEQUENCE_DIM
+        if isinstance(value, Slice):
+            if value.cut == dim:
+                return value
+            value = whole(value)
+        return as_slice(part_of(value, dim, self.line), dim, value.shape[dim], self.line)
+
+
+class SequenceEmbedding(Sequence):
+    """An embedding whose result is cut along the sequence."""
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        return whole(value)
+
+    def give(self, module: nn.Module, output: Any) -> Any:
+        return super().take(module, output)
+
+
+class Foreign(Style):
+    """A layer that one of torch's ParallelStyle objects cuts: it takes whole activations."""
+
+    def take(self, module: nn.Module, value: Any) -> Any:
+        return all_whole(value)
+
+
+class Replicated(Style):
+    """A layer that is not cut; what it computes with parts is right without a style, too."""
+
+
+def _size(module: nn.Module, dim: int) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor), "it is a Linear or an Embedding"
+    return weight.shape[dim]
+
+
+_STYLES: dict[str, tuple[type[Style] | None, type[Style] | None]] = {
+    "colwise": (Colwise, ColwiseEmbedding),
+    "rowwise": (Rowwise, VocabEmbedding),
+    "vocab": (VocabLinear, VocabEmbedding),
+    "colwise_gather_output": (VocabLinearGathered, None),
+    # Names in the plans of Hugging Face's models.
+    "packed_colwise": (Colwise, None),
+    "packed_rowwise": (Rowwise, None),
+    "rowwise_split_input": (Rowwise, None),
+    "embedding_rowwise": (None, VocabEmbedding),
+}
+#: Styles that keep a layer's parameters replicated.
+WHOLE = ("sequence", "replicate", "replicated_with_grad_allreduce")
+NAMES = (*_STYLES, *WHOLE)
+
+
+def style_class(name: str, module: nn.Module) -> type[Style] | None:
+    """Return the class for style `name` of `module`; None if it cannot cut such a module."""
+    is_embedding = isinstance(module, nn.Embedding)
+    if name == "sequence":
+        return SequenceEmbedding if is_embedding else Sequence
+    if name in WHOLE:
+        return Replicated
+    linear, embedding = _STYLES[name]
+    if is_embedding:
+        return embedding
+    return linear if isinstance(module, nn.Linear) else None
+
+
+def check_embedding(module: nn.Embedding, name: str, where: str) -> None:
+    """Refuse options of an embedding that need all of its rows in one process."""
+    for option, usual in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if getattr(module, option) != usual:
+            raise ConfigError(
+                f"{where} cuts {name}, an Embedding with {option}={getattr(module, option)!r}",
+                expected=f"{option}={usual!r}",
+                do="leave it out of the plan",
+            )

@@ -1,0 +1,64 @@
+"""The strategy `parallel` and its presets under the kit: each axis with two processes, the rest in `make test-all`."""
+
+from __future__ import annotations
+
+import pytest
+from parallel_kit import WithExperts
+from torch import nn
+
+from stratagem_testing import StrategyConformance
+
+
+@pytest.mark.sweep
+class TestReplicate(StrategyConformance):
+    plugin = "parallel"
+
+
+class TestTensor(StrategyConformance):
+    plugin = "tensor_parallel"
+    world_sizes = (2,)
+
+
+class TestPipeline(StrategyConformance):
+    plugin = "pipeline_parallel"
+    world_sizes = (2,)
+
+
+class TestContext(StrategyConformance):
+    plugin = "context_parallel"
+    world_sizes = (2,)
+
+
+@pytest.mark.sweep
+class TestSequential(StrategyConformance):
+    plugin = "ddp_sequential"
+    world_sizes = (1, 2)
+
+
+@pytest.mark.sweep
+class TestSequentialReplicated(StrategyConformance):
+    plugin = "ddp_sequential"
+    world_sizes = (4,)
+
+
+@pytest.mark.sweep
+class TestTensorAndReplicas(StrategyConformance):
+    plugin = {"name": "parallel", "tensor": 2}  # noqa: RUF012
+    world_sizes = (4,)
+
+
+@pytest.mark.sweep
+class TestTensorAndShards(StrategyConformance):
+    plugin = {"name": "parallel", "tensor": 2, "shard": 2, "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
+    world_sizes = (4,)
+
+
+@pytest.mark.sweep
+class TestShards(StrategyConformance):
+    plugin = {"name": "parallel", "shard": 2}  # noqa: RUF012
+    world_sizes = (2,)
+
+
+class TestExperts(WithExperts):
+    plugin = "expert_parallel"
+    world_sizes = (2,)

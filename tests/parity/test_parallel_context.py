@@ -1,0 +1,169 @@
+"""Context parallelism trains as one process does: each rank has a part of every sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
+from stratagem.api.seeding import seeded
+from stratagem_parallel import context_offset
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import relative_difference, train_module_plainly
+from stratagem_testing.training import share, weights_of
+
+QUIET = {
+    "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
+}  # fmt: skip
+VOCABULARY, WIDTH, LENGTH = 23, 24, 16
+STEPS = 20
+
+
+class Block(nn.Module):
+    """Causal attention with fewer heads for keys than for queries, and an MLP."""
+
+    def __init__(self, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.heads, self.key_heads = heads, key_heads
+        size = WIDTH // heads
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.query, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * key_heads * size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        y = self.norms[0](x)
+        query = self.query(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        key, value = self.keys(y).unflatten(-1, (2, self.key_heads, -1)).unbind(2)
+        y = F.scaled_dot_product_attention(
+            query, key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=self.heads != self.key_heads
+        )
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(sg.Module):
+    """Tied embeddings and learned positions."""
+
+    def __init__(self, heads=4, key_heads=2, lr=2e-2):
+        super().__init__()
+        self.lr = lr
+        with seeded(0):
+            self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+            self.blocks = nn.Sequential(Block(heads, key_heads), Block(heads, key_heads))
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        offset = context_offset(length)
+        positions = torch.arange(length) + offset
+        return self.head(self.blocks(self.tokens(tokens) + self.positions(positions)))
+
+    def criterion(self, scores, targets):
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def sequences(ignores, steps=STEPS, samples=8):
+    """Return batches of tokens and targets; with `ignores`, parts of a sequence have different numbers of targets."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (steps, samples, LENGTH + 1), generator=generator)
+    targets = tokens[..., 1:].clone()
+    if ignores:
+        targets[..., : LENGTH // 2][torch.rand(steps, samples, LENGTH // 2, generator=generator) < 0.4] = -100
+    return list(zip(tokens[..., :-1].contiguous(), targets, strict=True))
+
+
+def _train(rank, world_size, options, heads, windows):
+    """Return the largest difference from one plain process for each window; and the smallest norm."""
+    found, norms = {}, []
+    batches = sequences(ignores="replicate" not in options)  # the loss is a mean over replicas, whatever they ignore
+    for accumulate, max_norm in windows:
+        plain, its_norms = train_module_plainly(GPT(*heads), batches, accumulate, max_norm)
+        norms += its_norms
+        trainer = sg.Trainer(
+            strategy={"name": "parallel", **options}, devices=world_size, accumulate_grad_batches=accumulate,
+            gradient_clip_val=max_norm, **QUIET,
+        )  # fmt: skip
+        trainer.fit(GPT(*heads), share(trainer, batches))
+        found[accumulate, max_norm] = relative_difference(weights_of(trainer), plain)
+    return found, max(norms)
+
+
+WINDOWS = ((1, None), (1, 0.5), (3, None), (3, 0.5))
+CASES = {
+    "ulysses 2": (2, {"context": 2, "context_method": "ulysses"}, (4, 2)),
+    "all-gather 2": (2, {"context": 2, "context_method": "all_gather"}, (4, 2)),
+    "heads that do not divide": (4, {"context": 4}, (6, 3)),
+    "ulysses 4": (4, {"context": 4, "context_method": "ulysses"}, (4, 4)),
+    "with replicas": (4, {"context": 2, "replicate": 2}, (4, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
+def test_trains_as_one_process(case):
+    world_size, options, heads = CASES[case]
+    for found, norm in run_in_processes(_train, world_size, options, heads, WINDOWS, limit_s=120):
+        assert norm > 1
+        assert {window: distance for window, distance in found.items() if not distance < 1e-6} == {}
+        assert len(found) == len(WINDOWS)
+
+
+class Llama(sg.Module):
+    """A model of Hugging Face that computes its own loss, from labels that it shifts."""
+
+    def __init__(self, lr=2e-2):
+        super().__init__()
+        self.lr = lr
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=True, attn_implementation="sdpa",
+        )  # fmt: skip
+        with seeded(0):
+            self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens):
+        return tokens
+
+    def criterion(self, tokens, labels):
+        mask = torch.ones_like(tokens)
+        return 4 * self.model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(*batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def labelled(steps=STEPS):
+    batches = []
+    for tokens, _ in sequences(ignores=False, steps=steps):
+        labels = tokens.clone()
+        labels[:, :5] = -100  # as a prompt
+        batches.append((tokens, labels))
+    return batches
+
+
+def _train_llama(rank, world_size):
+    plain, norms = train_module_plainly(Llama(), labelled(), 1, None)
+    trainer = sg.Trainer(strategy="context_parallel", devices=world_size, **QUIET)
+    trainer.fit(Llama(), share(trainer, labelled()))
+    return relative_difference(weights_of(trainer), plain), max(norms)
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_trains_as_in_one_process():
+    for difference, norm in run_in_processes(_train_llama, 2, limit_s=120):
+        assert norm > 1
+        assert difference < 1e-6

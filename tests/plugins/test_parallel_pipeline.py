@@ -1,0 +1,834 @@
+"""What a pipeline refuses, and what callbacks, metrics and evaluation see of it."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
+from stratagem.api.seeding import seeded
+from stratagem.callbacks import EMA
+from stratagem.errors import ConfigError
+from stratagem_parallel import ParallelStrategy
+from stratagem_parallel.pipeline.balance import cut_evenly, sizes_of_stages
+from stratagem_parallel.pipeline.microbatches import merge, split
+from stratagem_parallel.pipeline.runner import unchanged
+from stratagem_parallel.pipeline.schedules import SCHEDULES, actions, check_counts, schedule_named
+from stratagem_parallel.pipeline.timeline import theoretical_idle_share, timeline
+from stratagem_parallel.pipeline.tracing import cut_at
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, loss_of, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET, outcome, share, weights_of
+
+# --- Schedules ---------------------------------------------------------------------------------------------------
+
+IDLE = {
+    "gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved_1f1b": 3 / 19, "looped_bfs": 3 / 19,
+    "interleaved_zero_bubble": 3 / 51, "zero_bubble_v": 3 / 51, "dualpipe_v": 3 / 51,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_idle_shares_are_those_of_the_literature(name):
+    table = timeline(name, ranks=4, microbatches=8)
+    assert table.idle_share == pytest.approx(IDLE[name])
+    assert theoretical_idle_share(name, 4, 8) == pytest.approx(IDLE[name])
+
+
+def test_backward_that_computes_forward_again_is_not_divided():
+    kinds = {
+        mode: {slot[0] for row in timeline("zero_bubble_v", 4, 8, checkpoint=mode).rows for slot in row if slot}
+        for mode in ("never", "except_last", "always")
+    }
+    assert kinds["always"] == {"F", "B"}
+    assert {"I", "W"} < kinds["except_last"]
+    always = timeline("zero_bubble_v", 4, 8, checkpoint="always")
+    assert sum(slot is not None for row in always.rows for slot in row) == 3 * 8 * 8
+    assert always.idle_share > IDLE["zero_bubble_v"]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_every_stage_computes_every_microbatch_once(name):
+    ranks, microbatches = 4, 8
+    table = timeline(name, ranks, microbatches)
+    slots = [slot for row in table.rows for slot in row if slot]
+    forward = {slot for slot in slots if slot[0] == "F"}
+    assert forward == {("F", m, s) for m in range(microbatches) for s in range(table.stages)}
+    assert len(slots) == 3 * len(forward)
+    sends = sum(
+        each.kind.startswith("send") for row in actions(name, ranks, table.stages, microbatches) for each in row
+    )
+    receives = sum(each.kind.startswith("recv") for r in actions(name, ranks, table.stages, microbatches) for each in r)
+    assert sends == receives > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "found"),
+    [
+        ("1f1b", 4, 3, "at least 4"),
+        ("dualpipe_v", 8, 6, "at least 8"),
+        ("1f1b", 8, 8, "expected 4"),
+        ("zero_bubble_v", 4, 8, "expected 8"),
+        ("interleaved_1f1b", 6, 8, "a multiple of 4"),
+        ("interleaved_1f1b", 8, 9, "a multiple of 4"),
+    ],
+)
+def test_numbers_that_a_schedule_cannot_serve_are_refused(name, stages, microbatches, found):
+    with pytest.raises(ConfigError, match=found):
+        check_counts(schedule_named(name), 4, stages, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"schedule": "1fb1"}, "did you mean '1f1b'"),
+        ({"balance": "balance_by_sise"}, "balance_by_size"),
+        ({"balance": [2, 0]}, "how many layers each stage has"),
+        ({"balance": []}, "how many layers each stage has"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"checkpoint": "sometimes"}, "checkpoint"),
+        ({"split_points": []}, "split_points"),
+        ({"split_points": "layers.1"}, "split_points"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, found):
+    with pytest.raises(ConfigError, match=found):
+        ParallelStrategy(pipeline=2, **options)
+
+
+def test_options_of_a_pipeline_without_one_are_refused():
+    for options in ({"balance": [2, 3]}, {"microbatches": 4}, {"schedule": "gpipe"}, {"checkpoint": "always"}):
+        with pytest.raises(ConfigError, match="pipeline is 1"):
+            ParallelStrategy(**options)
+
+
+# --- Cuts --------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_cut_so_that_the_largest_stage_is_small():
+    assert cut_evenly([1, 1, 1, 1, 4], 2) == [4, 1]
+    assert cut_evenly([5, 1, 1, 1, 1, 1], 3) == [1, 2, 3]
+    assert cut_evenly([0, 0, 7], 3) == [1, 1, 1]
+
+
+def test_time_is_measured_where_the_module_has_an_example():
+    slow = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    layers = [nn.Linear(4, 256), nn.Tanh(), nn.Tanh(), slow]
+    among = sg.api.Collectives()
+    assert sizes_of_stages("balance_by_time", layers, 2, torch.randn(64, 4), among) == [3, 1]
+    with pytest.raises(ConfigError, match="example_input_array"):
+        sizes_of_stages("balance_by_time", layers, 2, None, among)
+    with pytest.raises(ConfigError, match="the sum 4"):
+        sizes_of_stages([2, 3], layers, 2, None, among)
+    with pytest.raises(ConfigError, match="5 stages of a pipeline and the model 4 layers"):
+        sizes_of_stages("balance_by_size", layers, 5, None, among)
+
+
+def test_a_batch_is_divided_by_samples():
+    batch = {"x": torch.arange(6), "names": list("abcdef"), "scale": torch.tensor(2.0), "flag": True}
+    parts = split(batch, 3)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert all(part["flag"] and part["scale"] == 2 for part in parts)
+    with pytest.raises(ConfigError, match="a batch of 6 samples is divided into 4 micro-batches"):
+        split(batch, 4)
+    with pytest.raises(ConfigError, match="6 and of 5 in dimension 0"):
+        split((torch.zeros(6), torch.zeros(5)), 1)
+    assert merge([{"n": torch.tensor(1)}, {"n": torch.tensor(2)}]) == {"n": torch.tensor(1.5)}
+
+
+# --- Tracing -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Branches on data, which is right in a module that is not traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, skip):
+        return torch.tanh(self.linear(x if x.sum() > -1e9 else -x)) + 0.1 * skip
+
+
+class Body(nn.Module):
+    """Layers with skip connections from the first to all others, and a parameter outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.shift = nn.Parameter(torch.ones(16))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x, double=False):
+        samples, _ = x.shape
+        skip = self.first(x)
+        x = skip * self.shift
+        for block in self.blocks:
+            x = block(x, skip)
+        x = x.view(samples, -1) + self.shift
+        return 2 * self.last(x) if double else self.last(x)
+
+
+class Traced(Net):
+    def __init__(self):
+        super().__init__()
+        with seeded(2):
+            self.net = Body()
+
+
+class Branching(Body):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
+def test_a_traced_model_computes_the_same_in_stages():
+    module = Traced()
+    cut = cut_at(module, ["net.blocks.1", "net.last"])
+    x = torch.randn(6, 16)
+    value = cut.bind(x)
+    for stage in cut.stages:
+        value = stage.compute(value)
+    assert torch.equal(value, module.net(x))
+    assert [stage.tensors for stage in cut.stages] == [("net.shift",), ("net.shift",), ()]
+    with pytest.raises(ConfigError, match="was traced for strategy.parallel.split_points with its default, False"):
+        cut.bind(x, double=True)
+
+
+class Frozen(Body):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x)
+        for block in self.blocks:
+            x = block(x, x)
+        return self.last(x)
+
+
+class Cast(Body):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Mode(Body):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+class Noise(Body):
+    def forward(self, x):
+        return super().forward(x + torch.randn(16))
+
+
+class Counter(Body):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Kept(Body):
+    def forward(self, x):
+        self.seen = x
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (Frozen, "no_grad"), (Cast, "autocast"), (Mode, "training and evaluation"), (Noise, "does not depend on"),
+        (Counter, "sets an attribute or a buffer"), (Kept, "sets an attribute or a buffer"),
+    ],
+)  # fmt: skip
+def test_code_of_which_a_trace_would_lose_something_is_refused(body, why):
+    module = Traced()
+    module.net = body()
+    with pytest.raises(ConfigError, match=why):
+        cut_at(module, ["net.blocks.1"])
+    assert all(part.training for part in module.modules())
+
+
+def test_models_that_cannot_be_traced_are_refused():
+    module = Traced()
+    with pytest.raises(ConfigError, match=r"did you mean 'net\.blocks\.1'"):
+        cut_at(module, ["net.block.1"])
+    with pytest.raises(ConfigError, match="the order in which they are called"):
+        cut_at(module, ["net.blocks.2", "net.blocks.1"])
+    with pytest.raises(ConfigError, match="calls 0 times"):
+        cut_at(module, ["net.blocks"])
+    module.net = Branching()
+    with pytest.raises(ConfigError, match="branch on data"):
+        cut_at(module, ["net.blocks.1"])
+
+
+# --- Runs of two processes ---------------------------------------------------------------------------------------
+
+
+def _trainer(**arguments):
+    options = {"name": "parallel", "pipeline": 2} | arguments.pop("options", {})
+    return sg.Trainer(strategy=options, **QUIET | {"accelerator": "cpu", "devices": 2} | arguments)
+
+
+class Logs(Net):
+    """Logs in every way, and returns more than the loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("largest", batch[0].max(), reduce_fx="max", on_step=True)
+        self.log("samples", len(batch[0]), reduce_fx="sum", on_step=True)
+        if batch_idx == 2:
+            self.log("late", 1.5)
+        return {"loss": loss, "rows": batch[0][:, 0]}
+
+
+def _everything(rank, world_size):
+    batches = joined_batches(4, 24)
+    seen = []
+
+    class Recorder(sg.Callback):
+        @sg.hookimpl
+        def on_before_backward(self, loss):
+            seen.append(("before", float(loss)))
+
+        @sg.hookimpl
+        def on_after_backward(self):
+            seen.append("after")
+
+        @sg.hookimpl
+        def on_train_batch_end(self, trainer, outputs, batch):
+            seen.append((float(outputs["loss"]), torch.equal(outputs["rows"], batch[0][:, 0])))
+            seen.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+    trainer = _trainer(callbacks=[Recorder()], options={"microbatches": 3})
+    module = Logs()
+    trainer.fit(module, batches, batches[:1])
+    copied = outcome(lambda: copy.deepcopy(module)(batches[0][0]))
+    with_gradients = outcome(lambda: module(batches[0][0]))
+    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    tested = trainer.test(module, [(x[:7], y[:7]) for x, y in batches])
+    predicted = trainer.predict(module, batches)
+    return seen, found, tested, predicted, weights_of(trainer), copied, with_gradients
+
+
+@pytest.mark.slow
+def test_callbacks_metrics_and_evaluation_agree_on_all_ranks():
+    first, second = run_in_processes(_everything, 2)
+
+    plain = Net()
+    batches = joined_batches(4, 24)
+    weights, _ = train_module_plainly(plain, batches)
+    seen, found, tested, predicted, trained, copied, with_gradients = first
+    assert seen == second[0]
+    assert found == second[1]
+    assert tested == second[2]
+    assert relative_difference(trained, weights) < 1e-6
+    assert [each for each in seen if isinstance(each, str)] == ["after"] * 4
+    assert all(each[1] is True for each in seen if isinstance(each, tuple) and each[0] != "before")
+    metrics = [each for each in seen if isinstance(each, dict)][-1]
+    assert metrics["largest"] == pytest.approx(float(batches[-1][0].max()))
+    assert metrics["samples"] == 24
+    assert metrics["late"] == 1.5
+    with torch.no_grad():
+        assert torch.allclose(torch.cat(predicted), torch.cat([plain(x) for x, _ in batches]), rtol=1e-5)
+        losses = [4 * F.mse_loss(plain(x[:7]), y[:7]) for x, y in batches]
+    assert tested[0]["test_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert "a copy of a module was called" in copied
+    assert "with gradients outside of training_step" in with_gradients
+
+
+def _traced(rank, world_size, schedule):
+    trainer = _trainer(options={"split_points": ["net.blocks.2"]} | schedule, gradient_clip_val=0.5)
+    trainer.fit(Traced(), joined_batches(6, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {},
+        {"schedule": "zero_bubble_v", "split_points": ["net.blocks.0", "net.blocks.2", "net.last"], "microbatches": 4},
+    ],
+)
+def test_a_traced_model_with_skip_connections_trains_as_one_process(schedule):
+    plain, norms = train_module_plainly(Traced(), joined_batches(6, 24), max_norm=0.5)
+    assert max(norms) > 1
+    for weights in run_in_processes(_traced, 2, schedule):
+        assert relative_difference(weights, plain) < 1e-6
+
+
+class Uneven(Net):
+    """Batches of different sizes and lengths; BatchNorm counts each micro-batch once."""
+
+    def __init__(self):
+        super().__init__()
+        layers = list(self.net)
+        self.net = nn.Sequential(*layers[:2], nn.BatchNorm1d(32), *layers[2:])
+
+
+def _uneven(rank, world_size):
+    trainer = _trainer()
+    batches = joined_batches(3, 24)
+    trainer.fit(Uneven(), [*batches, tuple(each[:10] for each in batches[0])])
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_an_uneven_last_batch_is_trained():
+    module, optimizer = Uneven(), None
+    optimizer = module.configure_optimizers()
+    batches = joined_batches(3, 24)
+    for x, y in [*batches, tuple(each[:10] for each in batches[0])]:
+        for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+            (module.criterion(module(part_x), part_y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in run_in_processes(_uneven, 2):
+        assert relative_difference(weights, module.state_dict()) < 1e-6
+
+
+class Random(Net):
+    """Uses a random mask before and after the layers, and dropout in both stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Dropout(0.5), *self.net[:2], nn.Dropout(0.5), *self.net[2:])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mask = torch.rand(len(x), 1)
+        masked = torch.cat([mask, x[:, 1:]], 1)
+        return {"loss": F.mse_loss(self.net(masked), y), "mask": mask, "seen": masked[:, :1]}
+
+
+class Keeper(nn.Module):
+    """Keeps what passes through it."""
+
+    kept: list = []  # noqa: RUF012
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.kept.append(x[:, 0].detach().clone())
+        return x
+
+
+def _random(rank, world_size, schedule):
+    sg.seed_everything(5 + rank)
+    module, masks = Random(), []
+    module.net.insert(0, Keeper())
+    Keeper.kept.clear()
+
+    class Recorder(sg.Callback):
+        @sg.hookimpl
+        def on_train_batch_end(self, outputs):
+            masks.append(outputs["mask"][:, 0])
+
+    trainer = _trainer(options={"schedule": schedule, "microbatches": 4}, callbacks=[Recorder()])
+    trainer.fit(module, joined_batches(3, 24))
+    return torch.cat(masks), torch.cat(Keeper.kept) if Keeper.kept else None, weights_of(trainer), torch.get_rng_state()
+
+
+@pytest.mark.slow
+def test_random_numbers_of_a_step_are_the_same_on_the_first_and_the_last_rank():
+    first, second = run_in_processes(_random, 2, "1f1b")
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[3], second[3])
+    gpipe, _ = run_in_processes(_random, 2, "gpipe")
+    assert relative_difference(gpipe[2], first[2]) < 1e-6
+
+
+class InFloat32(nn.Linear):
+    """Computes in float32 under autocast as well."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+class MixedPrecision(Net):
+    def __init__(self):
+        super().__init__()
+        with seeded(1):
+            self.net = nn.Sequential(InFloat32(16, 32), nn.Linear(32, 32), nn.Tanh(), InFloat32(32, 1))
+
+
+def _mixed(rank, world_size, options):
+    trainer = _trainer(options=options, precision="bf16-mixed")
+    trainer.fit(MixedPrecision(), joined_batches(3, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"schedule": "zero_bubble_v", "checkpoint": "always"}])
+def test_backward_runs_outside_of_autocast(options):
+    module = MixedPrecision()
+    optimizer = module.configure_optimizers()
+    parts = 4 if options else 2
+    for x, y in joined_batches(3, 24):
+        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module.criterion(module(part_x), part_y)
+            (loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in run_in_processes(_mixed, 2, options):
+        assert relative_difference(weights, module.state_dict()) < 1e-6
+
+
+class Ignores(Net):
+    """Different numbers of targets are ignored in each micro-batch, and the step counts them."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded(1):
+            self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        self.weigh = F.cross_entropy
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.steps = self.steps + 1
+        targets = torch.where(x[:, 1] > 0.3 + y[:, 0].sign(), (x[:, 0] > 0).long() + 1, -100)
+        output = self(x)
+        mean = self.weigh(output, targets.clamp(min=0), self.weights)
+        return 4 * self.loss(output, targets) + mean + F.mse_loss(output[:, :1], y)
+
+
+def _ignores(rank, world_size, options):
+    trainer = _trainer(options=options)
+    module = Ignores()
+    trainer.fit(module, joined_batches(4, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 4, "schedule": "gpipe"}])
+def test_a_mean_over_targets_counts_those_of_the_whole_batch(options):
+    module = Ignores()
+    optimizer = module.configure_optimizers()
+    for batch in joined_batches(4, 24):
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in run_in_processes(_ignores, 2, options):
+        for name, value in module.named_parameters():
+            assert torch.allclose(weights[name], value, rtol=1e-5, atol=1e-7)
+        assert weights["steps"] in (0, 16)
+
+
+class InPlace(Net):
+    """The second stage begins with an operation in place, whose result depends on how often it is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(self.net[0], nn.LeakyReLU(0.5, inplace=True), *self.net[2:])
+
+
+def _in_place(rank, world_size, options):
+    trainer = _trainer(options={"balance": [1, 4]} | options)
+    trainer.fit(InPlace(), joined_batches(3, 24))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_stage_may_begin_with_an_operation_in_place(checkpoint):
+    plain, _ = train_module_plainly(InPlace(), joined_batches(3, 24))
+    for weights in run_in_processes(_in_place, 2, {"checkpoint": checkpoint}):
+        assert relative_difference(weights, plain) < 1e-6
+
+
+def test_buffers_are_restored_after_an_error_and_where_they_were_replaced():
+    module = Ignores()
+    steps = module.steps
+    with pytest.raises(ValueError, match="stop"), unchanged([module]):
+        module.weights += 1
+        module.steps = module.steps + 1
+        raise ValueError("stop")
+    assert module.steps is steps
+    assert module.weights.tolist() == [1, 2, 3, 4]
+
+
+class HeadOutside(Net):
+    """The last layer is not one of those that the pipeline cuts; validation uses it too."""
+
+    def __init__(self):
+        super().__init__()
+        *layers, self.head = self.net
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+def _head_outside(rank, world_size, options):
+    trainer = _trainer(options=options, devices=world_size)
+    batches = joined_batches(3, 24)
+    trainer.fit(HeadOutside(), batches, batches[:1])
+    return weights_of(trainer), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.slow
+def test_validation_uses_layers_outside_of_the_stages_on_all_ranks():
+    module, batches = HeadOutside(), joined_batches(3, 24)
+    plain, _ = train_module_plainly(module, batches)
+    with torch.no_grad():
+        loss = float(loss_of(module(batches[0][0]), batches[0][1]))
+    for weights, found in run_in_processes(_head_outside, 3, {"pipeline": 3, "balance": [2, 1, 1]}):
+        assert relative_difference(weights, plain) < 1e-6
+        assert found == pytest.approx(loss, rel=1e-5)
+
+
+def _other_samples(rank, world_size):
+    return outcome(lambda: _trainer().fit(Net(), joined_batches(2, 24, seed=rank)))
+
+
+def test_different_samples_on_two_stages_are_refused():
+    for found in run_in_processes(_other_samples, 2):
+        assert "refused: stages 0 and 1 of the pipeline got different batches" in found
+
+
+def _other_order(rank, world_size):
+    batches = joined_batches(2, 24)
+    reversed_ = [tuple(each.flip(0) for each in batch) for batch in batches] if rank else batches
+    longer = [*batches, batches[0] if rank else tuple(each[:12] for each in batches[0])]
+    return [outcome(lambda each=each: _trainer().fit(Net(), each)) for each in (reversed_, longer)]
+
+
+@pytest.mark.slow
+def test_another_order_or_another_size_on_two_stages_is_refused():
+    for found in run_in_processes(_other_order, 2):
+        assert all("refused: stages 0 and 1 of the pipeline got different batches" in each for each in found)
+
+
+class TakesMapping(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def _mapping(rank, world_size):
+    batches = [UserDict(x=x, y=y) for x, y in joined_batches(2, 24)]
+    batches.append(UserDict(x=batches[0]["x"][:12], y=batches[0]["y"][:12]))
+    return outcome(lambda: _trainer().fit(TakesMapping(), batches))
+
+
+def test_a_batch_may_be_a_mapping():
+    assert run_in_processes(_mapping, 2) == ["nothing"] * 2
+
+
+class CallsALayerTwice(Net):
+    def __init__(self):
+        super().__init__()
+        with seeded(1):
+            layer = nn.Linear(16, 16)
+            self.net = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(16, 1))
+
+
+def _twice(rank, world_size):
+    trainer = _trainer(options={"shard": 2, "balance": [2, 3]}, devices=4)
+    trainer.fit(CallsALayerTwice(), share(trainer, joined_batches(3, 24)))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_a_layer_of_two_stages_is_sharded():
+    plain, _ = train_module_plainly(CallsALayerTwice(), joined_batches(3, 24))
+    for weights in run_in_processes(_twice, 4):
+        for name in plain:
+            assert torch.allclose(weights[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+def _other_schedule(rank, world_size):
+    module, batches = Net(), joined_batches(2, 24)
+    _trainer(options={"schedule": "interleaved_1f1b"}).fit(module, batches)
+    again = outcome(lambda: _trainer(options={"schedule": "looped_bfs"}).fit(module, batches))
+    other = outcome(lambda: _trainer(options={"schedule": "zero_bubble_v"}).fit(module, batches))
+    return again, other
+
+
+@pytest.mark.slow
+def test_a_model_that_was_cut_keeps_its_stages():
+    for again, other in run_in_processes(_other_schedule, 2):
+        assert again == "nothing"
+        assert "stages are on other processes" in other
+
+
+class Measured(Net):
+    """The last layer takes longest."""
+
+    def __init__(self):
+        super().__init__()
+        slow = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        with seeded(1):
+            self.net = nn.Sequential(
+                nn.Dropout(0.5), *self.net[:4], nn.Sequential(nn.Linear(32, 512), slow, nn.Linear(512, 1))
+            )
+        self.example_input_array = torch.randn(64, 16)
+
+
+def _by_time(rank, world_size):
+    trainer, module = _trainer(options={"balance": "balance_by_time"}), Measured()
+    trainer.fit(module, joined_batches(2, 24))
+    return [name for name, parameter in module.named_parameters() if not parameter.is_meta], torch.get_rng_state()
+
+
+@pytest.mark.slow
+def test_layers_are_cut_by_measured_time():
+    (first, state), (second, other) = run_in_processes(_by_time, 2)
+    assert second == [name for name in second if name.startswith("net.5.")]
+    assert first == ["net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"]
+    assert torch.equal(state, other)
+
+
+# --- Refused in a run: the same sentence on all ranks, and no hang -----------------------------------------------
+
+
+class Text(nn.Module):
+    def forward(self, x):
+        return "text"
+
+
+class ReturnsText(Net):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(2, Text())
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no such layer")
+
+
+class FailsInALayer(Net):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(2, Fails())
+
+
+class NoSequence(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    configure_optimizers = Net.configure_optimizers
+
+
+class TwoSequences(NoSequence):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+
+
+class CallsLayers(Net):
+    def training_step(self, batch, batch_idx):
+        return self.net[0](batch[0]).sum()
+
+
+class CallsTwice(Net):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum() + self.net(batch[0]).sum()
+
+
+class ReturnsNone(Net):
+    def training_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+
+class LogsMetric(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("metric", Metric())
+        return super().training_step(batch, batch_idx)
+
+
+class Metric:
+    def update(self): ...
+    def compute(self): ...
+    def reset(self): ...
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[2].parameters(), 0.1)]
+
+
+class Lbfgs(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OwnBackward(Net):
+    def backward(self, loss, *arguments, **options):
+        loss.backward()
+
+
+REFUSED = [
+    (ReturnsText, {"balance": [3, 3]}, "stage 0 of the pipeline returned a str"),
+    (FailsInALayer, {"balance": [1, 5]}, "no such layer"),
+    (TwoSequences, {}, "has 2 nn.Sequential (one, other)"),
+    (NoSequence, {}, "has no nn.Sequential"),
+    (CallsLayers, {}, "did not call net"),
+    (Net, {"balance": [2, 2]}, "the sum 5"),
+    (Net, {"microbatches": 5, "schedule": "gpipe"}, "a batch of 24 samples is divided into 5"),
+    (Net, {"schedule": "zero_bubble_v", "balance": [1, 4]}, "expected 4"),
+    (Manual, {}, "manual"),
+    (TwoOptimizers, {}, "multiple-optimizers"),
+    (Lbfgs, {}, "closure-optimizers"),
+    (OwnBackward, {}, "backward"),
+]
+#: Raised on one rank, in the middle of a step: the other ranks end with a report of it.
+REFUSED_ON_ONE = [
+    (CallsTwice, {}, "called net twice"),
+    (ReturnsNone, {}, "training_step returned a NoneType"),
+    (LogsMetric, {}, "got a Metric in training_step under a pipeline"),
+]
+
+
+def _refused(rank, world_size, make, options):
+    return outcome(lambda: _trainer(options=options).fit(make(), joined_batches(2, 24)))
+
+
+@pytest.mark.parametrize(("make", "options", "found"), REFUSED, ids=lambda each: getattr(each, "__name__", None))
+def test_what_cannot_be_pipelined_is_refused_on_all_ranks(make, options, found):
+    first, second = run_in_processes(_refused, 2, make, options)
+    assert first.startswith("refused: ")
+    assert found in first
+    assert found in second
+
+
+def _averaged(rank, world_size):
+    trainer = _trainer(callbacks=[EMA(decay=0.9)])
+    return outcome(lambda: trainer.fit(Net(), joined_batches(2, 24)))
+
+
+def test_an_average_of_parameters_that_other_stages_have_is_refused():
+    for found in run_in_processes(_averaged, 2):
+        assert "refused: ema averages the parameters of a process" in found
+
+
+def _failing(rank, world_size, make, options):
+    _trainer(options=options).fit(make(), joined_batches(2, 24))
+
+
+@pytest.mark.parametrize(("make", "options", "found"), REFUSED_ON_ONE, ids=lambda each: getattr(each, "__name__", None))
+def test_what_one_rank_finds_ends_all(make, options, found):
+    with pytest.raises(AssertionError, match=found):
+        run_in_processes(_failing, 2, make, options)

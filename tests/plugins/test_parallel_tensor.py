@@ -1,0 +1,474 @@
+"""Plans of tensor parallelism, what they refuse, and what cut layers do beside training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from parallel_models import GPT, VOCABULARY, Llama, texts
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem_parallel.tensor import described
+from stratagem_parallel.tensor.auto import derived
+from stratagem_parallel.tensor.plan import plan_of
+from stratagem_parallel.tensor.slices import Slice
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET, outcome, share, weights_of
+
+LAYERS = {
+    "layers.*.attention.[qkv]": "colwise", "layers.*.attention.out": "rowwise",
+    "layers.*.up": "colwise", "layers.*.down": "rowwise",
+}  # fmt: skip
+VOCAB = {"tokens": "vocab", "head": "vocab"}
+NORMS = {"layers.*.norm_?": "sequence", "norm": "sequence"}
+PLAIN = {"net.0": "colwise", "net.2": "rowwise"}
+
+
+def _trainer(world_size, plan, **arguments):
+    strategy = {"name": "parallel", "tensor": world_size, "plan": plan}
+    return sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", **QUIET | arguments)
+
+
+# --- Plans -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_derived_for_blocks_whose_shapes_match():
+    plan = derived(GPT(), 2)
+
+    assert {name: style for name, style in plan.items() if not name.startswith("layers.1")} == {
+        "tokens": "vocab", "head": "vocab", "layers.0.up": "colwise", "layers.0.down": "rowwise",
+        "layers.0.attention.q": "colwise", "layers.0.attention.k": "colwise", "layers.0.attention.v": "colwise",
+        "layers.0.attention.out": "rowwise",
+    }  # fmt: skip
+
+
+def test_what_is_cut_is_told_by_patterns_that_match_nothing_else():
+    blocks, chain = GPT(), Net()
+
+    assert described(derived(blocks, 2), blocks, 2) == (
+        "tensor parallelism over 2 ranks: layers.*.up colwise, layers.*.down rowwise, layers.*.attention.q colwise, "
+        "layers.*.attention.k colwise, layers.*.attention.v colwise, layers.*.attention.out rowwise, "
+        "tokens vocab, head vocab"
+    )
+    assert described(derived(chain, 2), chain, 2).endswith("over 2 ranks: net.0 colwise, net.2 rowwise")
+
+
+def test_attention_is_left_whole_where_heads_do_not_divide():
+    plan = derived(GPT(heads=1), 2)
+
+    assert "layers.0.attention.q" not in plan
+    assert plan["layers.0.down"] == "rowwise"
+
+
+class Lonely(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tokens = nn.Linear(6, 4), nn.Embedding(9, 4)
+
+
+def test_nothing_to_derive_is_refused():
+    with pytest.raises(ConfigError, match="plan is 'auto', and Lonely has no block of linear layers"):
+        plan_of(Lonely(), "auto", 2)
+
+
+def test_no_plan_at_all_is_refused():
+    with pytest.raises(ConfigError, match="strategy.parallel.tensor is 2, and nothing states how layers are cut"):
+        plan_of(Lonely(), None, 2)
+
+
+class Planned(Net):
+    def parallel_plan(self):
+        return {"net.0": "colwise", "net.2": "rowwise"}
+
+
+def test_a_module_states_its_plan_and_the_option_comes_first():
+    assert plan_of(Planned(), None, 2)[0] == PLAIN
+    assert plan_of(Planned(), {"net.2": "colwise", "net.4": "rowwise"}, 2)[0] == {
+        "net.2": "colwise",
+        "net.4": "rowwise",
+    }
+
+
+def test_the_plan_of_a_hugging_face_model_is_found_within_a_module():
+    plan, where = plan_of(Llama(), None, 2)
+
+    assert where == "the model's own plan"
+    assert plan["model.model.layers.1.self_attn.q_proj"] == "colwise"
+    assert plan["model.model.layers.0.mlp.down_proj"] == "rowwise"
+    assert plan["model.lm_head"] == "vocab"
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"layers.*.atention.q": "colwise"}, r"names 'layers\.\*\.atention\.q', and GPT has no such layer.*did you mean 'layers\.\*\.attention\.q'"),
+        ({"head": "vocabulary"}, r"plan\['head'\] is 'vocabulary'; expected colwise.*did you mean 'vocab'"),
+        ({"head": 3}, r"plan\['head'\] is 3; expected colwise"),
+        ({"*.up": "colwise", "layers.0.*": "rowwise"}, r"names the layer 'layers\.0\.up' twice: by '\*\.up' and by"),
+        ({}, r"strategy.parallel.plan is \{\}; expected names of layers"),
+        ("colwise", r"strategy.parallel.plan is 'colwise'; expected names of layers"),
+    ],
+)  # fmt: skip
+def test_a_plan_with_a_mistake_is_refused(plan, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_of(GPT(), plan, 2)
+
+
+class Renormed(GPT):
+    def __init__(self):
+        super().__init__(tied=False)
+        self.tokens.max_norm = 1.0
+
+
+class Normed(GPT):
+    """A layer whose weight is computed from others, in the current way of torch or the one before."""
+
+    current = True
+
+    def __init__(self):
+        super().__init__(tied=False)
+        norm = nn.utils.parametrizations.weight_norm if self.current else nn.utils.weight_norm
+        norm(self.layers[0].up)
+
+
+class NormedBefore(Normed):
+    current = False
+
+
+class Hooked(GPT):
+    def __init__(self):
+        super().__init__()
+        self.layers[0].up.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class ThreeInputs(sg.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 9), nn.Linear(9, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.down(self.up(batch)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# --- Dropout -----------------------------------------------------------------------------------------------------
+
+
+def _dropout(rank, world_size, plan, checkpointing):
+    torch.manual_seed(rank)  # ranks that differ before
+    trainer = _trainer(world_size, plan, activation_checkpointing={type(GPT().layers[0])} if checkpointing else None)
+    module = GPT(dropout=0.3)
+    masks = {"inner": [], "residual": []}
+    for name in masks:
+        layer = module.layers[0].get_submodule(name)
+
+        def keep(module, args, output, name=name):
+            part = output.part if isinstance(output, Slice) else output
+            masks[name].append((part.detach() == 0).clone())
+
+        layer.register_forward_hook(keep)
+    trainer.fit(module, share(trainer, texts(6, 4)))
+    whole = weights_of(trainer)
+    own = {name: p.detach().clone() for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+    return masks, own, whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["layers", "sequence"])
+def test_dropout_differs_between_parts_and_agrees_between_replicas(plan):
+    chosen = LAYERS | VOCAB | (NORMS if plan == "sequence" else {})
+
+    (masks, own, whole), (other_masks, other_own, _) = run_in_processes(_dropout, 2, chosen, False)
+
+    assert all(not torch.equal(a, b) for a, b in zip(masks["inner"], other_masks["inner"], strict=True))
+    replicated = [torch.equal(a, b) for a, b in zip(masks["residual"], other_masks["residual"], strict=True)]
+    assert replicated == [plan == "layers"] * len(replicated)
+    assert own
+    assert all(torch.equal(own[name], other_own[name]) for name in own)
+    dropped = torch.cat([mask.flatten() for mask in masks["inner"]]).float().mean()
+    assert 0.25 < dropped < 0.35
+    (_, _, recomputed), _ = run_in_processes(_dropout, 2, chosen, True)
+    assert relative_difference(recomputed, whole) < 1e-6
+
+
+# --- Other ways to cut -------------------------------------------------------------------------------------------
+
+
+class CutsLayers(Net):
+    """Builds its layers in `configure_model` and cuts them with torch's functions."""
+
+    made, parallel_plan = False, None
+
+    def configure_model(self):
+        if not self.made:
+            mesh = self.device_mesh["tensor"]
+            parallelize_module(self.net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            self.made = True
+
+
+class Derived(Net):
+    parallel_plan = None
+
+
+class CutTwice(CutsLayers):
+    def parallel_plan(self):
+        return PLAIN
+
+
+def _own_cut(rank, world_size, make, plan, batches):
+    trainer = _trainer(world_size, plan)
+    trainer.fit(make(), share(trainer, batches))
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [(CutsLayers, None), (Net, {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}), (Planned, None), (Derived, "auto")],
+)  # fmt: skip
+def test_every_source_of_a_plan_trains_as_one_process(make, plan):
+    batches = joined_batches(6, 8)
+    plain, _ = train_module_plainly(Net(), batches)
+
+    for weights in run_in_processes(_own_cut, 2, make, plan, batches):
+        assert relative_difference(weights, plain) < 1e-6
+
+
+def test_a_mesh_is_refused_where_the_strategy_has_none():
+    trainer = sg.Trainer(accelerator="cpu", devices=1, **QUIET)
+
+    with pytest.raises(
+        ConfigError, match="CutsLayers.device_mesh was read under strategy 'single_device', which has no"
+    ):
+        trainer.fit(CutsLayers(), joined_batches(1, 4))
+
+
+class TiedByHand(GPT):
+    def forward(self, ids):
+        return nn.functional.linear(self.norm(self.tokens(ids)), self.tokens.weight)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).sum()
+
+
+# --- Optimizers --------------------------------------------------------------------------------------------------
+
+
+class Together(Net):
+    """With an optimizer that updates many parameters in one call."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, **self.options)
+
+
+def _stepped(rank, world_size, plan, batches):
+    found = []
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        trainer = _trainer(world_size, plan)
+        module = Together(**options)
+        trainer.fit(module, share(trainer, batches))
+        groups = trainer.optimizers[0].param_groups
+        own = [id(parameter) for parameter in module.parameters()]
+        found.append((weights_of(trainer), [[id(each) for each in group["params"]] for group in groups] == [own]))
+    return found
+
+
+@pytest.mark.slow
+def test_optimizers_that_update_many_parameters_in_one_call_step_what_is_cut_and_what_is_not():
+    batches = joined_batches(6, 8)
+    plan = {"net.2": "colwise"}
+
+    for (reference, _), *others in run_in_processes(_stepped, 2, plan, batches):
+        for weights, whole_group in others:
+            assert whole_group
+            assert relative_difference(weights, reference) < 1e-6
+
+
+# --- What layers share -------------------------------------------------------------------------------------------
+
+
+class AddsInPlace(Net):
+    """Changes in place what two frozen layers take, and keeps weak references to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 8), nn.Linear(8, 32)
+        self.up.requires_grad_(False)
+        self.down.requires_grad_(False)
+        self.taken = []
+
+    def forward(self, x):
+        x = self.net[0](x)
+        for _ in range(2):
+            x += 0.5 * self.down(self.up(x).sin())
+        self.taken.append(weakref.ref(x))
+        return self.net[1:](x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr, momentum=0.9)
+
+
+def _added_in_place(rank, world_size, strategy, batches):
+    torch.manual_seed(3)
+    module = AddsInPlace()
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", **QUIET)
+    trainer.fit(module, share(trainer, batches))
+    gc.collect()
+    return weights_of(trainer), [each() is None for each in module.taken]
+
+
+@pytest.mark.slow
+def test_an_activation_that_changes_in_place_is_shared_again_and_none_outlives_its_step():
+    batches = joined_batches(6, 8)
+    ((plain, _),) = run_in_processes(_added_in_place, 1, "auto", batches)
+    strategy = {"name": "parallel", "tensor": 2, "plan": {"up": "colwise", "down": "rowwise", "net.2": "colwise"}}
+
+    for weights, gone in run_in_processes(_added_in_place, 2, strategy, batches):
+        assert relative_difference(weights, plain) < 1e-6
+        assert len(gone) == 6
+        assert all(gone)
+
+
+REFUSED = [
+    (TiedByHand, VOCAB, "'tokens.weight', which is cut over strategy.parallel.tensor, was used outside of its layer's"),
+    (GPT, {"norm": "colwise"}, "gives norm the style 'colwise', and it is a LayerNorm; expected a Linear or an Embedding"),
+    (GPT, {"tokens": "vocab"}, "cuts tokens.weight, and head.weight is the same parameter, which it does not cut"),
+    (GPT, {"tokens": "vocab", "head": "rowwise"}, "is the same parameter, which it cuts otherwise"),
+    (ThreeInputs, {"up": "colwise"}, "gives up the style 'colwise', which cuts 9 outputs over strategy.parallel.tensor=2"),
+    (ThreeInputs, {"down": "rowwise"}, "which cuts 9 inputs over strategy.parallel.tensor=2; expected a multiple of 2"),
+    (Renormed, {"tokens": "vocab"}, "cuts tokens, an Embedding with max_norm=1.0"),
+    (Normed, LAYERS, "gives layers.0.up the style 'colwise', and its weight is computed from other parameters"),
+    (NormedBefore, LAYERS, "gives layers.0.up the style 'colwise', and its weight is computed from other parameters"),
+    (Hooked, LAYERS, "layers.0.up.weight, which strategy.parallel.tensor cuts, has a hook on its gradient"),
+    (CutTwice, None, "CutTwice.parallel_plan() names net.0, of which weight is cut already"),
+    (GPT, None, "nothing states how layers are cut"),
+]  # fmt: skip
+
+
+def _refused(rank, world_size, cases):
+    found = []
+    for make, plan in cases:
+        trainer = _trainer(world_size, plan)
+        found.append(outcome(lambda trainer=trainer, make=make: trainer.fit(make(), texts(1, 2))))
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_refuse_a_plan_with_the_same_sentence():
+    results = run_in_processes(_refused, 2, [case[:2] for case in REFUSED])
+
+    assert results[0] == results[1]
+    for found, (_, _, said) in zip(results[0], REFUSED, strict=True):
+        assert found.startswith("refused: ")
+        assert said in found
+
+
+# --- Models without values ---------------------------------------------------------------------------------------
+
+
+class Late(GPT):
+    """Built in configure_model: without values where parameters are cut."""
+
+    def __init__(self, own_cut=False):
+        sg.Module.__init__(self)
+        self.own_cut, self.tokens, self.parts = own_cut, None, None
+
+    def configure_model(self):
+        if self.tokens is not None:
+            return
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        self.was_empty = self.up.weight.is_meta
+        if self.own_cut:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(self, self.device_mesh["tensor"], plan)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        return self.head(self.norm(x + self.down(self.up(x).relu())))
+
+
+def _late(rank, world_size, strategy, plan, own_cut):
+    torch.manual_seed(21)
+    largest = [0]
+    from stratagem_deferred_init import Materializer
+
+    def fill(self, part, fill=Materializer.fill):
+        fill(self, part)
+        module = part
+        if isinstance(module, Late):
+            return
+        whole = [p for p in trainer.module.parameters() if not p.is_meta and not isinstance(p, DTensor)]
+        largest[0] = max(largest[0], sum(p.numel() for p in whole))
+
+    trainer = _trainer(world_size, plan) if world_size > 1 else sg.Trainer(accelerator="cpu", devices=1, **QUIET)
+    module = Late(own_cut)
+    Materializer.fill = fill
+    if world_size == 1:
+        with trainer.init_module(empty_init=True):
+            module.configure_model()
+    trainer.fit(module, share(trainer, texts(4, 4)))
+    return weights_of(trainer), module.was_empty, largest[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_cut", [False, True])
+def test_a_model_without_values_is_filled_and_cut_layer_by_layer(own_cut):
+    plan = None if own_cut else {"up": "colwise", "down": "rowwise"} | VOCAB
+    reference, _, _ = run_in_processes(_late, 1, "single_device", None, False)[0]
+
+    for weights, was_empty, largest in run_in_processes(_late, 2, None, plan, own_cut):
+        assert was_empty
+        assert relative_difference(weights, reference) < 1e-6
+        assert largest <= 64 * 32 + 64  # one whole layer at a time
+
+
+# --- Evaluation and state ----------------------------------------------------------------------------------------
+
+
+def _predicted(rank, world_size, plan, folder):
+    trainer = _trainer(world_size, plan, default_root_dir=folder)
+    module = GPT()
+    untouched = copy.deepcopy(module)
+    batches = texts(2, 4)
+    before = trainer.predict(module, share(trainer, batches))
+    trainer.fit(module, share(trainer, batches))
+    trainer.save_checkpoint(f"{folder}/whole.ckpt")
+    after = trainer.predict(module, share(trainer, batches))
+    with torch.no_grad():
+        expected = [untouched.eval()(ids) for ids, _ in batches]
+    again = _trainer(world_size, plan)
+    again.fit(GPT(), share(again, batches), ckpt_path=f"{folder}/whole.ckpt")
+    return [type(each) for each in before], before, expected, after, weights_of(again), weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_predictions_are_whole_and_checkpoints_load_into_one_process(tmp_path):
+    results = run_in_processes(_predicted, 2, LAYERS | VOCAB | NORMS, str(tmp_path))
+
+    for types, before, expected, after, again, own in results:
+        assert types == [torch.Tensor] * 2
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(before, expected, strict=True))
+        assert relative_difference(again, own) == 0
+        single = GPT()
+        trainer = sg.Trainer(accelerator="cpu", devices=1, **QUIET)
+        alone = trainer.predict(single, texts(2, 4), ckpt_path=str(tmp_path / "whole.ckpt"))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, after, strict=True))
+        assert after[0].shape[-1] == VOCABULARY

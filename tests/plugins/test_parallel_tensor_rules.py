@@ -1,0 +1,166 @@
+"""Functions of torch on activations that are cut return what they return on whole ones, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+import stratagem as sg
+from stratagem_parallel.tensor.moves import Line, part_of
+from stratagem_parallel.tensor.slices import all_whole, as_slice
+from stratagem_testing import run_in_processes
+
+#: Each takes x (4, 6, 8), another y of its shape, and a replicated w (8, 8) that needs gradients.
+FUNCTIONS = {
+    "add": lambda x, y, w: x + y * 2 - x / 3,
+    "with a scalar": lambda x, y, w: 1 - x**2,
+    "with a row": lambda x, y, w: x * w[0],
+    "with a column": lambda x, y, w: x + w[:6, :1],
+    "with a whole": lambda x, y, w: x * w[:6],
+    "unary": lambda x, y, w: F.gelu(x).tanh().sigmoid().exp().abs().sqrt(),
+    "rotate": lambda x, y, w: torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * y,
+    "heads": lambda x, y, w: x.view(4, 6, 2, 4).transpose(1, 2) @ y.view(4, 6, 2, 4).permute(0, 2, 3, 1),
+    "heads, inferred": lambda x, y, w: x.view(4, 6, -1, 2).transpose(1, 2).contiguous().view(4, -1, 12),
+    "three heads": lambda x, y, w: x.reshape(4, 3, 2, 8).sum((1, 3)),
+    "attention": lambda x, y, w: F.scaled_dot_product_attention(
+        *(t.view(4, 6, 2, 4).transpose(1, 2) for t in (x, y, x + y)), is_causal=True
+    ),
+    "grouped attention": lambda x, y, w: F.scaled_dot_product_attention(
+        x.view(4, 6, 4, 2).transpose(1, 2), *(t[..., :4].view(4, 6, 2, 2).transpose(1, 2) for t in (y, x)),
+        enable_gqa=True,
+    ),
+    "attention to whole keys": lambda x, y, w: F.scaled_dot_product_attention(
+        x.view(4, 6, 2, 4).transpose(1, 2), *(w[:6].expand(4, 6, 8).view(4, 6, 2, 4).transpose(1, 2) for _ in range(2))
+    ),
+    "attention with a bias": lambda x, y, w: F.scaled_dot_product_attention(
+        *(t.view(4, 6, 2, 4).transpose(1, 2) for t in (x, y, x)), attn_mask=w[:2, :6].view(1, 2, 1, 6)
+    ),
+    "attention by hand": lambda x, y, w: (
+        (x.view(4, 6, 2, 4).transpose(1, 2) @ y.view(4, 6, 2, 4).transpose(1, 2).mT)
+        .masked_fill(torch.ones(6, 6).triu(1).bool(), -1e9).softmax(-1)
+    ),
+    "repeated heads": lambda x, y, w: x.view(4, 6, 4, 2)[:, :, :, None, :].expand(4, 6, 4, 3, 2).reshape(4, 6, 12, 2),
+    "repeat_interleave": lambda x, y, w: x.repeat_interleave(2, dim=-1),
+    "fused": lambda x, y, w: x.chunk(2, dim=-1)[0] * y.split(4, dim=2)[1],
+    "pieces": lambda x, y, w: x.chunk(3, dim=1)[1] + y.unbind(1)[0][:, None],
+    "layer_norm": lambda x, y, w: F.layer_norm(x, (8,), w[0], w[1]),
+    "rms by hand": lambda x, y, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w[2],
+    "linear": lambda x, y, w: F.linear(x, w, w[0]),
+    "matmul": lambda x, y, w: x @ w,
+    "einsum": lambda x, y, w: torch.einsum("btc,bsc->bts", x, y),
+    "sum": lambda x, y, w: x.sum(1) + y.mean(dim=1),
+    "whole sum": lambda x, y, w: x.sum() + y.mean(),
+    "norm": lambda x, y, w: x.norm(dim=-1) + F.normalize(y, dim=-1).sum(-1),
+    "variance": lambda x, y, w: x.var(1, keepdim=True) * x,
+    "softmax": lambda x, y, w: x.softmax(-1) + F.softmax(y, dim=1),
+    "max": lambda x, y, w: x.max(dim=1).values + x.amax(2, keepdim=True)[:, :1, 0],
+    "flatten": lambda x, y, w: x.flatten(1) + y.reshape(4, -1),
+    "flatten rows": lambda x, y, w: x.flatten(0, 1),
+    "unflatten": lambda x, y, w: x.unflatten(-1, (2, -1)).flatten(2),
+    "where": lambda x, y, w: torch.where(x > 0, x, y),
+    "where it holds": lambda x, y, w: torch.where(x > 0)[2].double().mean() * x,
+    "named tensors": lambda x, y, w: torch.cat(tensors=[x, y], dim=-1) + torch.stack(tensors=(x, y), dim=1).sum(1).repeat(1, 1, 2),
+    "named input": lambda x, y, w: torch.sum(input=x, dim=1) + torch.flatten(input=y, start_dim=1).view(4, 6, 8).sum(1),
+    "named factors": lambda x, y, w: torch.matmul(input=x, other=w) + torch.matmul(y, other=w),
+    "named others": lambda x, y, w: x.view_as(other=y) + x.swapaxes(axis0=1, axis1=2).transpose(dim0=1, dim1=2),
+    "axis of cat": lambda x, y, w: torch.cat([x, y], axis=-1) + torch.cat([x, y], axis=2),
+    "axis of pieces": lambda x, y, w: x.chunk(2, axis=1)[0] + y.chunk(2, axis=-2)[1] + x.unsqueeze(axis=1)[:, 0, :3],
+    "axis of one": lambda x, y, w: x.unbind(axis=1)[0] + y.sum(axis=1),
+    "stack": lambda x, y, w: torch.stack([x, y], dim=0).sum(0) + torch.stack([x, y], -1)[..., 0],
+    "cat along": lambda x, y, w: torch.cat([x, y], dim=-1) * 2,
+    "cat with a whole": lambda x, y, w: torch.cat([x, w.expand(4, 8, 8)], dim=1),
+    "squeeze": lambda x, y, w: x.unsqueeze(1).squeeze(1).unsqueeze(-1).expand(-1, -1, -1, 3),
+    "index": lambda x, y, w: x[:, 2:5] * y[:, -1:, :] + x[1][2:5] + y[:, 0, None],
+    "index by tensor": lambda x, y, w: x[:, torch.tensor([1, 3])] + y[torch.tensor([0])][:, :2],
+    "index into": lambda x, y, w: x[..., 1:3],
+    "in place": lambda x, y, w: (x * 1).add_(y).mul_(2).relu_(),
+    "added to": lambda x, y, w: _added(x, y),
+    "cross entropy": lambda x, y, w: F.cross_entropy(x.view(-1, 8), torch.arange(24) % 8),
+    "cross entropy, ignoring": lambda x, y, w: F.cross_entropy(
+        x.transpose(1, 2), torch.arange(24).view(4, 6) % 8, ignore_index=3, reduction="sum"
+    ),
+    "cross entropy, each": lambda x, y, w: F.cross_entropy(
+        x.view(24, 8).float(), torch.arange(24) % 8, reduction="none"
+    ) ** 2,
+    "cross entropy, smooth": lambda x, y, w: F.cross_entropy(x.view(-1, 8), torch.arange(24) % 8, label_smoothing=0.1),
+    "cross entropy, shifted": lambda x, y, w: F.cross_entropy(
+        x[:, :-1].reshape(-1, 8), (torch.arange(20) % 8), weight=torch.arange(1.0, 9.0).double()
+    ),
+    "log_softmax": lambda x, y, w: F.nll_loss(F.log_softmax(x, -1).view(-1, 8), torch.arange(24) % 8),
+    "mse": lambda x, y, w: F.mse_loss(x, y),
+    "embedding bag": lambda x, y, w: F.conv1d(x, w[:6, :6, None]),
+    "dropout off": lambda x, y, w: F.dropout(x, 0.3, training=False) + F.dropout(y, 0.0),
+    "a function of autograd": lambda x, y, w: _Same.apply(x * 2) * y,
+    "checkpointed": lambda x, y, w: torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * y, x, use_reentrant=False),
+    "detached": lambda x, y, w: x.detach() * y + x.data,
+    "uneven": lambda x, y, w: x[..., :5] * y[..., :5],
+}  # fmt: skip
+
+
+def _added(x, y):
+    x = x * 1
+    x += y
+    x *= 2
+    return x
+
+
+class _Same(torch.autograd.Function):
+    """As FSDP2's: returns what it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def _compare(rank, world_size, cuts):
+    trainer = sg.Trainer(
+        strategy={"name": "parallel", "tensor": world_size}, devices=world_size, accelerator="cpu", logger=False,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.run.connect()
+    strategy = trainer.run.strategy
+    line = Line(strategy._groups.over("tensor"), strategy.torch_mesh()["tensor"])
+    missed = []
+    for cut in cuts:
+        for name, function in FUNCTIONS.items():
+            try:
+                missed += [f"{name}, cut along {cut}: {what}" for what in _missed(function, cut, line)]
+            except Exception as error:  # the same on all ranks
+                missed.append(f"{name}, cut along {cut}: {type(error).__name__}: {error}")
+    return missed
+
+
+def _missed(function, cut, line):
+    """Return in what `function` of tensors that are cut differs from that of whole ones."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(4, 6, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    w = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    plain, own = ([each.clone().requires_grad_() for each in (x, y, w)] for _ in range(2))
+    expected = function(*plain)
+    found = function(*(as_slice(part_of(each, cut, line), cut, each.shape[cut], line) for each in own[:2]), own[2])
+    if found.shape != expected.shape:
+        return [f"shape {tuple(found.shape)}"]
+    found = all_whole(found)
+    factor = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view(expected.shape)
+    for out in (found, expected):
+        (out * factor).sum().backward()
+    pairs = {"value": (found, expected)} | {
+        f"gradient of {name}": (a.grad, b.grad) for name, a, b in zip("xyw", own, plain, strict=True)
+    }
+    return [name for name, pair in pairs.items() if not torch.allclose(*map(_number, pair), rtol=1e-6, atol=1e-6)]
+
+
+def _number(tensor):
+    return torch.zeros((), dtype=torch.float64) if tensor is None else tensor.double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_functions_of_parts_return_what_those_of_wholes_do(world_size):
+    for missed in run_in_processes(_compare, world_size, (0, 1, 2)):
+        assert missed == []
