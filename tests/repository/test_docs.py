@@ -270,6 +270,24 @@ def _sharding_snippets(rank, world_size, folder):
 
 
 @pytest.mark.slow
+def test_the_snippets_about_parallelism_run(tmp_path):
+    assert run_in_processes(_parallel_snippets, 4, tmp_path, limit_s=180) == [2] * 4
+
+
+def _parallel_snippets(rank, world_size, folder):
+    names = {"sg": sg, "torch": torch, "nn": torch.nn, "folder": folder}
+    first, *strategies = snippets("docs/parallelism.md")
+    exec(first.replace("sg.Trainer(", 'sg.Trainer(accelerator="cpu", '), names)
+    trainer = names["trainer"]
+    trainer.fit(names["Regression"](), [(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(2)])
+    assert trainer.run.mesh.num_data_shards == 1
+    for source in strategies:
+        exec(source, names)
+        sg.Run(strategy=names["strategy"], devices=2, accelerator="cpu")
+    return trainer.global_step
+
+
+@pytest.mark.slow
 def test_the_snippets_about_deepspeed_run(tmp_path):
     for steps in run_in_processes(_deepspeed_snippets, 2, tmp_path, limit_s=180):
         assert steps == [2, 2, 4]

@@ -31,7 +31,7 @@ OURS = {tomllib.loads(path.read_text())["project"]["name"]: path.parent for path
 ENTRIES = [entry for entry in registry.entries() if entry.distribution in OURS]
 
 #: Hooks whose first real plugin comes with a later strategy, and which one.
-AWAITED = {"forward_backward": "a pipeline strategy, which owns the step"}
+AWAITED: dict[str, str] = {}
 
 
 def names_of_plugins() -> set[str]:

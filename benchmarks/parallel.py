@@ -1,0 +1,172 @@
+"""Step time and CPU time of each axis of `parallel`, and of the same thing written by hand in plain torch.
+
+python benchmarks/parallel.py [--cases tensor pipeline ...] [--steps 20] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import stratagem as sg
+
+WIDTH, HIDDEN, BLOCKS, BATCH, MICROBATCHES = 512, 2048, 4, 128, 4
+#: Number of processes, and the options of the strategy.
+CASES = {
+    "replicate": (2, {"replicate": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "pipeline": (2, {"pipeline": 2, "microbatches": MICROBATCHES, "balance": [2, 2]}),
+    "tensor_and_shard": (4, {"tensor": 2, "shard": 2}),
+}
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+class Model(sg.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def parallel_plan(self):
+        return {"net.*.0": "colwise", "net.*.2": "rowwise"}
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def on_train_start(self):
+        self.clock = Clock()
+
+    def on_train_end(self):
+        self.took = self.clock.read()
+
+
+class Clock:
+    """Seconds since it was made, and seconds of CPU of this process."""
+
+    def __init__(self) -> None:
+        dist.barrier()
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        cpu = time.process_time() - self.cpu
+        dist.barrier()
+        return time.perf_counter() - self.wall, cpu
+
+
+def by_hand(case: str, batches) -> tuple[float, float]:
+    """Train with torch alone; return seconds of time and of CPU."""
+    net, forward_backward = network(), None
+    size = dist.get_world_size()
+    if case == "replicate":
+        net = DistributedDataParallel(net)
+    elif case == "pipeline":
+        rank = dist.get_rank()
+        net = net[:2] if rank == 0 else net[2:]
+        stage = PipelineStage(net, rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+
+        def forward_backward(x, y):
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=y)
+    else:
+        names = ("shard", "tensor") if case == "tensor_and_shard" else ("tensor",)
+        mesh = init_device_mesh("cpu", (size // 2, 2) if len(names) == 2 else (size,), mesh_dim_names=names)
+        styles = {f"{index}.0": ColwiseParallel() for index in range(BLOCKS)}
+        styles |= {f"{index}.2": RowwiseParallel() for index in range(BLOCKS)}
+        parallelize_module(net, mesh["tensor"], styles)
+        if case == "tensor_and_shard":
+            fully_shard(net, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    clock = Clock()
+    for x, y in batches:
+        if forward_backward is None:
+            nn.functional.mse_loss(net(x), y).backward()
+        else:
+            forward_backward(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    return clock.read()
+
+
+def ours(case: str, batches) -> tuple[float, float]:
+    """Train with a Trainer; return seconds of time and of CPU."""
+    size, options = CASES[case]
+    model = Model()
+    trainer = sg.Trainer(
+        max_epochs=1, strategy={"name": "parallel", **options}, devices=size, accelerator="cpu", barebones=True
+    )
+    trainer.fit(model, batches)
+    return model.took
+
+
+def measure(case: str, steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    torch.set_num_threads(1)
+    batches = [(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)) for _ in range(steps)]
+    variants = {"by hand": by_hand, "stratagem": ours, "by hand again": by_hand}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for round_number in range(rounds + 1):
+        for name, variant in variants.items():
+            wall, cpu = variant(case, batches)
+            total = torch.tensor(cpu, dtype=torch.float64)
+            dist.all_reduce(total)
+            if round_number:  # the first round is a warm-up
+                found[name].append((wall / steps, float(total) / steps))
+    return found
+
+
+class Measure:
+    """The function of each process; a class, so that it can be pickled."""
+
+    def __init__(self, case: str, steps: int, rounds: int) -> None:
+        self.case, self.steps, self.rounds = case, steps, rounds
+
+    def __call__(self, run: sg.Run):
+        os.environ["LOCAL_RANK"] = str(run.world.local_rank)  # the measured trainers use this process group
+        return measure(self.case, self.steps, self.rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    parameters = sum(parameter.numel() for parameter in network().parameters())
+    print(f"torch {torch.__version__}, {parameters / 1e6:.1f}M parameters, gloo, one thread for each rank\n")
+    print("| | | ms a step, median | relative | ms of CPU, all ranks | relative |\n|---|---|---|---|---|---|")
+    for case in arguments.cases:
+        run = sg.Run(strategy="ddp_fork", devices=CASES[case][0], accelerator="cpu")
+        found = run.launch(Measure(case, arguments.steps, arguments.rounds))
+        base = [statistics.median(values) for values in zip(*found["by hand"], strict=True)]
+        for name, values in found.items():
+            wall, cpu = (statistics.median(each) for each in zip(*values, strict=True))
+            times = f"{wall * 1e3:.1f} | {wall / base[0]:.3f} | {cpu * 1e3:.1f} | {cpu / base[1]:.3f}"
+            print(f"| {case} | {name} | {times} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
