@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torchmetrics
@@ -212,3 +214,11 @@ def test_metric_objects_that_cannot_be_logged_are_told():
         sg.Trainer(**QUIET).fit(Updated(), BATCHES)
     with pytest.raises(ConfigError, match=r"R2Score.compute\(\) returned .*; expected one number"):
         sg.Trainer(**QUIET).validate(Several(), BATCHES)
+
+
+def test_tools_that_read_all_attributes_can_be_used_outside_a_trainer():
+    module = Net()
+    traced = torch.jit.trace(module, BATCHES[0][0])
+
+    assert torch.equal(traced(BATCHES[0][0]), module(BATCHES[0][0]))
+    assert {"trainer", "device_mesh"}.isdisjoint(name for name, _ in inspect.getmembers(module))

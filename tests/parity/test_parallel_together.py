@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from parallel_models import GPT, Block, StackedGPT, texts, train_plainly
 from torch import nn
 
@@ -55,7 +56,7 @@ def _check(world_size, make, options, batches, train_plainly, windows=WINDOWS):
 @pytest.mark.parametrize(
     "options",
     [
-        {"shard": 2}, {"shard": 4}, {"shard": 2, "replicate": 2}, {"shard": 2, "expert": 2},
+        {"shard": 2}, {"shard": 4}, {"shard": 2, "replicate": 2},
         {"shard": 2, "replicate": 2, "reshard_after_forward": False, "bucket_cap_mb": 0.001},
     ],
     ids=lambda options: ",".join(options),
@@ -104,6 +105,15 @@ PIPELINES_AT_4 = {
 @pytest.mark.parametrize("mesh", PIPELINES_AT_4)
 def test_pipelines_and_another_axis(mesh):
     _check(4, _double(StackedGPT), PIPELINES_AT_4[mesh], TEXTS, train_plainly)
+
+
+def test_pipelines_of_parts_of_sequences_count_targets_of_all():
+    texts_of_other_lengths = [
+        (ids, following.masked_fill(torch.arange(12) > (torch.arange(8)[:, None] + index) % 11, -100))
+        for index, (ids, following) in enumerate(TEXTS[:8])
+    ]
+    options = {"pipeline": 2, "context": 2, "microbatches": 4}
+    _check(4, _double(StackedGPT), options, texts_of_other_lengths, train_plainly, ((1, None), (3, 0.5)))
 
 
 AT_8 = {

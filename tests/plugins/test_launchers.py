@@ -248,7 +248,7 @@ def test_tied_parameters_and_buffers_on_the_meta_device_are_returned_with_values
         model = Both()
     trainer.fit(model, loader)
 
-    assert model.net[2].weight is model.net[4].weight
+    assert model.net[2][0].weight is model.net[4][0].weight
     assert model.aside.tolist() == [2.0] * 3
     assert model.net[0].weight.note == "mine"
 

@@ -43,6 +43,10 @@ EVENTS = (
 )  # fmt: skip
 
 
+#: Properties that raise an error without a trainer, or without one that has them.
+_OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger"}
+
+
 class Module(nn.Module):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
@@ -62,6 +66,17 @@ class Module(nn.Module):
         # Plain attributes: not submodules, and the trainer is not pickled or copied with the module.
         self.__dict__["_fit"] = None
         self.__dict__["_hparams"] = Hyperparameters()
+
+    def __dir__(self) -> list[str]:
+        """Return names that can be read now: torch.jit.trace and `inspect` read all of them."""
+        return [name for name in super().__dir__() if name not in _OF_A_TRAINER or self._has(name)]  # type: ignore[no-untyped-call]
+
+    def _has(self, name: str) -> bool:
+        try:
+            getattr(self, name)
+        except ConfigError:
+            return False
+        return True
 
     # --- What a user overrides -----------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from stratagem_parallel.target_numbers import divisor
+
 if TYPE_CHECKING:
     from stratagem.api import Collectives
 
@@ -42,12 +44,13 @@ class MeanOverAllTargets:
     ) -> Tensor:  # fmt: skip
         if not self.is_active():
             return self.loss(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
-        before, self.is_inside = self.is_inside, reduction != "sum" and size_average is not False
+        # torch calls this object a second time, for the sum, where a mode looks at functions
+        before, self.is_inside = self.is_inside, self.is_inside or (reduction != "sum" and size_average is not False)
         try:
             if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
                 return self.loss(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
             total = self.loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **options)
-            return total / mean_per_rank(_number(target, weight, ignore_index), self.over).to(total.dtype)
+            return total / divisor(mean_per_rank(_number(target, weight, ignore_index), self.over)).to(total.dtype)
         finally:
             self.is_inside = before
 

@@ -10,7 +10,8 @@ them without gradients and with zeros for the output of the layers. What is coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.target_numbers import changed
 
 #: Positional arguments, and those by name.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,7 +49,7 @@ class TargetCounts:
         self._is_needed = False
         try:
             for index in range(microbatches):
-                with torch.no_grad(), _Counting() as counting:
+                with torch.no_grad(), _Counting() as counting, changed(counting.divisor):
                     step(index)
                 counted.append(counting.numbers)
         except Exception:  # noqa: BLE001 - a loss that zeros do not suit; the step itself raises its own errors
@@ -57,9 +59,11 @@ class TargetCounts:
             flat = torch.stack([number for numbers in counted for number in numbers]).tolist()
             self._numbers = [[flat.pop(0) for _ in numbers] for numbers in counted]
 
-    def weighing(self, microbatch: int) -> _Weighing:
-        """Return what weighs the losses of `microbatch`, within."""
-        return _Weighing(self, microbatch)
+    @contextmanager
+    def weighing(self, microbatch: int) -> Iterator[None]:
+        """Within: losses of `microbatch` are weighed."""
+        with _Weighing(self, microbatch) as mode, changed(mode.divisor):
+            yield
 
     def mean_of_call(self, microbatch: int, call: int, number: Tensor) -> float | None:
         """Return the mean number of targets of a micro-batch in `call`; None if all have as many.
@@ -87,7 +91,10 @@ class TargetCounts:
 
 
 class _Losses(TorchFunctionMode):
-    """Changes means over classes of targets."""
+    """Changes means over classes of targets.
+
+    Under `context` the loss is computed by another function, which asks for the `divisor`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,6 +107,10 @@ class _Losses(TorchFunctionMode):
     def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def divisor(self, number: Tensor) -> Tensor:
+        """Return what a sum over `number` targets is divided by."""
+        raise NotImplementedError
+
 
 class _Counting(_Losses):
     def __init__(self) -> None:
@@ -110,6 +121,10 @@ class _Counting(_Losses):
         self.numbers.append(number.double())
         return torch.zeros((), dtype=as_sum[0][0].dtype, device=as_sum[0][0].device)
 
+    def divisor(self, number: Tensor) -> Tensor:
+        self.numbers.append(number.double())
+        return number
+
 
 class _Weighing(_Losses):
     def __init__(self, counts: TargetCounts, microbatch: int) -> None:
@@ -117,9 +132,17 @@ class _Weighing(_Losses):
         self.counts, self.microbatch, self.calls = counts, microbatch, 0
 
     def mean(self, func: Any, number: Tensor, as_sum: _Call, args: Any, kwargs: Any) -> Any:
+        mean = self._mean(number)
+        return func(*args, **kwargs) if mean is None else func(*as_sum[0], **as_sum[1]) / mean
+
+    def divisor(self, number: Tensor) -> Tensor:
+        mean = self._mean(number)
+        return number if mean is None else torch.full_like(number, mean, dtype=torch.double)
+
+    def _mean(self, number: Tensor) -> float | None:
         mean = self.counts.mean_of_call(self.microbatch, self.calls, number)
         self.calls += 1
-        return func(*args, **kwargs) if mean is None else func(*as_sum[0], **as_sum[1]) / mean
+        return mean
 
 
 def _mean_over_targets(
