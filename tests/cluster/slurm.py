@@ -261,12 +261,19 @@ class Slurm:
                     parts += path.read_text(errors="replace").splitlines()[-15:]
         return "\n".join(parts)
 
+    def _output_of(self, number: str) -> str:
+        """Return what is known of a job, and the end of what it printed."""
+        job = self.job(number)
+        with contextlib.suppress(OSError):
+            return f"{job}\n--- {job['StdOut']}\n{Path(job['StdOut']).read_text(errors='replace')[-6000:]}"
+        return str(job)
+
     def _await(self, timeout: float, otherwise: str, reached, number: str | None = None) -> None:
         deadline = time.monotonic() + timeout
         while not reached():
             broken = [name for name, process in self._daemons.items() if process.poll() is not None]
             if time.monotonic() > deadline or broken:
-                about = f"\n{self.job(number)}" if number else ""
+                about = f"\n{self._output_of(number)}" if number else ""
                 raise AssertionError(f"{otherwise} after {timeout} s; ended: {broken}{about}\n{self.state()}")
             time.sleep(0.1)
 
