@@ -18,7 +18,7 @@ DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo ops test test-quick test-all test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
+.PHONY: demo ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -38,7 +38,11 @@ test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests plugins
 
-# The same with the lowest torch that the packages declare, in an environment of its own: gigabytes, on PyPI it is for CUDA.
+# The packages of contrib/ that have an engine, each in its own environment, which is kept in the user's cache directory.
+test-engines: $(STAMP)-dev
+	$(BIN)/python scripts/engines.py $(ARGUMENTS)
+
+# The tests of test-quick with the lowest torch that the packages declare, in an environment of its own: gigabytes, on PyPI it is for CUDA.
 test-lowest:
 	$(MAKE) test-quick VENV=.venv-lowest TORCH="$(LOWEST_TORCH)"
 

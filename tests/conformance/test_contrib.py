@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = sorted(path.parent for path in ROOT.glob("contrib/*/pyproject.toml") if path.parent.name != "template")
+PACKAGES = sorted(
+    path.parent
+    for path in ROOT.glob("contrib/*/pyproject.toml")
+    if path.parent.name != "template" and not (path.parent / "engine.lock").exists()
+)
+#: Those that have an environment of their own, and whether it is made in seconds.
+ENGINES = {path.parent.name: "# quick" in path.read_text().splitlines() for path in ROOT.glob("contrib/*/engine.lock")}
 
 
 #: Importing what these log to takes most of a minute.
@@ -44,6 +50,18 @@ def test_its_wheel_passes_its_tests(package, tmp_path):
     result = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stdout
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if quick else [pytest.mark.sweep]) for name, quick in sorted(ENGINES.items())]
+)
+def test_it_passes_its_tests_with_its_engine(name):
+    command = [sys.executable, ROOT / "scripts" / "engines.py", name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 0, result.stdout + result.stderr
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 10
 
 
