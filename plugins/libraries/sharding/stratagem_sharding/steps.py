@@ -129,6 +129,8 @@ class ShardedSteps:
     def optimizer_step(self, root: Any, run: RunContext) -> Iterator[None]:
         """Within, an optimizer steps."""
         self._kept.release()  # a unit that stayed unsharded would compute with the values before this step
+        if not run.manual:
+            reshard(root)  # such as after a step without a loss
         yield
         if run.manual:  # the rest of this forward must compute with the values after this step
             root.reshard()

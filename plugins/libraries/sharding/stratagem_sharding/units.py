@@ -32,6 +32,7 @@ def shard_units(
     run: RunContext,
     also: Iterable[nn.Module] = (),
     ignored: AbstractSet[nn.Parameter] = frozenset(),
+    keep_root: bool = False,
 ) -> None:
     """Shard the units of `user` and the rest of `root`.
 
@@ -43,6 +44,7 @@ def shard_units(
         fill: gives values to a part that was built without any.
         also: further units, such as these parts.
         ignored: parameters that stay as they are.
+        keep_root: `root` stays gathered from its forward to its backward, which follows at once.
     """
     chosen = {*units_of(user, policy, option), *also}
     if run.manual:  # a root's own parameters would be sharded again by the first backward within its forward
@@ -60,6 +62,8 @@ def shard_units(
     fill(user)
     if root is not None:
         options = exact if is_double(user) else options
+        if keep_root:
+            options = options | {"reshard_after_forward": False}
         fully_shard(root, **options, ignored_params=unsharded_parameters(user) | ignored)
 
 

@@ -37,7 +37,9 @@ class Sharding:
 
     def shard(self, root: nn.Module, user: nn.Module, fill: Callable[[nn.Module], None], run: RunContext) -> None:
         """Shard the units of `user` and the rest of `root`, whose forward runs it. Collective."""
-        shard_units(root, user, policy=self._policy, option=POLICY, options=self._options, fill=fill, run=run)
+        shard_units(
+            root, user, policy=self._policy, option=POLICY, options=self._options, fill=fill, run=run, keep_root=True
+        )
 
     def shard_parts(
         self, parts: Sequence[nn.Module], user: nn.Module, fill: Callable[[nn.Module], None], run: RunContext,
