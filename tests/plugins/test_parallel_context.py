@@ -358,13 +358,13 @@ ALLOWED = {
     "own name": lambda _, x: KEPT(x, x, x),
     "local": lambda _, x: _local(x),
     "whole sum": lambda module, x: context_sum(_loss(module, x).sum()),
-    "features": lambda _, x: (x * x).sum(-1).mean() + x.flatten(0, 1).sum(1).mean(),
+    "features": lambda _, x: (x * x).sum(-1, keepdim=True) + 0 * x.flatten(0, 1).sum(1).mean(),
     "einsum of features": lambda module, x: torch.einsum("btd,ed->bte", x, module.head.weight[:6]),
     "batch norm in evaluation": lambda _, x: nn.BatchNorm1d(6).eval()(x.mT).mT,
     "other norms": lambda _, x: F.normalize(nn.LayerNorm(6)(x), dim=-1).softmax(-1),
     "patches": lambda _, x: 0 * nn.Conv1d(6, 6, 2, 2)(x.mT).mean() + 0 * nn.AvgPool1d(2)(x.mT).mean(),
     "parameters": lambda module, _: sum(each.pow(2).sum() for each in module.parameters()),
-    "mean": lambda _, x: context_mean(x.sum(), torch.tensor(x.numel())),
+    "mean": lambda _, x: 0 * context_mean(x.sum(), torch.tensor(x.numel())),
 }
 
 
@@ -396,7 +396,7 @@ def test_what_a_part_cannot_compute_is_refused_on_all_ranks():
     for name, (_, expected) in REFUSED.items():
         assert first[name].startswith("refused: "), (name, first[name])
         assert expected in first[name], (name, first[name])
-    assert {first[name] for name in ALLOWED} == {"nothing"}
+    assert {name: first[name] for name in ALLOWED if first[name] != "nothing"} == {}
 
 
 class PerPosition(Attending):
@@ -453,7 +453,8 @@ class Importing(Encoder):
         if "imported_late" not in sys.modules:
             module = types.ModuleType("imported_late")
             exec("from torch.nn.functional import cross_entropy, scaled_dot_product_attention", vars(module))
-            sys.modules["imported_late"], self.kept = module, F.cross_entropy
+            sys.modules["imported_late"] = module
+        self.kept = F.cross_entropy
         self.seen.append(type(sys.modules["imported_late"].cross_entropy).__name__)
         return super().training_step(batch, batch_idx)
 
@@ -494,7 +495,7 @@ def test_the_loss_of_a_cut_vocabulary_is_computed_from_its_parts():
     strategy = {"name": "parallel", "tensor": 2, "context": 2, "plan": plan}
     ((expected, _),) = run_in_processes(_vocabulary, 1, "auto")
     for weights, calls in run_in_processes(_vocabulary, 4, strategy):
-        assert calls == 4
+        assert calls == 4 + 2  # two before the first step, which compare parts with the whole
         for name, tensor in expected.items():
             assert torch.allclose(weights[name], tensor, rtol=1e-5, atol=1e-6), name
 
@@ -639,3 +640,80 @@ def test_layers_that_backward_computes_again_attend_to_whole_sequences(train):
     for weights in run_in_processes(train, 2, "context_parallel"):
         for name, tensor in expected.items():
             assert torch.allclose(weights[name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+# --- Losses of parts and of whole sequences ----------------------------------------------------------------------------
+
+
+def _scan(x):
+    out, state = [], torch.zeros(())
+    for each in x.unbind(1):
+        state = 0.5 * state + each
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+#: What depends on other positions or on their number, in ways that no check of operations knows.
+ALONG_POSITIONS = {
+    "numbers": lambda x: x + torch.linspace(0, 1, x.shape[1])[:, None],
+    "a list of numbers": lambda x: x + 0.1 * torch.tensor([float(place) for place in range(x.shape[1])])[:, None],
+    "a recurrence": _scan,
+    "a shift": lambda x: x + torch.cat([x.split([x.shape[1] - 1, 1], 1)[each] for each in (1, 0)], 1),
+    "a norm": lambda x: F.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2),
+    "a transform": lambda x: x + torch.fft.fft(x, dim=1).real,
+}
+
+
+class Along(sg.Module):
+    def __init__(self, function, dropout=0.0):
+        super().__init__()
+        with seeded(0):
+            self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.function, self.dropout, self.calls, self.seen = function, dropout, 0, []
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        self.steps += 1
+        self.seen.append(batch_idx)
+        x = F.dropout(self.function(self.inner(batch[0])), self.dropout)
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        loss = F.mse_loss(self.out(x + attended), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _noise(x):
+    return x + torch.randn(x.shape)
+
+
+def _along(rank, world_size):
+    generator = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(2, 4, LENGTH, 16, generator=generator)) for _ in range(2)]
+
+    def fit(module, **options):
+        strategy = {"name": "parallel", "context": world_size, **options}
+        trainer = sg.Trainer(strategy=strategy, devices=world_size, **QUIET)
+        trainer.fit(module, batches)
+        return trainer
+
+    refused = {name: outcome(lambda f=f: fit(Along(f))) for name, f in ALONG_POSITIONS.items()}
+    fit(Along(_scan), context_checks=False)
+    plain, noisy = Along(lambda x: x, dropout=0.5), Along(_noise)
+    trainer = fit(plain)
+    fit(noisy)
+    return refused, (plain.calls, plain.steps.item(), plain.seen), list(trainer.callback_metrics), noisy.calls
+
+
+def test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused(capfd):
+    for refused, counts, logged, calls in run_in_processes(_along, 2):
+        for name, message in refused.items():
+            assert "on whole sequences and" in message, (name, message)
+        assert counts == (2, 2.0, [0, 1])  # the calls that compare are undone
+        assert "loss" in logged
+        assert calls == 2
+    assert capfd.readouterr().out.count("training_step draws random numbers; its losses were not compared") == 1

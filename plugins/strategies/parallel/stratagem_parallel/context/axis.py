@@ -15,6 +15,7 @@ from stratagem.errors import ConfigError
 from stratagem_parallel.context.attention import SequenceAttention
 from stratagem_parallel.context.batch import part_of, tensors_of, tensors_to_cut
 from stratagem_parallel.context.checks import PositionChecks
+from stratagem_parallel.context.comparison import POSITIONS, difference
 from stratagem_parallel.context.functions import Replacements
 from stratagem_parallel.context.hugging_face import HuggingFaceModels
 from stratagem_parallel.context.losses import MeanOverAllTargets, mean_per_rank
@@ -63,13 +64,20 @@ class ContextAxis:
         self.knows_offset = False
         #: The step that runs uses `context_mean` or `context_sum`.
         self.knows_sums = False
+        #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
+        self.is_local = False
+        #: The first positions of the first batch, whole and this rank's part, until their losses were compared.
+        self._first: tuple[Any, Any, int] | None = None
+        #: The error of that comparison: raised after the step, whose checks may know the operation.
+        self._difference: ConfigError | None = None
+        self._has_first = False
 
     # --- The model -----------------------------------------------------------------------------------------------
 
     def prepare(self, step_module: nn.Module, run: RunContext) -> None:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
-        self._checked, self._compared = set(), set()
+        self._checked, self._compared, self._first, self._has_first = set(), set(), None, False
         self._module, self._models = step_module, HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
@@ -118,7 +126,45 @@ class ContextAxis:
                 self._announce(batch, cut, run)
         shape = next(iter(cut.values())).shape
         self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
+        if self.checks and run.stage == "train" and not self._has_first:
+            self._has_first, self._first = True, self._beginning(batch, cut)
         return part_of(batch, cut, self.dim, self.over.rank, self.over.world_size)
+
+    def _beginning(self, batch: Any, cut: dict[str, Tensor]) -> tuple[Any, Any, int]:
+        """Return the first positions of `batch`, this rank's part of them, and the length of a part."""
+        length, size = min(self.length, POSITIONS), self.over.world_size
+        first = {name: tensor.narrow(self.dim, 0, length * size) for name, tensor in cut.items()}
+        return part_of(batch, first, self.dim, 0, 1), part_of(batch, first, self.dim, self.over.rank, size), length
+
+    def compare_losses(self, user: nn.Module, batch_idx: int, run: RunContext) -> None:
+        """Compare losses of parts and of whole sequences before the first step: [Note: the comparison]. Collective."""
+        if self._first is None:
+            return
+        (whole, part, length), self._first = self._first, None
+        step, before = run.training_step, (self.length, self.is_local)
+
+        def of_whole() -> Any:
+            with self._away():
+                return step(whole, batch_idx)
+
+        def of_parts() -> Any:
+            return step(part, batch_idx)
+
+        try:
+            self.length, self.is_local = length, False
+            self._difference = difference(user, self.over, of_whole, of_parts, run, wanted=lambda: not self.is_local)
+        finally:
+            self.length, self.is_local = before
+
+    @contextlib.contextmanager
+    def _away(self) -> Iterator[None]:
+        """Within a step: sequences are whole."""
+        place = _running.index(self)
+        del _running[place]
+        try:
+            yield
+        finally:
+            _running.insert(place, self)
 
     def _announce(self, batch: Any, cut: dict[str, Tensor], run: RunContext) -> None:
         def shown(tensors: dict[str, Tensor]) -> str:
@@ -166,6 +212,9 @@ class ContextAxis:
                 self._checked.add(stage)
                 stack.enter_context(PositionChecks(self).checking())
             yield
+        if self._difference is not None:
+            error, self._difference = self._difference, None
+            raise error
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -249,7 +298,11 @@ def local_attention() -> Iterator[None]:
 
     For attention that stays within a part of a sequence, or to keys that all ranks have whole.
     """
-    with _running[-1].attention.local() if _running else contextlib.nullcontext():
+    if not _running:
+        yield
+        return
+    _running[-1].is_local = True
+    with _running[-1].attention.local():
         yield
 
 

@@ -78,7 +78,8 @@ class PositionChecks(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if not self.axis.attention.is_inside and not any(loss.is_inside for loss in self.axis.losses):
+        is_inside = self.axis.attention.is_inside or not self.axis.is_running
+        if not is_inside and not any(loss.is_inside for loss in self.axis.losses):
             self._check(function, args, options)
             self._check_loss(function, args, options)
         return function(*args, **options)

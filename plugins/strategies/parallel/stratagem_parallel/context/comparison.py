@@ -1,0 +1,165 @@
+"""Compare the loss of parts of sequences with that of whole ones, once: finds what checks of operations do not know.
+
+[Note: the comparison]
+Before the first step `training_step` is called twice without gradients, for the first positions of the first batch:
+on whole sequences, as without the axis, and on parts. Dropout passes its input on, and what the calls did to buffers,
+attributes and logs is undone. The mean over ranks must be the loss of the whole. A `training_step` that draws random
+numbers in another way cannot be compared, nor one under manual optimization, which would step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from stratagem.api.seeding import random_state, restore_random_state
+from stratagem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stratagem.api import Collectives, RunContext
+
+#: Positions of a part that are compared, at most.
+POSITIONS = 64
+#: Largest difference of the losses, relative to the larger one, and in 16 bits.
+_TOLERANCE, _TOLERANCE_16 = 1e-4, 3e-2
+_DROPOUTS = {
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout",
+    "feature_alpha_dropout", "feature_dropout_", "feature_alpha_dropout_",
+}  # fmt: skip
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else options["input"]
+        if name == "scaled_dot_product_attention":
+            args, options = (
+                args[:4] + (0.0,) * (len(args) > 4) + args[5:],
+                options | ({"dropout_p": 0.0} if "dropout_p" in options else {}),
+            )
+        return func(*args, **options)
+
+
+def difference(
+    user: nn.Module,
+    over: Collectives,
+    whole: Callable[[], Any],
+    parts: Callable[[], Any],
+    run: RunContext,
+    wanted: Callable[[], bool],
+) -> ConfigError | None:
+    """Compare what `whole` and `parts` return, two calls of ``training_step``. Collective.
+
+    Args:
+        wanted: whether the losses, once computed, are to be equal.
+
+    Returns:
+        an error if they differ, on all ranks.
+    """
+    before = random_state(run.devices)
+    try:
+        expected = _loss(whole, user)
+    except Exception as error:  # noqa: BLE001 - a step that needs all positions; its own call raises what is wrong
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        run.print(f"strategy.parallel.context: losses were not compared: a short sequence failed with {reason!r}")
+        return None
+    finally:
+        drew = not _equal(before, random_state(run.devices))
+        restore_random_state(before, run.devices)
+    try:
+        of_parts = _loss(parts, user)
+    finally:
+        restore_random_state(before, run.devices)
+    if expected is None or of_parts is None or not wanted():
+        return None
+    is_short = any(p.dtype.itemsize == 2 for p in user.parameters()) or torch.is_autocast_enabled(run.device.type)
+    numbers = torch.tensor([expected, of_parts, drew], dtype=torch.double, device=over.device)
+    expected, of_parts, drew_any = (over.unchecked.all_reduce(numbers, "sum") / over.world_size).tolist()
+    if drew_any:
+        run.print("strategy.parallel.context: training_step draws random numbers; its losses were not compared")
+        return None
+    tolerance = _TOLERANCE_16 if is_short else _TOLERANCE
+    if abs(of_parts - expected) > tolerance * max(abs(of_parts), abs(expected), 1e-3):
+        return ConfigError(
+            f"the loss of the first batch is {expected:.6g} on whole sequences and {of_parts:.6g} on parts, with "
+            f"strategy.parallel.context {over.world_size}",
+            expected="equal losses; something in training_step depends on other positions, or on how many there are",
+            do="look for recurrences, shifts, norms over positions and position numbers: a part has only some "
+            "positions; if the losses may differ, set strategy.parallel.context_checks to False",
+        )
+    return None
+
+
+def _loss(call: Callable[[], Any], user: nn.Module) -> float | None:
+    """Return the loss that `call` computes; None if it returns no number."""
+    try:
+        with torch.no_grad(), undone(user), _NoDropout():
+            result = call()
+    finally:
+        torch.clear_autocast_cache()  # of weights without gradients
+    loss = result.get("loss") if isinstance(result, dict) else result
+    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module) -> Iterator[None]:
+    """Undo, at the end, what was done to buffers, to simple attributes of all parts of `module`, and to its logs."""
+    parts = list(module.modules())
+    attributes = [dict(part.__dict__) for part in parts]
+    buffers = [dict(part._buffers) for part in parts]
+    owned = [each for found in buffers for each in found.values() if each is not None and not each.is_meta]
+    owned += [
+        each for found in attributes for each in found.values() if type(each) is Tensor and not each.requires_grad
+    ]
+    tensors = {id(each): (each, each.clone()) for each in owned}
+    containers = [
+        (each, each.copy()) for found in attributes for name, each in found.items()
+        if isinstance(each, list | dict | set | deque) and name not in _OF_TORCH
+    ]  # fmt: skip
+    if callable(getattr(type(module), "log", None)):
+        module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for part, found, its in zip(parts, attributes, buffers, strict=True):
+            part.__dict__.clear()
+            part.__dict__.update(found)
+            part._buffers.clear()
+            part._buffers.update(its)
+        for tensor, value in tensors.values():
+            if not torch.is_inference(tensor):
+                tensor.copy_(value)
+        for container, content in containers:
+            _refill(container, content)
+
+
+#: Attributes of torch's modules, which a step leaves alone.
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+def _refill(container: Any, value: Any) -> None:
+    if isinstance(container, dict | set):
+        container.clear()
+        container.update(value)
+    else:
+        container.clear()
+        container.extend(value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether states of random numbers are equal."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_equal(*pair) for pair in zip(one, other, strict=True))
+    return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
