@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
+from stratagem.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -22,6 +24,31 @@ def stepped_by_kind(optimizer: Optimizer) -> Iterator[None]:
     Groups that mix kinds are in pieces within, and whole, with all of their options, before and after: checkpoints
     and schedulers see those that the user made.
     """
+    with _refused(optimizer), _in_pieces(optimizer):
+        yield
+
+
+@contextlib.contextmanager
+def _refused(optimizer: Optimizer) -> Iterator[None]:
+    """Within: an operation that torch has no rule for where parameters are cut is an error that names the optimizer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes what torch has no rule for where strategy.parallel cuts parameters "
+            f"({str(error).splitlines()[0]})",
+            expected="an optimizer that updates each element alone", do="use SGD, Adam, AdamW, Adagrad or RMSprop",
+        ) from error  # fmt: skip
+
+
+#: Parts of torch's messages about DTensors.
+_SIGNS = ("mixed torch.Tensor and DTensor", "require placement changes", "Sharding propagation failed")
+
+
+@contextlib.contextmanager
+def _in_pieces(optimizer: Optimizer) -> Iterator[None]:
     groups = optimizer.param_groups
     pieces = [_pieces(group) for group in groups]
     if all(len(each) == 1 for each in pieces):

@@ -265,7 +265,7 @@ class _TrainingStep:
         try:
             return self.pipeline.run.training_step(self.parts[microbatch], self.batch_idx)
         except RuntimeError as error:
-            if "device meta" not in str(error):
+            if "device meta" not in str(error) and "meta tensor" not in str(error):
                 raise
             where = self.pipeline.cut.where
             raise ConfigError(

@@ -97,7 +97,12 @@ def named_use(user: nn.Module) -> Iterator[None]:
         used = {id(tensor) for tensor in tensors_in_use(error)}
         names = [name for name, parameter in user.named_parameters() if id(parameter) in used and _is_cut(parameter)]
         if not names:
-            raise
+            raise ConfigError(
+                "an operation outside of layers got plain tensors and parameters that are cut over "
+                "strategy.parallel.tensor",
+                expected="operations on parameters of one kind, such as a penalty of each one alone",
+                do="regularize with the optimizer's weight_decay, or leave the layers that are used out of the plan",
+            ) from error
         layer = names[0].rpartition(".")[0]
         raise ConfigError(
             f"{names[0]!r}, which is cut over strategy.parallel.tensor, was used outside of its layer's forward",
