@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import define
 
 import stratagem as sg
-from stratagem.api import Accelerator, Callback, hookimpl
+from stratagem.api import Accelerator, Callback, Capabilities, hookimpl
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.config.settings import TrainerSettings, gather
 from stratagem.config.sources import Source
@@ -62,6 +63,22 @@ class Absent(Accelerator):
         return 0
 
 
+@define(eq=False, kw_only=True)
+class Engines(Accelerator):
+    """An accelerator whose devices `ddp` cannot use."""
+
+    capabilities = Capabilities(provides={"device:cpu"})
+
+    def count(self):
+        return 4
+
+    def device(self, index):
+        return torch.device("cpu")
+
+    def default_strategy(self, num_devices):
+        return "dp" if num_devices > 1 else None
+
+
 # --- Defaults ----------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +100,16 @@ def test_several_processes_get_a_distributed_strategy(arguments):
 
     assert names(stack.strategies) == ["ddp"]
     assert stack.strategies[0].reason == "the default for several processes"
+
+
+def test_an_accelerator_may_choose_the_strategy():
+    several = resolved(accelerator=Engines(), devices=2)
+    assert names(several.strategies) == ["dp"]
+    assert several.strategies[0].reason == "the default of accelerator 'Engines' with 2 devices"
+    assert several.num_processes == 1
+
+    assert names(resolved(accelerator=Engines(), devices=1).strategies) == ["single_device"]
+    assert names(resolved(accelerator=Engines(), devices=2, strategy="ddp").strategies) == ["ddp"]
 
 
 def test_plugins_act_in_the_order_of_their_kinds():

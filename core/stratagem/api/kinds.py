@@ -273,6 +273,10 @@ class Accelerator(Plugin):
         """Return the torch device with this index."""
         raise NotImplementedError
 
+    def default_strategy(self, num_devices: int) -> str | None:
+        """Return the strategy for `num_devices` devices of this node if the user sets none; None is the catalog's."""
+        return None
+
     def number_of(self, identifier: str) -> int:
         """Return the number of the visible device that has this identifier, such as a UUID.
 

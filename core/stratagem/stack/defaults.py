@@ -16,7 +16,12 @@ def default(kind: str, role: str, reason: str = "the default", **values: Any) ->
     return Choice(kind=kind, name=entry.name, plugin=make(entry, values), reason=reason, entry=entry)
 
 
-def default_strategy(processes: int, num_nodes: int, environment: Environment) -> Choice:
+def default_strategy(accelerator: Choice, processes: int, num_nodes: int, environment: Environment) -> Choice:
+    name = accelerator.plugin.default_strategy(processes)
+    if name is not None:
+        entry = registry.find("strategy", name)
+        reason = f"the default of {accelerator} with {processes} devices"
+        return Choice(kind="strategy", name=entry.name, plugin=make(entry, {}), reason=reason, entry=entry)
     if processes * num_nodes == 1 and not (environment.processes_exist() and environment.local_processes()):
         return default("strategy", "strategy", "the default for one process")
     if in_notebook():

@@ -52,7 +52,9 @@ def resolve(settings: Any) -> Stack:
     one_each = not strategies or strategies[-1].plugin.process_per_device
     devices = _devices(settings, accelerator, environment, one_each=one_each)
     num_nodes = environment.plugin.num_nodes() or settings.num_nodes
-    strategies = strategies or [chooser.refine(default_strategy(len(devices), num_nodes, environment.plugin))]
+    strategies = strategies or [
+        chooser.refine(default_strategy(accelerator, len(devices), num_nodes, environment.plugin))
+    ]
     if strategies[-1].plugin.outer:
         strategies.append(default("strategy", "strategy", f"the default inside {strategies[-1]}"))
     precision = chooser.one("precision", settings.precision) or chooser.refine(default("precision", "precision"))
