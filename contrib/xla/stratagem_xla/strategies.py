@@ -90,6 +90,7 @@ class SingleXLAStrategy(Strategy):
 
         self._start(run)
         torch_xla.device(run.device.index)  # what `sync` runs
+        _check_autograd(run.device)
         torch_xla.manual_seed(torch.initial_seed() if self._loaded is None else self._loaded)
         self._started = True
 
@@ -179,6 +180,7 @@ class XLAStrategy(SingleXLAStrategy):
             import torch_xla.runtime as xr
 
             if not xr.is_spmd():
+                _check_unused()
                 xr.use_spmd()
             self._mesh = spmd.Mesh(np.arange(available), (available,), ("fsdp",))
 
@@ -275,6 +277,32 @@ def _shard_like_parameters(optimizer: Optimizer, mesh: Any) -> None:
                 spmd.mark_sharding(
                     value, mesh, tuple("fsdp" if dim == largest else None for dim in range(value.dim()))
                 )
+
+
+def _check_unused() -> None:
+    """Refuse to turn SPMD on after a device was used: on the CPU the process would be killed by SIGSEGV later."""
+    import torch_xla
+
+    if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+        raise ConfigError(
+            "this process used one device of XLA before it trains on several",
+            expected="SPMD to be on from the start", do="call `torch_xla.runtime.use_spmd()` at the top of the program",
+        )  # fmt: skip
+
+
+def _check_autograd(device: torch.device) -> None:
+    """Refuse a process whose autograd engine was started without XLA: it has no queue for its devices."""
+    try:
+        torch.zeros((), device=device, requires_grad=True).neg().backward()
+    except RuntimeError as error:
+        if "device_ready_queues" not in str(error):
+            raise
+        raise ConfigError(
+            "this process called backward before it used a device of XLA, for which autograd then has no thread",
+            expected="the device to be used first",
+            do="call `torch_xla.runtime.global_runtime_device_count()` at the top of the program, after "
+            "`torch_xla.runtime.use_spmd()` where it trains on several devices",
+        ) from None  # fmt: skip
 
 
 @contextlib.contextmanager
