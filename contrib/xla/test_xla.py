@@ -51,7 +51,8 @@ def apart(function):
 
 
 @pytest.fixture(autouse=True)
-def references_apart(monkeypatch):
+def references_apart(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     names = ("train_module_plainly", "train_branching_plainly", "train_lbfgs_plainly", "train_gan_plainly")
     for module in [each for name, each in sys.modules.items() if name.startswith("stratagem_testing.")]:
         for name in names:

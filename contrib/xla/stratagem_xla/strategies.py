@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
-    CLOSURE_OPTIMIZERS,
     CUSTOM_CLIPPING,
     CUSTOM_STEP,
     FULL_STATE,
@@ -54,7 +53,6 @@ _CAPABILITIES = Capabilities(
     provides={
         CLIP_BY_NORM,
         CLIP_BY_VALUE,
-        CLOSURE_OPTIMIZERS,
         CUSTOM_CLIPPING,
         CUSTOM_STEP,
         FULL_STATE,
@@ -108,9 +106,14 @@ class SingleXLAStrategy(Strategy):
         with _keeping_parameters():
             return module.to(run.device)
 
+    @hookimpl(wrapper=True)
+    def transfer_batch(self) -> Generator[None, Any, Any]:
+        with torch.inference_mode(False):  # see `_evaluating`
+            return (yield)
+
     @hookimpl
     def step_context(self, stage: str) -> AbstractContextManager[Any] | None:
-        return None if stage == "train" else _then_sync()
+        return None if stage == "train" else _evaluating()
 
     @hookimpl
     def backward(self, loss: Tensor, run: RunContext) -> bool:
@@ -186,8 +189,9 @@ class XLAStrategy(SingleXLAStrategy):
 
     @hookimpl(wrapper=True)
     def transfer_batch(self) -> Generator[None, Any, Any]:
-        batch = yield
-        return batch if self._mesh is None else map_batch(batch, self._split)
+        with torch.inference_mode(False):
+            batch = yield
+            return batch if self._mesh is None else map_batch(batch, self._split)
 
     def _split(self, leaf: Any) -> Any:
         """Cut a tensor along dimension 0 if the devices divide it; any other is on every device."""
@@ -321,8 +325,10 @@ def _keeping_parameters() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _then_sync() -> Iterator[None]:
-    yield
+def _evaluating() -> Iterator[None]:
+    """Within: no gradients, but no inference mode, in which layers fail on XLA; afterwards run what was queued."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
     _sync()
 
 

@@ -17,7 +17,7 @@ from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import UNKNOWN, Source, short
 
 _LEAVE_OUT: Final = "leave it out"
-_NO_TPU: Final = "nothing yet: TPUs are not available"
+_NEEDS_XLA: Final = "`pip install stratagem-xla`"
 
 
 @frozen
@@ -112,6 +112,10 @@ def _num_processes(value: Value) -> str:
     return _LEAVE_OUT if value.literal == 1 else f'accelerator="cpu", devices={value.text}'
 
 
+def _tpu_cores(value: Value) -> str:
+    return _LEAVE_OUT if value.is_off else f'accelerator="tpu", devices={value.text} (of stratagem-xla)'
+
+
 def _unless_off(new: str) -> Callable[[Value], str]:
     return lambda value: _LEAVE_OUT if value.is_off else new
 
@@ -146,7 +150,7 @@ def _old_accelerator(value: Value) -> str:
 _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "gpus": _gpus,
     "num_processes": _num_processes,
-    "tpu_cores": _unless_off(_NO_TPU),
+    "tpu_cores": _tpu_cores,
     "ipus": _unless_off("nothing: IPUs are not available"),
     "hpus": _unless_off("nothing: HPUs are not available"),
     "auto_select_gpus": _unless_off("devices=stratagem.find_usable_cuda_devices(n)"),
@@ -207,7 +211,7 @@ def _accelerator(value: Value) -> _Rows:
     if name in _OLD_STRATEGIES:
         yield CHANGE, _OLD_STRATEGIES[name], ""
     else:
-        yield CHANGE, _NO_TPU if name == "tpu" else "nothing", _NOT_AVAILABLE
+        yield (CHANGE, _NEEDS_XLA, "") if name == "tpu" else (CHANGE, "nothing", _NOT_AVAILABLE)
 
 
 def _strategy(value: Value) -> _Rows:

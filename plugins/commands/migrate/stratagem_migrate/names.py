@@ -124,7 +124,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     **_missing(
         "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
         "XLAProfiler", "XLAAccelerator", "TPUAccelerator", "XLACheckpointIO", "XLAPrecision", "TPUSpawnPlugin",
-        note="TPUs are not available yet",
+        note='`pip install stratagem-xla`, and choose accelerator="tpu" and a strategy of it by name',
     ),
     **_missing(
         "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", "BaguaStrategy", "ColossalAIStrategy",
