@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch_xla  # once, before processes are forked
 import torch_xla.debug.metrics as met
+from stratagem_xla.accelerator import XLAAccelerator, tpu
 from torch import nn
 
 import stratagem as sg
@@ -27,7 +28,6 @@ from stratagem_testing.reference import (
     train_module_plainly,
 )
 from stratagem_testing.training import QUIET
-from stratagem_xla.accelerator import XLAAccelerator, tpu
 
 #: Each strategy with all devices that it uses.
 STRATEGIES = [("single_xla", 1), ("xla", 2), ("xla_fsdp", 2)]
@@ -63,6 +63,11 @@ def references_apart(monkeypatch, tmp_path):
 # --- The kit -----------------------------------------------------------------------------------------------------
 
 
+def _single_device_on_cpu(argument):
+    is_it = isinstance(argument, dict) and argument.get("strategy") == "single_device"
+    return argument | {"accelerator": "cpu"} if is_it else argument
+
+
 class XLAConformance(StrategyConformance):
     """The checks of a strategy, in one process."""
 
@@ -74,11 +79,7 @@ class XLAConformance(StrategyConformance):
 
     def run_in(self, function, world_size, *arguments):
         """Let `single_device` train on the CPU, which XLA's accelerator does not let it."""
-        on_cpu = [
-            each | {"accelerator": "cpu"} if isinstance(each, dict) and each.get("strategy") == "single_device" else each
-            for each in arguments
-        ]
-        return super().run_in(function, world_size, *on_cpu)
+        return super().run_in(function, world_size, *map(_single_device_on_cpu, arguments))
 
 
 class TestSingleXLA(XLAConformance):
@@ -433,8 +434,8 @@ def test_a_machine_without_a_tpu_is_refused(setting, monkeypatch):
 
     shown = "is not set" if setting is None else f"is {setting!r}"
     assert str(caught.value) == (
-        f"accelerator is 'tpu', this machine has no TPU, and PJRT_DEVICE {shown}; expected a TPU, or PJRT_DEVICE=CPU to "
-        'run XLA on the CPU; use accelerator="auto" for another device.'
+        f"accelerator is 'tpu', this machine has no TPU, and PJRT_DEVICE {shown}; expected a TPU, or PJRT_DEVICE=CPU "
+        'to run XLA on the CPU; use accelerator="auto" for another device.'
     )
     assert XLAAccelerator().count() == 0
 

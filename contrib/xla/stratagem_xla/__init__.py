@@ -1,1 +1,1 @@
-"""Train on TPUs, and on other devices of XLA: accelerators `tpu` and `xla`, strategies that build a graph for each batch."""
+"""Train on TPUs and other devices of XLA: accelerators, and strategies that compile a program for each batch."""

@@ -237,7 +237,7 @@ class XLAFSDPStrategy(XLAStrategy):
             before = set(unit._backward_hooks)
             apply_backward_optimization_barrier(unit)
             self._hooks += [_Registered(unit._backward_hooks, key) for key in set(unit._backward_hooks) - before]
-        return SpmdFullyShardedDataParallel(module, mesh=self._mesh, shard_output=lambda output, mesh: None)
+        return SpmdFullyShardedDataParallel(module, mesh=self._mesh, shard_output=_leave_output)
 
     def _split_all(self, output: Any) -> Any:
         return map_batch(output, self._split)
@@ -270,17 +270,20 @@ class _Registered:
         self.hooks.pop(self.key, None)
 
 
+def _leave_output(output: Any, mesh: Any) -> None:
+    """Leave what the whole model returns as it is: a loss, or what the user's step returns."""
+
+
 def _shard_like_parameters(optimizer: Optimizer, mesh: Any) -> None:
     """Cut tensors of the state that have the shape of their parameter as FSDP cuts the parameter."""
     import torch_xla.distributed.spmd as spmd
 
     for parameter, entries in optimizer.state.items():
         for value in entries.values():
-            if isinstance(value, Tensor) and value.device.type == "xla" and value.dim() and value.shape == parameter.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                 largest = parameter.shape.index(max(parameter.shape))
-                spmd.mark_sharding(
-                    value, mesh, tuple("fsdp" if dim == largest else None for dim in range(value.dim()))
-                )
+                axes = tuple("fsdp" if dim == largest else None for dim in range(value.dim()))
+                spmd.mark_sharding(value, mesh, axes)
 
 
 def _check_unused() -> None:

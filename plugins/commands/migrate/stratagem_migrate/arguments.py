@@ -17,7 +17,6 @@ from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import UNKNOWN, Source, short
 
 _LEAVE_OUT: Final = "leave it out"
-_NEEDS_XLA: Final = "`pip install stratagem-xla`"
 
 
 @frozen
@@ -211,7 +210,7 @@ def _accelerator(value: Value) -> _Rows:
     if name in _OLD_STRATEGIES:
         yield CHANGE, _OLD_STRATEGIES[name], ""
     else:
-        yield (CHANGE, _NEEDS_XLA, "") if name == "tpu" else (CHANGE, "nothing", _NOT_AVAILABLE)
+        yield CHANGE, "nothing", _NOT_AVAILABLE
 
 
 def _strategy(value: Value) -> _Rows:
