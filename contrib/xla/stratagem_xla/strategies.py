@@ -237,7 +237,8 @@ class XLAFSDPStrategy(XLAStrategy):
             before = set(unit._backward_hooks)
             apply_backward_optimization_barrier(unit)
             self._hooks += [_Registered(unit._backward_hooks, key) for key in set(unit._backward_hooks) - before]
-        return SpmdFullyShardedDataParallel(module, mesh=self._mesh, shard_output=_leave_output)
+        sharded: nn.Module = SpmdFullyShardedDataParallel(module, mesh=self._mesh, shard_output=_leave_output)
+        return sharded
 
     def _split_all(self, output: Any) -> Any:
         return map_batch(output, self._split)
