@@ -8,7 +8,7 @@ printed                                               instead
 ``--gres=gpu:8``, ``accelerator="gpu"``, 8 devices    the machine has no GPU: one or two processes on the CPU
 ``python -m torchelastic.distributed.launch``         part of torch by now: ``python -m torch.distributed.run``
 ``--rdzv_backend=etcd``, with a server of etcd        ``c10d``, which needs no server; etcd is tested in test_torchrun.py
-``horovodrun -np 4``, ``-H host1:4,host2:4``          Horovod is not maintained: ``mpirun -np 2``, with ``ddp``
+``horovodrun -np 4``, ``-H host1:4,host2:4``          contrib/horovod; here ``mpirun -np 2``, with ``ddp``
 ``NODE_RANK=1 LOCAL_RANK=0`` for one machine          the two numbers are exchanged in print: refused, see below
 ``devices=int(os.getenv("WORLD_SIZE", 1))`` in pods   WORLD_SIZE counts all pods: refused, see below
 ====================================================  ================================================================

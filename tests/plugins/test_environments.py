@@ -119,8 +119,9 @@ def test_several_tasks_that_no_environment_reads_are_refused(monkeypatch, starte
 
     named = [name for name in STARTED[starter] if f"{name} is {STARTED[starter][name]!r}" in str(caught.value)]
     assert named
-    unread = starter in ("Horovod", "PMIx alone", "Flux", "PALS")
-    how = "install an environment plugin for it" if unread else "run `pip install stratagem-environments-schedulers`"
+    unread = starter in ("PMIx alone", "Flux", "PALS")
+    package = "stratagem-horovod" if starter == "Horovod" else "stratagem-environments-schedulers"
+    how = "install an environment plugin for it" if unread else f"run `pip install {package}`"
     assert f"{how}, start each process with torchrun" in str(caught.value)
     monkeypatch.delenv("WORLD_SIZE", raising=False)  # it would contradict devices=1
     assert sg.Run(accelerator="cpu", devices=1, environment="local").launch(lambda run: run.world_size) == 1

@@ -8,7 +8,7 @@ example                                                     why
 DeepSpeed (stages, offload, NVMe, config files, its own     in plugins/test_deepspeed_*.py and parity/test_deepspeed.py
 optimizers and activation checkpointing)
 one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
-Horovod                                                     left behind by torch, too
+Horovod                                                     in contrib/horovod, with the engine
 SLURM, Kubernetes, torchrun, MPI, several nodes             in cluster/test_guides.py, with real launchers
 TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py

@@ -84,12 +84,14 @@ _STARTERS = (
 
 
 #: Starters that no environment of this project reads.
-_UNREAD = ("Horovod", "Flux", "PALS (Cray)", "PMIx")
+_UNREAD = ("Flux", "PALS (Cray)", "PMIx")
 
 
 def _how_to_read(starter: str) -> str:
     if starter in _UNREAD:
         return "install an environment plugin for it"
+    if starter == "Horovod":
+        return "run `pip install stratagem-horovod`"
     return "run `pip install stratagem-environments-schedulers`"
 
 
