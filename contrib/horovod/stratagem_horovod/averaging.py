@@ -195,7 +195,8 @@ class Averager:
             options = {"op": self.hvd.Average, "prescale_factor": 1 / factor, "postscale_factor": factor}
         name = group.name
         if len(parameters) < len(group.parameters):  # Horovod remembers the shapes of a name
-            name += "".join(f"+{group.parameters.index(parameter)}" for parameter in parameters)
+            chosen = {id(parameter) for parameter in parameters}
+            name += "".join(f"+{index}" for index, each in enumerate(group.parameters) if id(each) in chosen)
         try:
             if self.reduction.num_groups is None:
                 handle = self.hvd.allreduce_async_(wires[0], name=name, **options)

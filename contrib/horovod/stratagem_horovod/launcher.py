@@ -66,6 +66,7 @@ class HorovodLauncher(Launcher):
         folder = Path(tempfile.mkdtemp(prefix=".stratagem-horovod-", dir=None if self.hosts is None else "."))
         try:
             (folder / "main.pickle").write_bytes(_pack(main))
+            (folder / "path.json").write_text(json.dumps(sys.path))  # modules beside the script are imported by name
             command += [sys.executable, "-m", "stratagem_horovod.worker", str(folder.resolve())]
             code, own = _run(command)
             if code != 0:
@@ -184,7 +185,7 @@ def _exit(*_: object) -> None:
 
 def _cause(folder: Path, code: int, own: list[str]) -> BaseException:
     """Return the error that ended the processes: not one that only followed from another's."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    reports = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
     exits = {report["message"] for report in reports if report["type"] == SystemExit.__name__}
     if len(exits) == 1 == len({report["type"] for report in reports}) and (stop := min(exits)).isdecimal():
         return SystemExit(int(stop))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -31,8 +32,8 @@ def work(folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    sys.path.insert(0, os.getcwd())
     try:
+        sys.path += [path for path in json.loads((folder / "path.json").read_text()) if path not in sys.path]
         work(folder)
     except SystemExit as stop:
         if stop.code not in (None, 0):

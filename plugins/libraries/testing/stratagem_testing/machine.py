@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -116,6 +117,7 @@ class EnvironmentConformance(_AutoDetected):
         run = SimpleNamespace(
             num_processes=size, num_nodes=environment.num_nodes() or world.num_nodes, devices_given=False,
             settings=SimpleNamespace(num_nodes=world.num_nodes, environment=self.choice().name),
+            join_timeout=timedelta(seconds=10),
         )  # fmt: skip
         answer = environment.setup_environment(run=run)
         assert isinstance(answer, World)
