@@ -355,7 +355,8 @@ def own_init(rank, size, options):
     os.environ.update(
         {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank), "HOROVOD_LOCAL_SIZE": "2",
          "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-         "NODE_RANK": "0", "GROUP_WORLD_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port), "HOROVOD_CONTROLLER": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
+         "NODE_RANK": "0", "GROUP_WORLD_SIZE": "1",
+         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port), "HOROVOD_CONTROLLER": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
     )  # fmt: skip
     hvd.init()
     strategy = {"name": "horovod", **options[1]}
@@ -479,7 +480,8 @@ PROGRAM = """
     batches = joined_batches(6, 24)
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches)))
     options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "max_epochs": 1}
-    trainer = stratagem.Trainer(strategy=sys.argv[2], accelerator="cpu", devices=int(os.environ.get("DEVICES", 0)) or "auto", **options)
+    options["devices"] = int(os.environ.get("DEVICES", 0)) or "auto"
+    trainer = stratagem.Trainer(strategy=sys.argv[2], accelerator="cpu", **options)
     module = Net() if what == "train" else Failing()
     trainer.fit(module, DataLoader(data, 12))
     trainer.validate(module, DataLoader(data, 12))
