@@ -528,10 +528,10 @@ def test_when_a_rank_ends_the_others_end_with_an_error(tmp_path, what):
 
     assert done.returncode != 0
     assert "RANK" not in done.stdout
-    assert "Process name: 1" in done.stderr
+    assert "Process name: " in done.stderr
     (pid,) = re.findall(r"PID (\d+)", done.stdout)
     assert not Path(f"/proc/{pid}").exists()
-    assert what == "kill" or "ValueError: out of order" in done.stderr
+    assert what == "kill" or "out of order" in done.stderr
 
 
 def kill_self():
