@@ -161,6 +161,13 @@ class Strategy(Plugin):
         """
         return None
 
+    def data_mesh(self, mesh: Mesh, stage: str) -> Mesh:
+        """Return by which mesh a loader of `stage` is shared out, for an outer strategy over runs of their own.
+
+        `mesh` is that of this run. Each of several runs that train together may read a part of the data.
+        """
+        return mesh
+
     def processes_per_team(self, world: World, inner: Strategy) -> int:
         """Return, for an outer strategy, over how many processes `inner` distributes the model (``run.peers``)."""
         return world.world_size

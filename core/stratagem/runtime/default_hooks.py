@@ -32,7 +32,10 @@ def wrap_optimizers(optimizers: Any) -> Any:
 
 
 def wrap_dataloader(loader: Any, stage: Any, run: Any) -> Any:
-    return shard_dataloader(loader, stage, run.mesh)
+    mesh = run.mesh
+    for choice in run.stack.strategies[:-1]:
+        mesh = choice.plugin.data_mesh(mesh, stage)
+    return shard_dataloader(loader, stage, mesh)
 
 
 def transfer_batch(batch: Any, run: Any) -> Any:
