@@ -28,7 +28,20 @@ import stratagem
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import StrategyConformance, run_in_processes
 from stratagem_testing.processes import LAUNCH_VARIABLES
-from stratagem_testing.reference import Net, data, joined_batches, part, relative_difference, train_plainly
+from stratagem_testing.reference import (
+    Branching,
+    ByHand,
+    Indexed,
+    Lbfgs,
+    Net,
+    branching_batches,
+    data,
+    joined_batches,
+    part,
+    relative_difference,
+    train_branching_plainly,
+    train_plainly,
+)
 
 CLONE_NEWNET = 0x40000000
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -125,3 +138,575 @@ def test_two_replicas_train_as_one_process_does(accumulate, clip):
     assert min(differences) < 1e-6
     assert max(expected[0][1]) > 1
     print(f"difference {min(differences):.1e}")
+
+
+# --- A replica that dies and comes back --------------------------------------------------------------------------
+
+
+class Recorded(Net):
+    """Writes down what each step trained on, and dies at batch `dies_at`.
+
+    Replica 0 begins first; it waits for the others, and for a third process to come back.
+    """
+
+    def __init__(self, seed, folder, dies_at=None):
+        super().__init__(seed)
+        self.folder, self.dies_at = folder, dies_at
+        self.seen, self.at_start = [], None
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self):
+        (self.folder / f"here-{os.environ['REPLICA_GROUP_ID']}-{os.getpid()}").touch()
+        if os.environ["REPLICA_GROUP_ID"] != "0":
+            wait_until((self.folder / "began").exists)
+
+    def on_train_start(self):
+        (self.folder / "began").touch()
+
+    def wait_for_processes(self, count):
+        wait_until(lambda: len(list(self.folder.glob("here-*"))) >= count)
+
+    def training_step(self, batch, batch_idx):
+        if self.at_start is None:
+            self.at_start = (self.trainer.global_step, self.trainer.current_epoch, batch_idx, weights(self))
+        self.seen.append((self.trainer.current_epoch, batch_idx, [round(float(x), 5) for x in batch[0][:, 0]]))
+        if self.dies_at == (self.trainer.current_epoch, batch_idx):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)  # so that the others come within the epoch
+        if (self.trainer.current_epoch, batch_idx) in ((0, 0), (1, 3)):
+            if batch_idx:
+                (self.folder / "moved on").touch()
+            self.wait_for_processes(2 if batch_idx == 0 else 3)
+        return super().training_step(batch[:2], batch_idx)
+
+
+def wait_until(holds, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def supervised(live, folder, number):
+    """Call ``live(life)`` in a process, again if it was killed; return its result and how many were killed."""
+    for life in range(3):
+        path, child = folder / f"result-{number}-{life}", os.fork()
+        if not child:
+            code = 1
+            try:
+                path.write_bytes(pickle.dumps(live(life)))
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, f"replica {number} failed in life {life}"
+            return pickle.loads(path.read_bytes()), life
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    raise AssertionError("killed three times")
+
+
+def train_for_life(rank, world_size, folder, options, arguments, waits=True):
+    become_replica(rank, world_size)
+
+    def live(life):
+        if life and waits:  # the others find that it is gone
+            wait_until((folder / "moved on").exists)
+        model = Recorded(rank + 10 * life, folder, (0, 13) if rank == 1 and life == 0 else None)
+        trainer = trainer_of(options=options, max_epochs=3, **arguments)
+        trainer.fit(model, loader_of(joined_batches(16, 8), 4, shuffle=True))
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        position = trainer.position
+        return {
+            "weights": weights(model), "seen": model.seen, "at_start": model.at_start, "lr": rate,
+            "steps": trainer.global_step, "skipped": position.skipped_steps,
+            "momentum": [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()],
+        }  # fmt: skip
+
+    return supervised(live, folder, rank)
+
+
+def test_a_replica_that_is_killed_comes_back_with_the_weights_of_the_other(tmp_path):
+    with lighthouse(min_replicas=1):
+        (stayed, _), (came_back, deaths) = run_in_processes(train_for_life, 2, tmp_path, {}, {})
+    step, epoch, batch, begun_with = came_back["at_start"]
+
+    assert deaths == 1
+    # The one that stayed lost no step: it trained each of its batches once.
+    assert stayed["steps"] == came_back["steps"] == 3 * 16
+    assert stayed["skipped"] == 0
+    assert [each[:2] for each in stayed["seen"]] == [(e, b) for e in range(3) for b in range(16)]
+    # The other one continues within an epoch, with the batches that it would have read then, and not with the first.
+    assert step == 16 * epoch + batch > 16 + 3
+    assert [each[:2] for each in came_back["seen"]] == [
+        (e, b) for e in range(3) for b in range(16) if (e, b) >= (epoch, batch)
+    ]
+    for mine, others in zip(came_back["seen"][-16:], stayed["seen"][-16:], strict=True):
+        assert not set(mine[2]) & set(others[2])
+    assert relative_difference(begun_with, weights(Net(seed=11))) > 0.1  # not with its own
+    assert came_back["lr"] == stayed["lr"] == pytest.approx(5e-3 * 0.99**48)
+    assert all(torch.equal(stayed["weights"][name], came_back["weights"][name]) for name in stayed["weights"])
+    for one, other in zip(stayed["momentum"], came_back["momentum"], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_replica_that_dies_alone_with_too_few_left_is_waited_for(tmp_path):
+    """The steps are the same as without a failure: no step is made with the gradients of one replica."""
+    with lighthouse(min_replicas=1):
+        (stayed, _), (came_back, deaths) = run_in_processes(
+            train_for_life, 2, tmp_path, {"min_replica_size": 2, "quorum_timeout": 60}, {}, False
+        )
+
+    assert deaths == 1
+    assert came_back["at_start"][:3] == (13, 0, 13)
+    assert stayed["steps"] == came_back["steps"] == 48
+    assert all(torch.equal(stayed["weights"][name], came_back["weights"][name]) for name in stayed["weights"])
+
+
+def test_a_replica_of_diloco_comes_back(tmp_path):
+    arguments, options = {"name": "torchft_diloco"}, {"sync_every": 4}
+    with lighthouse(min_replicas=1):
+        (stayed, _), (came_back, deaths) = run_in_processes(train_for_life, 2, tmp_path, options, arguments)
+
+    assert deaths == 1
+    assert stayed["steps"] == came_back["steps"] == 48
+    assert [each[:2] for each in stayed["seen"]] == [(e, b) for e in range(3) for b in range(16)]
+    step, epoch, batch, _ = came_back["at_start"]
+    assert step == 16 * epoch + batch
+    assert step % 4 == 0
+    assert came_back["lr"] == stayed["lr"] == pytest.approx(5e-3 * 0.99**48)
+    assert all(torch.equal(stayed["weights"][name], came_back["weights"][name]) for name in stayed["weights"])
+
+
+# --- Periodic exchanges ------------------------------------------------------------------------------------------
+
+
+class Kept(Net):
+    """Keeps its weights after each batch: those after the last one are not averaged yet."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.after_batch = weights(self)
+
+
+def train_periodically(rank, world_size, batches, name, options):
+    become_replica(rank, world_size)
+    trainer, model = trainer_of(name, options=options), Kept()
+    trainer.fit(model, part(batches, rank, world_size))
+    return weights(model), model.after_batch
+
+
+def train_with_own_strategy(rank, world_size, batches, strategy):
+    trainer, model = stratagem.Trainer(**QUIET, strategy=strategy, devices=world_size, max_epochs=1), Kept()
+    trainer.fit(model, part(batches, rank, world_size))
+    return weights(model), model.after_batch
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own"),
+    [
+        (("torchft_diloco", {"sync_every": 3}), {"name": "diloco", "period": 3}),
+        (
+            ("torchft_diloco", {"sync_every": 3, "outer_lr": 0.5, "outer_momentum": 0.5, "nesterov": False}),
+            {"name": "diloco", "period": 3, "outer_lr": 0.5, "outer_momentum": 0.5, "nesterov": False},
+        ),
+        (("torchft_local_sgd", {"sync_every": 3}), {"name": "local_sgd", "period": 3}),
+    ],
+    ids=["diloco", "classical", "local_sgd"],
+)
+def test_exchanges_train_as_the_strategies_for_one_run_do(theirs, own):
+    batches = joined_batches(8, 16)  # two exchanges, and two steps that are averaged at the end
+    with lighthouse():
+        results = run_in_processes(train_periodically, 2, batches, *theirs)
+    reference = run_in_processes(train_with_own_strategy, 2, batches, own)
+    difference = max(relative_difference(results[rank][0], reference[rank][0]) for rank in range(2))
+    within = max(relative_difference(results[rank][1], reference[rank][1]) for rank in range(2))
+
+    assert difference < 1e-6
+    assert within < 1e-6
+    assert relative_difference(results[0][1], results[1][1]) > 1e-3  # they differ between two exchanges
+    assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in results[0][0])
+    print(f"difference {difference:.1e} {within:.1e}")
+
+
+def train_with_torchfts_own(rank, world_size, batches):
+    """Train with torchft's DiLoCo in a loop of torchft's documentation."""
+    become_replica(rank, world_size)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    module = Net()
+    layers = [module.net[0], module.net[2], module.net[4]]
+    optimizer = module.configure_optimizers()
+    manager = torchft.manager.Manager(
+        pg=torchft.process_group.ProcessGroupGloo(), load_state_dict=module.load_state_dict,
+        state_dict=module.state_dict, min_replica_size=world_size, use_async_quorum=False, rank=0, world_size=1,
+        store_addr="localhost", store_port=store.port, hostname="localhost", replica_id=f"plain_{rank}",
+        init_sync=False,
+    )  # fmt: skip
+    outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in layers]
+    with torchft.local_sgd.DiLoCo(manager, layers, optimizer, outer, sync_every=6):
+        for x, y in part(batches, rank, world_size):
+            module.criterion(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    manager.shutdown(wait=False)
+    return weights(module)
+
+
+def test_fragments_train_as_torchfts_own_diloco_does():
+    batches = joined_batches(13, 16)
+    with lighthouse():
+        results = run_in_processes(train_periodically, 2, batches, "torchft_diloco", {"sync_every": 6, "fragments": 3})
+    with lighthouse():
+        reference = run_in_processes(train_with_torchfts_own, 2, batches)
+    difference = max(relative_difference(results[rank][1], reference[rank]) for rank in range(2))
+
+    assert difference < 1e-6
+    print(f"difference {difference:.1e}")
+
+
+# --- Replicas of several processes, spares -----------------------------------------------------------------------
+
+
+def train_group(rank, world_size, batches, inner, accumulate):
+    become_replica(rank, world_size)
+    arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    trainer = trainer_of(inner=inner, devices=2, launcher="fork", **arguments)
+    model = Net(seed=rank)
+    trainer.fit(model, loader_of(batches, 4))
+    return weights(model), trainer.global_step
+
+
+@pytest.mark.parametrize(("inner", "accumulate"), [("ddp", 3), ("fsdp", 1)])
+def test_replicas_of_two_processes_each_train_as_one_process_does(inner, accumulate):
+    batches = joined_batches(6, 16)
+    with lighthouse():
+        results = run_in_processes(train_group, 2, batches, inner, accumulate)
+    expected, _ = train_plainly(batches, accumulate, 0.5)
+    difference = max(relative_difference(result[0], expected) for result in results)
+
+    assert difference < 1e-6
+    print(f"difference {difference:.1e}")
+
+
+def test_a_spare_contributes_nothing():
+    batches = joined_batches(5, 24)
+    with lighthouse(min_replicas=3):
+        options = {"world_size_mode": "fixed_with_spares", "min_replica_size": 2}
+        results = run_in_processes(train_replica, 3, batches, {"options": options})
+    of_two = [tuple(tensor[:16] for tensor in batch) for batch in batches]
+    expected = [train_plainly(of_two, model=Net(seed=seed).net)[0] for seed in range(3)]
+
+    assert min(relative_difference(results[2][0], reference) for reference in expected) < 1e-6
+
+
+def train_branching(rank, world_size, batches):
+    become_replica(rank, world_size)
+    trainer, model = trainer_of(), Branching()
+    trainer.fit(model, part(batches, rank, world_size))
+    return weights(model)
+
+
+def test_a_parameter_that_one_replica_does_not_use_counts_as_zero_there():
+    batches = branching_batches(4, 16, 2)
+    expected, norms = train_branching_plainly(Branching(), batches, 2)
+    with lighthouse():
+        results = run_in_processes(train_branching, 2, batches)
+
+    assert max(relative_difference(result, expected) for result in results) < 1e-6
+    assert max(norms) > 1
+
+
+# --- Data --------------------------------------------------------------------------------------------------------
+
+
+class Counting(Indexed):
+    def validation_step(self, batch, batch_idx):
+        self.validated = [*getattr(self, "validated", []), *batch[2].tolist()]
+        return super().validation_step(batch[:2], batch_idx)
+
+
+def read_a_part(rank, world_size, shuffle, own_sampler):
+    become_replica(rank, world_size)
+    set_of_samples = TensorDataset(*data(36), torch.arange(36))
+    sampler = torch.utils.data.DistributedSampler(set_of_samples, 4, 2 + rank) if own_sampler else None
+    model = Counting()
+    trainer = trainer_of(max_epochs=2, num_sanity_val_steps=0, limit_val_batches=100)
+    loader = DataLoader(set_of_samples, 3, shuffle=shuffle, sampler=sampler)
+    trainer.fit(model, loader, DataLoader(set_of_samples, 6))
+    return model.indices, model.validated
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_replica_reads_its_part_and_validates_with_all(shuffle):
+    with lighthouse():
+        (first, validated), (second, _) = run_in_processes(read_a_part, 2, shuffle, False)
+
+    assert sorted(first[:18] + second[:18]) == sorted(first[18:] + second[18:]) == list(range(36))
+    assert (first[:18] != first[18:]) is shuffle
+    assert validated == list(range(36)) * 2
+
+
+def test_a_sampler_that_divides_the_data_is_left_alone():
+    with lighthouse():
+        (first, _), (second, _) = run_in_processes(read_a_part, 2, False, True)
+
+    assert len(first) == 18
+    assert not set(first) & set(second)
+
+
+# --- Checkpoints -------------------------------------------------------------------------------------------------
+
+
+def train_and_resume(rank, world_size, batches, first, second):
+    become_replica(0, 1)
+    names = [first, second]
+    for index, name in enumerate(names):
+        strategy = [{"name": name, **SHORT}, "single_device"] if name.startswith("torchft") else name
+        trainer = stratagem.Trainer(**QUIET, strategy=strategy, max_epochs=2, max_steps=4 + 6 * index)
+        model = Net(seed=index)
+        trainer.fit(model, batches, ckpt_path="one.ckpt" if index else None)
+        trainer.save_checkpoint("one.ckpt")
+        trainer.run.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("torchft_ddp", "ddp"), ("ddp", "torchft_ddp"), ("torchft_ddp", "torchft_ddp")],
+)
+def test_checkpoints_are_read_by_other_strategies(first, second):
+    batches = joined_batches(5, 16)
+    with lighthouse(min_replicas=1):
+        (result,) = run_in_processes(train_and_resume, 1, batches, first, second)
+    expected, _ = train_plainly(batches * 2)
+
+    assert relative_difference(result, expected) < 1e-6
+
+
+def resume_diloco(rank, world_size, batches, stops):
+    become_replica(rank, world_size)
+    name = f"replica-{rank}.ckpt"
+    for index, stop in enumerate(stops):
+        trainer = trainer_of("torchft_diloco", options={"sync_every": 4}, max_steps=stop)
+        model = Saving(name if index + 1 < len(stops) else None)
+        trainer.fit(model, part(batches, rank, world_size), ckpt_path=name if index else None)
+        trainer.run.close()
+    return weights(model)
+
+
+class Saving(Net):
+    """Saves after its sixth batch, within a period."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.path and batch_idx == 5:
+            self.trainer.save_checkpoint(self.path)
+
+
+def test_diloco_resumes_within_a_period():
+    batches = joined_batches(12, 16)
+    with lighthouse():
+        expected = run_in_processes(resume_diloco, 2, batches, [12])
+    with lighthouse():
+        resumed = run_in_processes(resume_diloco, 2, batches, [7, 12])
+
+    assert relative_difference(resumed[0], expected[0]) < 1e-6
+    assert relative_difference(resumed[1], expected[1]) < 1e-6
+
+
+# --- What is refused, and what fails -----------------------------------------------------------------------------
+
+
+def failure_of(rank, world_size, arguments, environment):
+    become_replica(rank, world_size)
+    os.environ.update(environment)
+    began = time.monotonic()
+    try:
+        trainer_of(**arguments).fit(Net(), joined_batches(400, 4))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", 0.0
+
+
+def the_failure(arguments=(), world_size=1, **environment):
+    return run_in_processes(failure_of, world_size, dict(arguments), environment)[0]
+
+
+def test_an_address_where_nothing_listens_is_refused():
+    kind, text, seconds = the_failure(TORCHFT_LIGHTHOUSE="localhost:1")
+    assert (kind, seconds < 10) == ("ConfigError", True)
+    assert "TORCHFT_LIGHTHOUSE is 'localhost:1', and nothing listens there (Connection refused)" in text
+    assert "torchft_lighthouse --min_replicas 1" in text
+    kind, text, _ = the_failure({"options": {"lighthouse": "http://no-such-host:29510"}})
+    assert kind == "ConfigError"
+    assert "strategy.torchft_ddp.lighthouse is 'http://no-such-host:29510', and nothing listens there" in text
+
+
+def test_a_server_that_is_no_lighthouse_is_refused_in_time():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        kind, text, seconds = the_failure({"options": {"lighthouse": address, "connect_timeout": 2}})
+    assert kind == "ConfigError"
+    assert f"strategy.torchft_ddp.lighthouse is '{address}', and no lighthouse answers there" in text
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "ftp://localhost:1"])
+def test_what_is_not_an_address_is_refused(address):
+    kind, text, _ = the_failure(TORCHFT_LIGHTHOUSE=address)
+    assert kind == "ConfigError"
+    assert "TORCHFT_LIGHTHOUSE" in text
+
+
+def test_too_few_replicas_are_waited_for_and_then_named():
+    with lighthouse(min_replicas=2):
+        kind, text, seconds = the_failure({"options": {"quorum_timeout": 2}})
+    assert kind == "LaunchError"
+    assert "no quorum of replicas was reached after step 0" in text
+    assert seconds < 20
+    with lighthouse(min_replicas=1):
+        kind, text, _ = the_failure({"options": {"quorum_timeout": 2, "min_replica_size": 2}})
+    assert kind == "LaunchError"
+    assert "strategy.torchft_ddp.min_replica_size is 2 and 1 replica was there for 2 s" in text
+
+
+class Ending(Net):
+    """Ends the lighthouse at its third batch."""
+
+    def __init__(self, child):
+        super().__init__()
+        self.child = child
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3:
+            os.kill(self.child, signal.SIGKILL)
+
+
+def lose_the_lighthouse(rank, world_size, child):
+    become_replica(0, 1)
+    with pytest.raises(LaunchError) as caught:
+        trainer_of(options={"quorum_timeout": 3}).fit(Ending(child), joined_batches(10, 4))
+    return str(caught.value)
+
+
+def test_a_lighthouse_that_is_lost_during_training_ends_it():
+    with lighthouse(min_replicas=1) as child:
+        (text,) = run_in_processes(lose_the_lighthouse, 1, child)
+    assert "no quorum of replicas was reached after step 3" in text or "after step 4" in text
+    assert "start the lighthouse" in text
+
+
+def differ(rank, world_size):
+    become_replica(rank, world_size)
+    try:
+        trainer_of(options={"timeout": 3}, accumulate_grad_batches=1 + rank, max_steps=4).fit(
+            Net(), joined_batches(400, 4)
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_train_differently_are_refused():
+    with lighthouse():
+        texts = run_in_processes(differ, 2)
+    assert any("accumulate_grad_batches is" in text and "in another one" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"name": "torchft_ddp", "lighthous": "x:1"}, "lighthous.*did you mean 'lighthouse'"),
+        ({"name": "torchft_ddp", "replica_id": 2, "num_replicas": 2}, r"replica_id is 2 with num_replicas=2"),
+        ({"name": "torchft_ddp", "min_replica_size": 0}, "min_replica_size is 0"),
+        ({"name": "torchft_ddp", "world_size_mode": "fixed"}, "fixed_with_spares"),
+        ({"name": "torchft_diloco", "sync_every": 4, "fragments": 3}, "sync_every is 4 with fragments=3"),
+        (["torchft_ddp", "torchft_diloco", "ddp"], "torchft:replicas"),
+        (["torchft_diloco", "diloco", "ddp"], "teams"),
+        (["torchft_ddp", "dp"], "within-team"),
+    ],
+)
+def test_options_and_combinations_that_cannot_work_are_refused(strategy, message):
+    with pytest.raises(ConfigError, match=message):
+        stratagem.Trainer(**QUIET, strategy=strategy)
+
+
+def test_a_loss_scale_is_refused():
+    with pytest.raises(ConfigError, match="loss-scaling"):
+        stratagem.Trainer(**QUIET, strategy="torchft_ddp", precision="16-mixed")
+
+
+@pytest.mark.parametrize(("make", "message"), [(ByHand, "manual optimization"), (Lbfgs, "LBFGS")])
+def test_modules_that_cannot_be_trained_are_refused(make, message, monkeypatch):
+    with lighthouse(min_replicas=1), pytest.raises(ConfigError, match=message):
+        monkeypatch.setenv("REPLICA_GROUP_ID", "0")
+        monkeypatch.setenv("NUM_REPLICA_GROUPS", "1")
+        trainer_of().fit(make(), joined_batches(1, 4))
+
+
+def test_a_replica_needs_its_number():
+    with lighthouse(min_replicas=1), pytest.raises(ConfigError, match="replica_id is not set and neither is REPLICA_G"):
+        trainer_of().fit(Net(), joined_batches(1, 4))
+
+
+class Skipping(Net):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def skip(rank, world_size):
+    become_replica(0, 1)
+    with pytest.raises(ConfigError, match="no gradients were averaged over the replicas"):
+        trainer_of().fit(Skipping(), joined_batches(3, 4))
+
+
+def test_a_batch_cannot_be_skipped():
+    with lighthouse(min_replicas=1):
+        run_in_processes(skip, 1)
+
+
+# --- Checks of every strategy ------------------------------------------------------------------------------------
+
+
+class Alone(StrategyConformance):
+    """One replica of one or two processes: it trains as the strategy inside."""
+
+    limit_s = 120
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _alone(self):
+        with lighthouse(min_replicas=1):
+            os.environ.update(REPLICA_GROUP_ID="0", NUM_REPLICA_GROUPS="1")
+            yield
+
+    @pytest.fixture(autouse=True)
+    def _its_place(self, _alone, monkeypatch):
+        monkeypatch.setenv("REPLICA_GROUP_ID", "0")
+        monkeypatch.setenv("NUM_REPLICA_GROUPS", "1")
+
+    def choose(self, **arguments):
+        chosen = super().choose(**arguments)
+        several = chosen.get("devices", 1) != 1
+        return chosen | {"strategy": [chosen["strategy"], "ddp" if several else "single_device"]}
+
+
+class TestEveryStep(Alone):
+    plugin = "torchft_ddp"
+
+    @property
+    def _is_outer(self):
+        return False  # compare it with one process
+
+
+class TestPeriodic(Alone):
+    plugin = "torchft_diloco"

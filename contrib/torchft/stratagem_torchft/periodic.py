@@ -110,10 +110,11 @@ class PeriodicStrategy(TorchFTStrategy):
             averaged = self._exchange(lambda c=changes, w=weighing: [*pack(c), w.clone()])  # type: ignore[misc]
             if averaged is not None:
                 break
-        self._local_steps, self._is_due = 0, False
+        self._is_due = False
         *messages, total = averaged
-        if total.item() == 0:
+        if total.item() == 0:  # all replicas begin, or resume within a period
             return
+        self._local_steps = 0
         self._rounds += 1
         with torch.no_grad():
             for name, change in unpack(messages, changes).items():

@@ -213,6 +213,7 @@ class TorchFTStrategy(Strategy):
         """Make the manager. The others wait for it in their next quorum, so this is done right before the first."""
         if self._manager is not None:
             return
+        os.environ.setdefault("RUST_LOG", "warn")  # its servers write ten lines for each step otherwise
         if run.rank == 0:
             self._store = torch.distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # noqa: S104
         number, _ = self.place()
