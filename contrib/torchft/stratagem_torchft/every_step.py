@@ -38,9 +38,8 @@ class TorchFTDDPStrategy(TorchFTStrategy):
 
     def _begin(self, run: RunContext) -> None:
         self._connect(run)
-        if not self._has_quorum:
-            self._note_window()
-            self._start_quorum()
+        self._note_window()
+        self._agree_on_start(run)
         if self._received is not None:
             self._apply(starts=True)
 
@@ -55,7 +54,8 @@ class TorchFTDDPStrategy(TorchFTStrategy):
     def step_context(self, stage: str, run: RunContext) -> None:
         if stage != "train" or self._in_window or run.module is None:
             return
-        self._connect(run)  # a loop of the user's has no on_train_start
+        if self._manager is None:  # a loop of the user's has no on_train_start
+            self._begin(run)
         self._in_window, self._is_averaged = True, False
         self._note_window()
         if not self._has_quorum:
@@ -72,7 +72,6 @@ class TorchFTDDPStrategy(TorchFTStrategy):
 
     def _average(self, run: RunContext) -> None:
         if not self._has_quorum:  # a loop of the user's calls backward several times for a step
-            self._connect(run)
             self._note_window()
             self._start_quorum()
         assert run.module is not None, "set before wrap_model"

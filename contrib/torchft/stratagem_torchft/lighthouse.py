@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -35,15 +37,26 @@ class Lighthouse:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def check(self, timeout: timedelta) -> None:
-        """Refuse an address where nothing listens.
+        """Refuse an address where nothing listens, or another server.
 
         Raises:
             ConfigError: with the reason.
         """
+        limit_s = timeout.total_seconds()
         try:
-            socket.create_connection((self.host, self.port), timeout.total_seconds()).close()
+            socket.create_connection((self.host, self.port), limit_s).close()
         except OSError as error:
             raise self.error(f"nothing listens there ({error.strerror or error})") from error
+        connection = HTTPConnection(self.host, self.port, timeout=limit_s)
+        try:
+            connection.request("GET", "/status")  # what a lighthouse shows to people
+            status = connection.getresponse().status
+        except (OSError, HTTPException) as error:
+            raise self.error(f"no lighthouse answers there ({str(error) or type(error).__name__})") from error
+        finally:
+            connection.close()
+        if status != HTTPStatus.OK:
+            raise self.error(f"no lighthouse answers there (HTTP status {status})")
 
     def error(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -135,6 +148,7 @@ def _make_manager(options: ManagerOptions, run: RunContext, address: tuple[str, 
         replica_id=f"stratagem_{options.replica_id}",
         hostname=options.hostname,
         checkpoint_transport=_transport(options),
+        init_sync=False,  # it is done before the first step
         max_retries=options.max_retries,
         quorum_retries=options.quorum_retries,
     )

@@ -57,11 +57,13 @@ class PeriodicStrategy(TorchFTStrategy):
     # --- The step ------------------------------------------------------------------------------------------------
 
     def _begin(self, run: RunContext) -> None:
-        """Take part in the others' exchange with a weight of 0; they do the same if nobody has trained."""
+        """Begin with the parameters of one replica, or take part in the others' exchange with a weight of 0."""
         self._connect(run)
-        if self._anchor.keys() != self._parameters(run).keys():
+        began = self._agree_on_start(run)
+        if began or self._anchor.keys() != self._parameters(run).keys():
             self._reset(run)
-        self._sync(run, weight=0.0, starts=True)
+        if not began:
+            self._sync(run, weight=0.0, starts=True)
 
     def _parameters(self, run: RunContext) -> dict[str, Tensor]:
         assert run.module is not None, "set before wrap_model"

@@ -14,10 +14,13 @@ failed here, or if the others went on without a replica that was too slow.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,12 +28,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from attrs import define, field, fields
 
-from stratagem.api import LOSS_SCALING, TEAMS, WITHIN_TEAM, Capabilities, Mesh, Strategy, hookimpl
+from stratagem.api import (
+    CLOSURE_OPTIMIZERS,
+    LOSS_SCALING,
+    MANUAL_OPTIMIZATION,
+    MULTIPLE_OPTIMIZERS,
+    TEAMS,
+    WITHIN_TEAM,
+    Capabilities,
+    Mesh,
+    Strategy,
+    hookimpl,
+)
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.seeding import sampler_seed
 from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_torchft import lighthouse, replica_state
+from stratagem_torchft.messages import local, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -44,8 +59,14 @@ if TYPE_CHECKING:
 REPLICAS = "torchft:replicas"
 #: The variables of torchft's examples for the number of this replica, and of all.
 _REPLICA_VARIABLE, _COUNT_VARIABLE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
+#: Bytes in which the facts that replicas compare are sent.
+_FACTS_BYTES = 1024
 #: Seconds between two quorums that have too few replicas.
 _PAUSE_S = 0.2
+
+
+def _nothing() -> None:
+    return None
 
 
 def _minute() -> timedelta:
@@ -93,6 +114,7 @@ class TorchFTStrategy(Strategy):
     #: The store of this replica, on its rank 0.
     _store: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
+    _module_ref: Callable[[], Any] = field(init=False, default=_nothing)
     _trainer: Any = field(init=False, default=None)
     #: There is a quorum whose exchange is not committed yet.
     _has_quorum: bool = field(init=False, default=False)
@@ -167,7 +189,10 @@ class TorchFTStrategy(Strategy):
             except ConfigError as caught:
                 error = caught
             run.collectives.fail_together(error)
-            self._run = run
+            if self._module_ref() is not run.module:  # other replicas begin with it, too
+                self._disconnect()
+                self._commits = None
+            self._run, self._module_ref = run, weakref.ref(run.module) if run.module is not None else _nothing
         return (yield)
 
     def _check_options(self, run: RunContext) -> None:
@@ -188,14 +213,15 @@ class TorchFTStrategy(Strategy):
         for optimizer in optimizers:
             if needs_closure(optimizer):
                 raise ConfigError(
-                    f"{self.path} was given {type(optimizer).__name__}, which evaluates the model several times a step",
-                    expected="an optimizer that steps without a closure, such as AdamW",
+                    f"{type(optimizer).__name__} needs {CLOSURE_OPTIMIZERS!r}, which {self.path} lacks",
+                    expected="an optimizer that evaluates the model once a step, such as AdamW",
                     do="use such an optimizer, or ddp",
                 )
-        if run.manual:
+        if run.manual or len(optimizers) > 1:
             raise ConfigError(
-                f"{self.path} was given {type(run.module).__name__}, which uses manual optimization",
-                expected="automatic optimization, in which each step has one commit",
+                f"{type(run.module).__name__} needs {MANUAL_OPTIMIZATION!r} or {MULTIPLE_OPTIMIZERS!r}, which "
+                f"{self.path} lacks",
+                expected="automatic optimization with one optimizer, in which each step has one commit",
                 do="set automatic_optimization = True, or use ddp",
             )
         return optimizers
@@ -208,6 +234,52 @@ class TorchFTStrategy(Strategy):
     def _begin(self, run: RunContext) -> None:
         """Join the other replicas, and take over their state if they have trained already."""
         raise NotImplementedError
+
+    def _agree_on_start(self, run: RunContext) -> bool:
+        """Give all replicas the parameters and buffers of one of them, if none has trained yet; return whether it did.
+
+        torchft's own synchronization takes those of another replica on each rank of a replica: ranks that replicate
+        the model would differ.
+
+        Raises:
+            ConfigError: the replicas do not train in the same way.
+        """
+        if not self._has_quorum:
+            self._start_quorum()
+        if self._received is not None or self._manager.current_step() > 0:
+            return False
+        assert run.module is not None, "set before wrap_model"
+        tensors = {
+            name: local(tensor)
+            for name, tensor in (*run.module.named_parameters(), *run.module.named_buffers())
+            if not tensor.is_meta
+        }
+        facts = torch.zeros(_FACTS_BYTES, dtype=torch.uint8, device=run.device)
+        text = json.dumps(self._facts()).encode()
+        facts[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+
+        def make() -> list[Tensor]:
+            is_source = self._manager.participating_rank() == 0
+            numbers = {name: t.to(torch.uint8) if t.dtype == torch.bool else t for name, t in tensors.items()}
+            return [message * is_source for message in (facts, *pack(numbers))]
+
+        summed = self._exchange(make, torch.distributed.ReduceOp.SUM)
+        if summed is None:
+            return False
+        self._check_facts(json.loads(bytes(summed[0].tolist()).rstrip(b"\0")))
+        shapes = {name: t.to(torch.uint8) if t.dtype == torch.bool else t for name, t in tensors.items()}
+        with torch.no_grad():
+            for name, values in unpack(summed[1:], shapes).items():
+                tensors[name].copy_(values)
+        return True
+
+    def _check_facts(self, theirs: dict[str, Any]) -> None:
+        for name, mine in self._facts().items():
+            if theirs.get(name) != mine:
+                raise ConfigError(
+                    f"{name} is {mine!r} in replica {self.place()[0]} and {theirs.get(name)!r} in another one",
+                    expected="the same in all replicas",
+                )
 
     def _connect(self, run: RunContext) -> None:
         """Make the manager. The others wait for it in their next quorum, so this is done right before the first."""
@@ -237,13 +309,18 @@ class TorchFTStrategy(Strategy):
             self._manager.load_state_dict(self._commits)
         self._manager.register_state_dict_fn("stratagem", self._receive, self._to_send)
 
+    def _disconnect(self) -> None:
+        if self._manager is not None:
+            self._commits = self._manager.state_dict()
+            self._manager.shutdown(wait=True)
+            self._manager._pg.shutdown()
+        self._manager = self._store = self._received = None
+        self._has_quorum = False
+
     @hookimpl
     def teardown(self) -> None:
-        if self._manager is not None:
-            self._manager.shutdown(wait=False)
-            self._commits = self._manager.state_dict()
-        self._manager = self._store = self._run = self._trainer = self._received = None
-        self._has_quorum = False
+        self._disconnect()
+        self._run, self._trainer, self._module_ref = None, None, _nothing
 
     # --- Exchanges -----------------------------------------------------------------------------------------------
 
@@ -259,8 +336,8 @@ class TorchFTStrategy(Strategy):
             raise self._failure("no quorum of replicas was reached", error) from error
         self._has_quorum = True
 
-    def _exchange(self, make: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-        """Return the averages of the messages that `make` returns, once they are committed.
+    def _exchange(self, make: Callable[[], list[Tensor]], op: Any = None) -> list[Tensor] | None:
+        """Return the averages (or another `op`) of the messages that `make` returns, once they are committed.
 
         `make` is called again after a failure. None: the state of another replica was received instead, and there is a
         quorum for its next exchange.
@@ -271,7 +348,8 @@ class TorchFTStrategy(Strategy):
         failed_at: float | None = None
         while True:
             messages = make()
-            for work in [self._manager.allreduce(message) for message in messages]:
+            options = {} if op is None else {"reduce_op": op}
+            for work in [self._manager.allreduce(message, **options) for message in messages]:
                 work.wait()
             if self._should_commit():
                 self._has_quorum = False
@@ -302,7 +380,8 @@ class TorchFTStrategy(Strategy):
 
     def _failure(self, what: str, error: Exception) -> LaunchError:
         found = lighthouse.find(self.lighthouse, self.path)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = re.sub(r'.*message: "([^"]*)".*', r"\1", str(error).strip(), flags=re.DOTALL)
+        reason = text.splitlines()[0] if text else type(error).__name__
         return LaunchError(
             f"{found.found}, and {what} after step {self._manager.current_step()} ({reason})",
             expected=f"a lighthouse that answers, and its --min_replicas within {self.quorum_timeout.total_seconds():g} s",
@@ -347,13 +426,7 @@ class TorchFTStrategy(Strategy):
         """
         state, self._received = self._received, None
         assert state is not None
-        facts = self._facts()
-        for name, theirs in state["facts"].items():
-            if facts.get(name) != theirs:
-                raise ConfigError(
-                    f"{name} is {facts.get(name)!r} in replica {self.place()[0]} and {theirs!r} in another one",
-                    expected="the same in all replicas",
-                )
+        self._check_facts(state["facts"])
         replica_state.applied(state, self._run)
         if self._trainer is None or state["progress"] is None:
             return
