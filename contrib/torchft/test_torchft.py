@@ -12,18 +12,16 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
+import traceback
 
 import pytest
-os.environ.setdefault("RUST_LOG", "warn")
-
 import torch
 import torch._dynamo  # what forks need is imported before them
 import torchft.checkpointing
 import torchft.coordination
 import torchft.local_sgd
 import torchft.manager
-import torchft.process_group  # noqa: F401
+import torchft.process_group
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem
@@ -47,6 +45,7 @@ from stratagem_testing.reference import (
     train_plainly,
 )
 
+os.environ.setdefault("RUST_LOG", "warn")  # torchft reads it when its first server starts
 CLONE_NEWNET = 0x40000000
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 #: Of the replicas, so that a test which fails ends soon.
@@ -204,9 +203,7 @@ def supervised(live, folder, number):
             try:
                 path.write_bytes(pickle.dumps(live(life)))
                 code = 0
-            except BaseException:
-                import traceback
-
+            except BaseException:  # noqa: BLE001 - it is printed, and the process ends
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -538,7 +535,7 @@ def failure_of(rank, world_size, arguments, environment):
     began = time.monotonic()
     try:
         trainer_of(**arguments).fit(Net(), joined_batches(400, 4))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - compared by the test
         return type(error).__name__, str(error), time.monotonic() - began
     return "", "", 0.0
 
@@ -653,9 +650,9 @@ def test_a_loss_scale_is_refused():
 
 @pytest.mark.parametrize(("make", "message"), [(ByHand, "'manual-optimization'"), (Lbfgs, "LBFGS")])
 def test_modules_that_cannot_be_trained_are_refused(make, message, monkeypatch):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "0")
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "1")
     with lighthouse(min_replicas=1), pytest.raises(ConfigError, match=message):
-        monkeypatch.setenv("REPLICA_GROUP_ID", "0")
-        monkeypatch.setenv("NUM_REPLICA_GROUPS", "1")
         trainer_of().fit(make(), joined_batches(1, 4))
 
 

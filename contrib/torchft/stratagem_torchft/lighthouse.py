@@ -1,4 +1,4 @@
-"""Connect a replica with the others: torchft's manager, its store, and the server that sends state to a recovered one."""
+"""Connect a replica with the others: the address of the lighthouse, and torchft's manager."""
 
 from __future__ import annotations
 

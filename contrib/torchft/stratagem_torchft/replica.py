@@ -123,9 +123,7 @@ class TorchFTStrategy(Strategy):
     #: Commits so far, from a checkpoint, for a manager that is not made yet.
     _commits: dict[str, int] | None = field(init=False, default=None)
 
-    capabilities = Capabilities(
-        provides={REPLICAS}, requires={WITHIN_TEAM}, conflicts={REPLICAS, TEAMS, LOSS_SCALING}
-    )
+    capabilities = Capabilities(provides={REPLICAS}, requires={WITHIN_TEAM}, conflicts={REPLICAS, TEAMS, LOSS_SCALING})
 
     def __attrs_post_init__(self) -> None:
         for name in ("timeout", "quorum_timeout", "connect_timeout"):
@@ -380,11 +378,12 @@ class TorchFTStrategy(Strategy):
 
     def _failure(self, what: str, error: Exception) -> LaunchError:
         found = lighthouse.find(self.lighthouse, self.path)
+        limit_s = self.quorum_timeout.total_seconds()
         text = re.sub(r'.*message: "([^"]*)".*', r"\1", str(error).strip(), flags=re.DOTALL)
         reason = text.splitlines()[0] if text else type(error).__name__
         return LaunchError(
             f"{found.found}, and {what} after step {self._manager.current_step()} ({reason})",
-            expected=f"a lighthouse that answers, and its --min_replicas within {self.quorum_timeout.total_seconds():g} s",
+            expected=f"a lighthouse that answers, and its --min_replicas within {limit_s:g} s",
             do="start the lighthouse or the other replicas again, or raise quorum_timeout",
         )
 

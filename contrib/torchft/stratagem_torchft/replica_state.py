@@ -109,9 +109,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options of each group, and the state of each parameter in the order of the groups."""
     return {
-        "groups": [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ],
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         "state": [
             {
                 key: (_copy(value), value.device.type) if isinstance(value, Tensor) else value
