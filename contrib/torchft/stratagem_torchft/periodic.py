@@ -114,6 +114,7 @@ class PeriodicStrategy(TorchFTStrategy):
                 break
         self._is_due = False
         *messages, total = averaged
+        total = total.squeeze()  # a parameter may have no dimension, either
         if total.item() == 0:  # all replicas begin, or resume within a period
             return
         self._local_steps = 0

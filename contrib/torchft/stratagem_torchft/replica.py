@@ -307,6 +307,12 @@ class TorchFTStrategy(Strategy):
             self._manager.load_state_dict(self._commits)
         self._manager.register_state_dict_fn("stratagem", self._receive, self._to_send)
 
+    @hookimpl
+    def on_fit_end(self, run: RunContext) -> None:
+        # Rank 0 has the manager's server, which answers the last commit of each rank before it ends.
+        if self._manager is not None:
+            run.collectives.barrier()
+
     def _disconnect(self) -> None:
         if self._manager is not None:
             self._commits = self._manager.state_dict()
