@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from attrs import define
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -18,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import stratagem as sg
 from stratagem.api.batches import move_batch
 from stratagem.api.metric_values import infer_batch_size
 from stratagem.api.world import Mesh
@@ -229,3 +231,26 @@ def test_a_mesh_knows_positions_on_its_axes():
     assert [mesh.position(axis) for axis in ("data", "shard", "tensor", "pipeline")] == [1, 0, 1, 0]
     assert mesh.num_data_shards == 6
     assert mesh.data_shard == 3
+
+
+@define(eq=False, kw_only=True)
+class SecondOfThree(sg.Strategy):
+    """The second of three runs that train together."""
+
+    outer = True
+
+    def data_mesh(self, mesh, stage):
+        if stage != "train":
+            return mesh
+        return Mesh(axes={"data": 3 * mesh.num_data_shards}, rank=mesh.num_data_shards + mesh.data_shard)
+
+
+def test_an_outer_strategy_may_give_a_run_a_part_of_the_data():
+    with sg.Run(strategy=[SecondOfThree(), "single_device"], accelerator="cpu") as run:
+        training, validation = (
+            [int(i) for batch in run.dataloader(DataLoader(range(6), 2), stage) for i in batch]
+            for stage in ("train", "validate")
+        )
+
+    assert training == [1, 4]
+    assert validation == list(range(6))
