@@ -37,7 +37,7 @@ from stratagem_hivemind.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch.optim import Optimizer
 
@@ -121,6 +121,7 @@ class HivemindStrategy(Strategy):
     )
 
     _dht: Any = field(init=False, default=None)
+    _stop_dht: Callable[[], None] | None = field(init=False, default=None)
     _swarm: Swarm | None = field(init=False, default=None)
     _joined: bool = field(init=False, default=False)
     _parameters: list[Tensor] = field(init=False, factory=list)
@@ -176,7 +177,8 @@ class HivemindStrategy(Strategy):
             use_ipfs=self.use_ipfs,
             client_mode=self.client_mode,
         )
-        atexit.register(stop, dht)
+        self._stop_dht = functools.partial(stop, dht)
+        atexit.register(self._stop_dht)
         if not peers and not self.use_ipfs:
             addresses = ",".join(map(str, dht.get_visible_maddrs()))
             print(
@@ -231,7 +233,8 @@ class HivemindStrategy(Strategy):
     def _start_swarm(self, run: RunContext) -> Swarm:
         from stratagem_hivemind.swarm import Swarm
 
-        swarm = Swarm(self.dht, self.run_id, self.matchmaking_time, self.averaging_timeout, self.verbose)
+        is_first = not addresses_of_peers(self.initial_peers)  # type: ignore[arg-type]
+        swarm = Swarm(self.dht, self.run_id, self.matchmaking_time, self.averaging_timeout, self.verbose, is_first)
         dtype = torch.float64 if any(each.dtype == torch.float64 for each in self._parameters) else torch.float32
         size = sum(each.numel() for each in self._parameters) + len(self._parameters)
         more = {"bandwidth": self.bandwidth, "client_mode": self.client_mode} | (self.averager_opts or {})
@@ -254,15 +257,14 @@ class HivemindStrategy(Strategy):
 
     @hookimpl
     def teardown(self) -> None:
-        from stratagem_hivemind.processes import stop
-
         self._leave()
         if self._swarm is not None:
             self._swarm.close()
-        if self._dht is not None:
-            stop(self._dht)
-            atexit.unregister(stop)
-        self._dht, self._swarm, self._parameters, self._sum = None, None, [], None
+        if self._stop_dht is not None:
+            self._stop_dht()
+            atexit.unregister(self._stop_dht)
+        self._dht, self._stop_dht = None, None
+        self._swarm, self._parameters, self._sum = None, [], None
 
     def _join(self, run: RunContext, batch_size: int | None, accumulated: int = 1) -> None:
         """Wait for peers; get the state of those that train already. Collective over this peer's processes."""

@@ -38,6 +38,13 @@ class Record:
     steps: int
     #: Samples between two of its backward passes that may end in a step.
     samples: int
+    #: It was not given addresses of others.
+    is_first: bool
+
+    @property
+    def priority(self) -> tuple[int, bool, str]:
+        """Of peers that all have no history yet, the one for which this is smallest sets weights and history."""
+        return -self.steps, not self.is_first, self.peer
 
     @property
     def progress(self) -> tuple[int, str]:
@@ -63,6 +70,7 @@ class Swarm:
     matchmaking_s: float
     averaging_s: float
     verbose: bool
+    is_first: bool
     history: str = ""
     steps: int = 0
     samples: int = 1
@@ -127,7 +135,7 @@ class Swarm:
             if any(record.history for record in records):
                 if (state := self.download()) is not None:
                     return state
-            elif len(records) >= min_peers and min(record.peer for record in records) == self.me:
+            elif len(records) >= min_peers and min(record.priority for record in records) == self._record().priority:
                 self.history = _hash(self.run_id, self.me, str(time.time_ns()))
                 return None
             if time.monotonic() > deadline:
@@ -177,12 +185,11 @@ class Swarm:
         records = {self.me: self._record()}
         for peer, entry in (found.value if found is not None else {}).items() if _is_dict(found) else ():
             if peer != self.me and entry.value is not None and entry.expiration_time > get_dht_time():
-                history, steps, samples = entry.value
-                records[peer] = Record(peer, history, steps, samples)
+                records[peer] = Record(peer, *entry.value)
         return list(records.values())
 
     def _record(self) -> Record:
-        return Record(self.me, self.history, self.steps, self.samples)
+        return Record(self.me, self.history, self.steps, self.samples, self.is_first)
 
     def _publish(self, *, leaving: bool = False) -> None:
         from hivemind.utils import get_dht_time
@@ -190,7 +197,7 @@ class Swarm:
         with self._pipe:
             # A record replaces one that expires earlier.
             self._expires = max(get_dht_time() + self.expiry_s, self._expires + 1e-3)
-            value = None if leaving else (self.history, self.steps, self.samples)
+            value = None if leaving else (self.history, self.steps, self.samples, self.is_first)
             self.dht.store(f"{self.run_id}_peers", value, self._expires, subkey=self.me)
         if self._averager is not None and not leaving and not self._averager.client_mode:
             self._averager.state_sharing_priority = self.steps + 1
@@ -220,7 +227,10 @@ class Swarm:
                 return Round(values, (self._record(),))
             gathered = self._attempt(values, weight, len(mates))
             if gathered is not None:
-                peers = tuple(Record(str(peer), self.history, self.steps, data) for peer, data in gathered.items())
+                peers = tuple(
+                    Record(str(peer), self.history, self.steps, samples, is_first=False)
+                    for peer, samples in gathered.items()
+                )
                 if self.verbose:
                     print(f"hivemind: step {self.steps + 1} with {len(peers)} peers", flush=True)
                 return Round(self._values.clone(), peers)
