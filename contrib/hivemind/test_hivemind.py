@@ -1,16 +1,15 @@
 """Peers in processes of their own train as one process does; they join, leave and die. All listen on 127.0.0.1 only."""
 
 import contextlib
-import copy
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from stratagem_hivemind.options import addresses_of_peers
 import stratagem
 from stratagem.errors import ConfigError
 from stratagem_testing import StrategyConformance, scripts
-from stratagem_testing.training import QUIET
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 TOLERANCE = 1e-6
@@ -88,7 +87,9 @@ class Peers:
         self.folder, self.started = folder, []
         (folder / "peer.py").write_text(PEER)
 
-    def start(self, number=0, *, peers=2, batches=4, joined=16, begin=0, arguments=(), trainer=None, strategy=None, **more):
+    def start(
+        self, number=0, *, peers=2, batches=4, joined=16, begin=0, arguments=(), trainer=None, strategy=None, **more
+    ):
         """Start peer `number` of `peers`, which trains its part of joined batches; return its process."""
         first = self.folder / "address0"
         options = {"matchmaking_time": 3.0, "averaging_timeout": 60.0, "min_peers": 1}
@@ -97,8 +98,8 @@ class Peers:
             options["initial_peers"] = [first.read_text()]
         given = {
             "number": number, "peers": peers, "batches": batches, "joined": joined, "seed": number, "begin": begin,
-            "strategy": options | (strategy or {}), "trainer": trainer or {}, "address": str(self.folder / f"address{number}"),
-            "result": str(self.folder / f"result{number}"),
+            "strategy": options | (strategy or {}), "trainer": trainer or {},
+            "address": str(self.folder / f"address{number}"), "result": str(self.folder / f"result{number}"),
         } | more  # fmt: skip
         path = self.folder / f"given{number}.json"
         path.write_text(json.dumps(given))
@@ -300,7 +301,9 @@ def test_an_address_where_nobody_listens_is_one_sentence_in_time(monkeypatch):
     trainer, strategy = fit_of(initial_peers=address)
     began = time.monotonic()
 
-    with pytest.raises(ConfigError, match=r"strategy.hivemind.initial_peers is \['/ip4/.*no peer could be reached there"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.hivemind.initial_peers is \['/ip4/.*no peer could be reached there"
+    ):
         trainer.fit(Net(), joined_batches(1, 8))
     assert time.monotonic() - began < LIMIT_S
     assert strategy._dht is None
@@ -328,7 +331,10 @@ def test_addresses_come_from_the_environment(name, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delay_optimizer_step": True}, "strategy.hivemind.delay_optimizer_step is True, and the strategy averages in"),
+        (
+            {"delay_optimizer_step": True},
+            "strategy.hivemind.delay_optimizer_step is True, and the strategy averages in",
+        ),
         ({"delay_grad_averaging": True}, "async_averaging averages while training continues"),
         ({"delay_state_averaging": True}, "delay_state_averaging is True"),
         ({"offload_optimizer": True}, "offload_optimizer is True, and the optimizer steps where"),
@@ -378,5 +384,5 @@ def test_a_loader_without_a_batch_size_needs_the_option(peers):
 
 
 class TestHivemind(StrategyConformance):
-    plugin = {"name": "hivemind", "host_maddrs": LOOPBACK}
+    plugin: ClassVar = {"name": "hivemind", "host_maddrs": LOOPBACK}
     world_sizes = (1,)

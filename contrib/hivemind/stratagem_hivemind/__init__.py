@@ -112,7 +112,8 @@ class HivemindStrategy(Strategy):
     scheduler_fn: Any = field(
         default=None,
         validator=unsupported(
-            "schedulers step with the optimizer steps that all peers make", "return the scheduler in configure_optimizers"
+            "schedulers step with the optimizer steps that all peers make",
+            "return the scheduler in configure_optimizers",
         ),
     )
 
@@ -224,9 +225,10 @@ class HivemindStrategy(Strategy):
                 expected="automatic optimization, in which the end of each step is known",
                 do="set automatic_optimization = True",
             )
+        names = [type(each).__name__ for each in optimizers]
         if len(optimizers) != 1 or needs_closure(optimizers[0]):
             raise ConfigError(
-                f"strategy is 'hivemind' with {', '.join(type(each).__name__ for each in optimizers) or 'no optimizer'}",
+                f"strategy is 'hivemind' with {', '.join(names) or 'no optimizer'}",
                 expected="one optimizer that steps without a closure, such as AdamW",
             )
 

@@ -21,7 +21,7 @@ AVERAGER_OPTIONS = (
 def unsupported(reason: str, do: str) -> Callable[[Any, Any, Any], None]:
     """Return a validator that accepts None and False, and explains why anything else would have no effect."""
 
-    def validate(instance: Any, attribute: Any, value: Any) -> None:
+    def validate(_: Any, attribute: Any, value: Any) -> None:
         if value is not None and value is not False:
             raise ConfigError(
                 f"strategy.hivemind.{attribute.name} is {shown(value)}, and {reason}",
@@ -32,13 +32,13 @@ def unsupported(reason: str, do: str) -> Callable[[Any, Any, Any], None]:
     return validate
 
 
-def check_name(instance: Any, attribute: Any, value: Any) -> None:
+def check_name(_: Any, __: Any, value: Any) -> None:
     """Accept names of which hivemind can make keys."""
     if not isinstance(value, str) or not value or "." in value:
         raise ConfigError(f"strategy.hivemind.run_id is {shown(value)}", expected='text without "."')
 
 
-def check_averager_options(instance: Any, attribute: Any, value: Any) -> None:
+def check_averager_options(_: Any, __: Any, value: Any) -> None:
     """Accept arguments of hivemind's averager that the strategy does not set itself."""
     for name in value or ():
         if name not in AVERAGER_OPTIONS:

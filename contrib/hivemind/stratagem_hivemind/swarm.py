@@ -1,13 +1,13 @@
 """The peers of a run as one of them sees them: who is there, who has the same weights, rounds of averaging.
 
 [Note: histories]
-Peers may come, go, and lose each other. Two peers have equal weights if they made the same steps with the same peers. So
-each has a *history*: a hash of the previous history and of the peers with which it averaged. Only peers with the same
-history form a group. A peer whose history differs from that of a peer with more steps downloads the state of that peer.
+Peers may come, go, and lose each other. Two peers have equal weights if they made the same steps with the same peers.
+So each has a *history*: a hash of the previous history and of the peers with which it averaged. Only peers with the same
+history form a group. A peer that sees another history with more steps downloads the state of that peer.
 
-Each peer keeps a record in the distributed hash table under ``RUN_peers``: its history, its number of steps, and how many
-samples it has in a batch. A record expires soon after its peer has died. A peer with an empty history is joining; the
-others wait for it before they begin the next batch, but not for longer than the matchmaking time.
+Each peer keeps a record in the distributed hash table under ``RUN_peers``: its history, its number of steps, and how
+many samples it has in a batch. A record expires soon after its peer has died. A peer with an empty history is joining;
+the others wait for it before they begin the next batch, but not for longer than the matchmaking time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ class Swarm:
     # --- The start -----------------------------------------------------------------------------------------------
 
     def start_averager(
-        self, size: int, dtype: torch.dtype, state: Callable[[], tuple[dict[str, Any], list[torch.Tensor]]], **options: Any
+        self,
+        size: int,
+        dtype: torch.dtype,
+        state: Callable[[], tuple[dict[str, Any], list[torch.Tensor]]],
+        **options: Any,
     ) -> None:
         """Start the process that averages `size` values; it calls `state` for peers that join."""
         self._values = torch.zeros(size, dtype=dtype)
