@@ -414,11 +414,9 @@ class HivemindStrategy(Strategy):
 
     def _catch_up(self, run: RunContext) -> None:
         """Load the state of the others, who went on without this peer."""
-        state = None
-        if self._swarm is not None:
-            while (state := self._swarm.download()) is None:
-                pass
-        self._adopt(state, run)
+        state = None if self._swarm is None else self._swarm.catch_up()
+        if run.collectives.any(state is not None):
+            self._adopt(state, run)
 
     def _flat(self) -> Tensor:
         """Return the gradients, and for each parameter whether it has one: (sum of sizes + parameters,)."""

@@ -2,8 +2,8 @@
 
 [Note: histories]
 Peers may come, go, and lose each other. Two peers have equal weights if they made the same steps with the same peers.
-So each has a *history*: a hash of the previous history and of the peers with which it averaged. Only peers with the same
-history form a group. A peer that sees another history with more steps downloads the state of that peer.
+So each has a *history*: a hash of the previous history and of the peers with which it averaged. Only peers with the
+same history form a group. A peer that sees another history with more steps downloads the state of that peer.
 
 Each peer keeps a record in the distributed hash table under ``RUN_peers``: its history, its number of steps, and how
 many samples it has in a batch. A record expires soon after its peer has died. A peer with an empty history is joining;
@@ -140,8 +140,14 @@ class Swarm:
                 if (state := self.download()) is not None:
                     return state
             elif len(records) >= min_peers and min(record.priority for record in records) == self._record().priority:
-                self.history = _hash(self.run_id, self.me, str(time.time_ns()))
+                self._begin_history()
                 return None
+            if time.monotonic() > deadline and any(record.history for record in records):
+                raise LaunchError(
+                    f"no peer of the run {self.run_id!r} sent its state within {timeout_s:g} s",
+                    expected="one that can be reached and is not in client_mode",
+                    do="raise strategy.hivemind.wait_timeout, or check that the ports of the others are open",
+                )
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"strategy.hivemind.min_peers is {min_peers}, and {len(records)} "
@@ -152,6 +158,9 @@ class Swarm:
                     "strategy.hivemind.wait_timeout",
                 )
             time.sleep(_POLL_S)
+
+    def _begin_history(self) -> None:
+        self.history = _hash(self.run_id, self.me, str(time.time_ns()))
 
     def share(self) -> None:
         """Offer this peer's state to others: it has a history now."""
@@ -172,6 +181,17 @@ class Swarm:
             _logger.debug("downloading the state failed: %r", error)
             return None
         return state or None
+
+    def catch_up(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+        """Return the state of the others; None if they are gone, and this peer goes on from its own state."""
+        while True:
+            if (state := self.download()) is not None:
+                return state
+            if not any(record.history for record in self.records()):
+                self._begin_history()
+                self.share()
+                return None
+            time.sleep(_POLL_S)
 
     def adopt(self, history: str, steps: int) -> None:
         """Continue from a downloaded state."""
