@@ -37,7 +37,7 @@ from stratagem_hivemind.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
     from torch.optim import Optimizer
 
@@ -125,7 +125,7 @@ class HivemindStrategy(Strategy):
     _stop_dht: Callable[[], None] | None = field(init=False, default=None)
     _swarm: Swarm | None = field(init=False, default=None)
     _joined: bool = field(init=False, default=False)
-    _parameters: list[Tensor] = field(init=False, factory=list)
+    _parameters: list[torch.nn.Parameter] = field(init=False, factory=list)
     #: Samples of a batch: the last one, and those since the last backward that may end in a step.
     _in_batch: int = field(init=False, default=0)
     _since_sync: int = field(init=False, default=0)
@@ -307,9 +307,10 @@ class HivemindStrategy(Strategy):
         if self._swarm is not None:
             self._swarm.leave()
 
-    def _window_for(self, peers: Any) -> int:
+    def _window_for(self, peers: Iterable[Record]) -> int:
         """Return after how many backward passes of each of `peers` they have `target_batch_size` samples together."""
-        return math.ceil((self.target_batch_size or 1) / sum(peer.samples for peer in peers))
+        together: int = sum(peer.samples for peer in peers)
+        return math.ceil((self.target_batch_size or 1) / together)
 
     # --- State for other peers -----------------------------------------------------------------------------------
 
