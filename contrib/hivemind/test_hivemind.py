@@ -66,11 +66,12 @@ if int(os.environ.get("LOCAL_RANK", 0)) == 0:
     address = str(strategy.dht.get_visible_maddrs()[0])
     Path(given["address"] + ".part").write_text(address)
     os.rename(given["address"] + ".part", given["address"])
-trainer.run.connect()
 batches = part(joined_batches(given["batches"], given["joined"]), given["number"], given["peers"])[given["begin"]:]
-mesh = trainer.run.mesh
+if "inside" in given:  # the trainer divides a loader over its processes
+    samples = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches)))
+    batches = torch.utils.data.DataLoader(samples, given["joined"] // given["peers"] // given["trainer"]["devices"])
 model = Peer(given["seed"])
-trainer.fit(model, part(batches, mesh.data_shard, mesh.num_data_shards), ckpt_path=given.get("ckpt_path"))
+trainer.fit(model, batches, ckpt_path=given.get("ckpt_path"))
 if "save" in given:
     trainer.save_checkpoint(given["save"])
 if trainer.is_global_zero:
