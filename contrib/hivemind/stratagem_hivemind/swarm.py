@@ -86,6 +86,8 @@ class Swarm:
     #: The history before the last step, and the peers of that step: they may not have published their step yet.
     _previous: str | None = field(init=False, default=None)
     _members: set[str] = field(init=False, factory=set)
+    #: The newest records of other peers, and when they expire.
+    _known: dict[str, tuple[Record, float]] = field(init=False, factory=dict)
 
     @property
     def me(self) -> str:
@@ -206,11 +208,17 @@ class Swarm:
 
         with self._pipe:
             found = self.dht.get(f"{self.run_id}_peers", latest=True)
-        records = {self.me: self._record()}
-        for peer, entry in (found.value if found is not None else {}).items() if _is_dict(found) else ():
-            if peer != self.me and entry.value is not None and entry.expiration_time > get_dht_time():
-                records[peer] = Record(peer, *entry.value)
-        return list(records.values())
+        now = get_dht_time()
+        # A node that is slow to answer is left out: its record is used until it expires.
+        for peer, entry in found.value.items() if _is_dict(found) else ():
+            if peer == self.me:
+                continue
+            if entry.value is None:
+                self._known.pop(peer, None)
+            elif peer not in self._known or entry.expiration_time >= self._known[peer][1]:
+                self._known[peer] = Record(peer, *entry.value), entry.expiration_time
+        self._known = {peer: known for peer, known in self._known.items() if known[1] > now}
+        return [self._record(), *(record for record, _ in self._known.values())]
 
     def _record(self) -> Record:
         return Record(self.me, self.history, self.steps, self.samples, self.is_first)
