@@ -258,7 +258,8 @@ def test_a_checkpoint_moves_to_ddp_and_back(peers, tmp_path):
     """Two batches under hivemind, two under ddp, two under hivemind: as six of one process."""
     saved = [str(tmp_path / f"{number}.ckpt") for number in range(2)]
     for number in range(2):
-        peers.start(number, batches=2, strategy={"min_peers": 2}, save=str(tmp_path / f"peer{number}.ckpt"))
+        save = str(tmp_path / f"peer{number}.ckpt")
+        peers.start(number, batches=6, strategy={"min_peers": 2}, trainer={"max_steps": 2}, save=save)
     peers.results()
     (tmp_path / "peer0.ckpt").rename(saved[0])
     (tmp_path / "address0").unlink()
@@ -278,12 +279,15 @@ def test_a_checkpoint_moves_to_ddp_and_back(peers, tmp_path):
 
 UNDER_DDP = """
 import sys
+import torch
 import stratagem
+from torch.utils.data import DataLoader, TensorDataset
 from stratagem_testing.reference import Net, joined_batches
-from stratagem_testing.training import QUIET, share
+from stratagem_testing.training import QUIET
 
+samples = TensorDataset(*map(torch.cat, zip(*joined_batches(6, 16))))
 trainer = stratagem.Trainer(**QUIET | {"max_steps": 4}, strategy="ddp", devices=2, accelerator="cpu")
-trainer.fit(Net(5), share(trainer, joined_batches(6, 16)), ckpt_path=sys.argv[1])
+trainer.fit(Net(5), DataLoader(samples, 8), ckpt_path=sys.argv[1])
 trainer.save_checkpoint(sys.argv[2])
 """
 
