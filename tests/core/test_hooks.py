@@ -35,8 +35,9 @@ LIFE = [
     "explain_error", "teardown",
 ]  # fmt: skip
 
-#: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py.
-NOT_ASKED = {"forward_backward"}
+#: Answered by strategies that own the step; the loop asks only them. Tested in test_trainer.py. `units` is asked by
+#: plugins, and tested in test_compile.py.
+NOT_ASKED = {"forward_backward", "units"}
 
 
 def spy(seen):

@@ -49,6 +49,8 @@ CUSTOM_CLIPPING: Final = "custom-clipping"
 LOSS_SCALING: Final = "loss-scaling"
 #: Gradients are computed in 16 bits: compressing them to 16 bits has no effect.
 SIXTEEN_BIT_GRADIENTS: Final = "16-bit-gradients"
+#: Compiles the model: a strategy that calls the model in a way that cannot be compiled conflicts with it.
+COMPILATION: Final = "compilation"
 #: The device a stack runs on.
 DEVICE_CPU: Final = "device:cpu"
 DEVICE_CUDA: Final = "device:cuda"

@@ -232,6 +232,9 @@ class RunContext(Protocol):
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for the user's own loop."""
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """Return the parts of the user's `module` that the strategy gathers or calls one by one."""
+
     def materializer(self, module: nn.Module) -> Materializer:
         """Return a `Materializer` for a `module` that was built on the meta device. Collective."""
 

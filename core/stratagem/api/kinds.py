@@ -127,6 +127,10 @@ class Strategy(Plugin):
         """Return what to set for this strategy to provide `word`, as the end of a message; "" if nothing does."""
         return ""
 
+    def how_to_avoid(self, word: str) -> str:
+        """Return what to do where another plugin provides `word`, which this strategy conflicts with, for a message."""
+        return ""
+
     def makes_optimizer(self) -> bool:
         """Whether its options define the optimizer, so that the module need not."""
         return False

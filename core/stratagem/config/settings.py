@@ -70,6 +70,9 @@ class RunSettings:
     #: torch policy, or ``{"policy": ..., "mode": "full" | "selective" | "offload"}``. Saves memory and costs time;
     #: "offload" keeps activations on the CPU.
     activation_checkpointing: Any = None
+    #: Compile with `torch.compile`: True, a mode such as "max-autotune", or a mapping of options of the callback
+    #: `compile`, such as ``{"dynamic": True, "modules": {Block}}``. Starts later and trains faster.
+    compile: Any = None
     #: A ``run.lock`` of an earlier run: plugins, versions, options and arguments must be the same.
     lock: Path | None = None
     #: Use deterministic kernels of torch, cuDNN and cuBLAS; slower, and an error for an operation that has none.

@@ -248,6 +248,10 @@ class Context(Choices):
         materializer: Materializer = self.hooks.ask("materializer", module=module)
         return materializer
 
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """Return the parts of the user's `module` that the strategy gathers or calls one by one."""
+        return list(self.hooks.ask("units", module=module))
+
     def share(self, loader: Any, stage: str) -> Any:
         """Return `loader` restricted to this process's share, unless ``use_distributed_sampler=False``."""
         if not self.settings.use_distributed_sampler:

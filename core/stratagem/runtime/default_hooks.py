@@ -27,6 +27,10 @@ def connect(world: Any, run: Any) -> Collectives:
     return TorchCollectives.connect(world, run.device, backend=backend, timeout=timeout)
 
 
+def units() -> list[nn.Module]:
+    return []
+
+
 def wrap_optimizers(optimizers: Any) -> Any:
     return optimizers
 
@@ -96,7 +100,7 @@ def explain_error(error: Any) -> Any:
 DEFAULTS = {
     function.__name__: function
     for function in (
-        connect, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward, clip_gradients,
+        connect, units, wrap_optimizers, wrap_dataloader, transfer_batch, scale_loss, backward, clip_gradients,
         optimizer_step, model_state, load_model_state, optimizer_state, load_optimizer_state, explain_error,
     )
 }  # fmt: skip

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "setup_environment": (World,),
     "connect": (Collectives,),
+    "units": (list,),
     "wrap_model": (torch.nn.Module,),
     "wrap_optimizers": (list, tuple),
     "model_state": (Mapping,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -47,15 +48,23 @@ class StepModule(nn.Module):
 
     @property
     def compiles_steps(self) -> bool:
-        """Whether the user's module was given as ``torch.compile(module)``."""
-        return COMPILER in self.module.__dict__
+        """Whether the user's module was given as ``torch.compile(module)``, or `compile_steps` was called."""
+        return self._compiler is not None
+
+    def compile_steps(self, compiler: Callable[[Any], Any]) -> None:
+        """Replace each step by what `compiler`, such as ``torch.compile(mode=...)``, makes of it at its first call."""
+        self.__dict__["_own_compiler"], self.__dict__["_compiled"] = compiler, {}
+
+    @property
+    def _compiler(self) -> Callable[[Any], Any] | None:
+        return self.__dict__.get("_own_compiler") or self.module.__dict__.get(COMPILER)
 
     def _step(self, method: str) -> Any:
-        step, compiler = getattr(self.module, method), self.module.__dict__.get(COMPILER)
+        step, compiler = getattr(self.module, method), self._compiler
         if compiler is None:
             return step
         self._compiled[method] = compiler(step)
         return self._compiled[method]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiled": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_own_compiler"} | {"_compiled": {}}

@@ -72,6 +72,7 @@ class Trainer(View):
         launcher: Any = None,
         checkpoint: Any = None,
         activation_checkpointing: Any = None,
+        compile: Any = None,  # noqa: A002 - torch's name for it
         plugins: Any = (),
         callbacks: Any = (),
         logger: Any = True,

@@ -83,6 +83,15 @@ def prepare_module(module: nn.Module, run: RunContext) -> None:
 
 
 @hookspec(firstresult=True)
+def units(module: nn.Module, run: RunContext) -> list[nn.Module]:
+    """Answer (strategy): the parts of the user's `module` that it gathers or calls one by one. Default: none.
+
+    Called for ``run.units(module)``, before ``wrap_model`` is: by plugins that act on each unit, such as one that
+    compiles them.
+    """
+
+
+@hookspec(firstresult=True)
 def wrap_model(module: nn.Module, run: RunContext) -> nn.Module:
     """Answer (strategy): place `module` on ``run.device`` and return the module to call instead.
 

@@ -15,6 +15,7 @@ from torch import nn
 from stratagem.api import (
     ACCUMULATION,
     CLIP_BY_NORM,
+    COMPILATION,
     FULL_STATE,
     MULTI_PROCESS,
     NO_SYNC,
@@ -78,7 +79,15 @@ class DeepSpeedStrategy(DeepSpeedOptions):
         own = {
             0: {NO_SYNC}, 1: {NO_SYNC, STEPPED_COPIES}, 2: {STEPPED_COPIES}, 3: {SHARDED_PARAMETERS, STEPPED_COPIES},
         }[self.zero_stage]  # fmt: skip
-        return Capabilities(provides=provides | own)
+        return Capabilities(provides=provides | own, conflicts={COMPILATION} if self.zero_stage == 3 else set())
+
+    def how_to_avoid(self, word: str) -> str:
+        if word == COMPILATION:
+            return (
+                'drop compile, or choose strategy="fsdp" or "deepspeed_stage_2": stage 3 gathers the parameters of '
+                "each layer in hooks, which torch cannot compile"
+            )
+        return ""
 
     # --- Before any process starts -------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from stratagem_sharding.mesh import device_mesh
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.shards import clip_values, copied, gathered, shard_like
 from stratagem_sharding.steps import ShardedSteps
-from stratagem_sharding.units import mark_unit, shard_units
+from stratagem_sharding.units import mark_unit, shard_units, units_of
 from stratagem_transforms.activation_checkpointing import recompute
 from stratagem_transforms.normalization import match_inputs
 
@@ -96,6 +96,10 @@ class FSDPStrategy(FSDPOptions):
     def init_context(self) -> AbstractContextManager[Any]:
         """Let ``torch.distributed.fsdp.wrap.wrap`` name units by hand; they are sharded when the model is complete."""
         return enable_wrap(wrapper_cls=mark_unit)
+
+    @hookimpl
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return units_of(module, self.auto_wrap_policy, _POLICY)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

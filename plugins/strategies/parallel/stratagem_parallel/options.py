@@ -11,6 +11,7 @@ from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    COMPILATION,
     CUSTOM_CLIPPING,
     CUSTOM_STEP,
     FULL_STATE,
@@ -191,13 +192,22 @@ class ParallelOptions(ProcessGroupStrategy):
             provides.add(GRADIENT_BUCKETS)
         if any(size != 1 for size in (self.tensor, self.pipeline, self.expert, self.shard)):
             provides.add(SHARDED_PARAMETERS)
-        return Capabilities(provides=provides)
+        calls_collectives = any(getattr(self, size) != 1 for size in ("tensor", "context", "expert"))
+        return Capabilities(provides=provides, conflicts={COMPILATION} if calls_collectives else set())
 
     @property
     def replicates(self) -> bool:
         """Whether there may be replicas, whose gradients are averaged in buckets."""
         automatic = any(getattr(self, size) == "auto" for size in SIZES if size != "replicate")
         return self.replicate not in (None, 1) or (self.replicate is None and not automatic)
+
+    def how_to_avoid(self, word: str) -> str:
+        if word == COMPILATION:
+            return (
+                "drop compile: layers that are cut over tensor, context or expert call collectives, which torch cannot "
+                "compile; use replicate, shard or pipeline with it"
+            )
+        return ""
 
     def how_to_provide(self, word: str) -> str:
         if word == GRADIENT_BUCKETS:

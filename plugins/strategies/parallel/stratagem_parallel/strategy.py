@@ -25,7 +25,7 @@ from stratagem_parallel.options import ParallelOptions
 from stratagem_parallel.pipeline.pipeline import Pipeline
 from stratagem_parallel.placement import MODEL_AXES, copies, cut_axes
 from stratagem_parallel.same_batches import SameBatches
-from stratagem_parallel.sharded import Sharding
+from stratagem_parallel.sharded import POLICY, Sharding
 from stratagem_parallel.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from stratagem_parallel.tensor import cut_layers, described, named_use, reconnect, share_parts, whole_outputs
 from stratagem_process_group import group_options_after
@@ -34,6 +34,8 @@ from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import forget_meshes
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.shards import clip_values, local
+from stratagem_sharding.units import units_of
+from stratagem_transforms.compilation import repeated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -102,6 +104,12 @@ class ParallelStrategy(ParallelOptions):
         return self._device_mesh
 
     # --- The model -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        if self._mesh.size("pipeline") > 1:
+            return repeated(module)  # a stage calls some of them
+        return [] if self._sharding is None else units_of(module, self.auto_wrap_policy, POLICY)
 
     @hookimpl
     def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:

@@ -1,0 +1,303 @@
+"""Compile a model with `torch.compile`: whole steps, or blocks one by one.
+
+    Trainer(compile=True)
+    Trainer(compile={"mode": "max-autotune", "modules": {Block}})
+
+Compiled in place: modules, parameters and the names in a ``state_dict`` stay the same, with any strategy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import define
+from torch import nn
+
+from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
+from stratagem.errors import ConfigError, nearest, shown
+from stratagem_transforms.wrap_policy import check_policy, children_first, select
+
+if TYPE_CHECKING:
+    from stratagem.api import RunContext
+
+#: torch's names for sets of inductor's options.
+MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
+#: Backends that need no search among installed ones, which imports torch's compiler.
+_BACKENDS: Final = ("inductor", "aot_eager", "eager", "cudagraphs")
+_PATH: Final = "compile"
+#: Attribute of a module that this plugin compiled: the arguments of `torch.compile`.
+_MARK: Final = "_stratagem_compiled"
+
+
+@define(eq=False, kw_only=True)
+class Compile(Callback):
+    """Compiles the model with torch.compile, which starts later and trains faster.
+
+    A strategy that gathers the model unit by unit has each unit compiled; elsewhere whole steps are.
+    """
+
+    capabilities = Capabilities(provides={COMPILATION})
+
+    #: A set of inductor's options: "reduce-overhead" uses CUDA graphs, "max-autotune" tries kernels for minutes.
+    mode: str | None = None
+    #: True compiles for sizes that vary, False for each size that occurs; by default sizes that were seen to vary.
+    dynamic: bool | None = None
+    #: Refuse code that cannot be compiled as one graph, instead of running parts of it uncompiled.
+    fullgraph: bool = False
+    #: What compiles a graph: a name such as "aot_eager" (no compilation, to look for errors), or a callable.
+    backend: Any = "inductor"
+    #: Options of the backend; for inductor those of `torch._inductor.list_options()`. Not together with `mode`.
+    options: dict[str, Any] | None = None
+    #: Compile nothing: to compare without removing the other options.
+    disable: bool = False
+    #: True compiles blocks one by one, which starts sooner: units of the strategy, else layers of one class in a
+    #: ModuleList or Sequential. False compiles whole steps.
+    per_block: bool | None = None
+    #: Which modules to compile one by one: classes, names of classes, patterns of names such as "model.layers.*", a
+    #: torch policy or a callable.
+    modules: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        _check(self)
+
+    @hookimpl
+    def prepare_module(self, module: nn.Module, run: RunContext) -> None:
+        if self.disable:
+            return
+        _check_tools(self.backend, run)
+        for part in self._parts(module, run):
+            self._compile(part, module)
+
+    @hookimpl(wrapper=True)
+    def wrap_model(self, module: Any, run: RunContext) -> Generator[None, nn.Module, nn.Module]:
+        steps = not self.disable and not self._parts(module.module, run)
+        if steps:
+            if module.compiles_steps:
+                raise _compiled_twice(module.module)
+            module.compile_steps(self.compiler())
+        model = yield
+        for part in model.modules():  # an earlier call's, where a sharded model is wrapped once
+            if steps and part is not module and hasattr(part, "compile_steps"):
+                part.compile_steps(self.compiler())
+        return model
+
+    def compiler(self, count: int = 1) -> Any:
+        """Return a function that compiles a function; `count` is how many modules may share its code."""
+        return torch.compile(**self._arguments(count))
+
+    def _arguments(self, count: int) -> dict[str, Any]:
+        arguments = {"fullgraph": self.fullgraph, "dynamic": self.dynamic, "backend": self.backend}
+        arguments |= {"mode": self.mode} if self.mode else {}
+        arguments |= {"options": self.options} if self.options else {}
+        # Layers that keep their number in an attribute each have code of their own: torch gives up after eight.
+        limited = "recompile_limit" in inspect.signature(torch.compile).parameters
+        return arguments | ({"recompile_limit": 8 + count} if limited and count > 1 else {})
+
+    def _parts(self, module: nn.Module, run: RunContext) -> list[nn.Module]:
+        """Return the modules to compile one by one; none if steps are compiled."""
+        if self.modules is not None:
+            return chosen(module, self.modules)
+        units = [unit for unit in run.units(module) if any(True for _ in unit.parameters())]
+        if self.per_block is False and units:
+            raise ConfigError(
+                f"{_PATH}.per_block is False, and the strategy gathers or calls {len(units)} units one by one, in hooks "
+                "that torch cannot compile",
+                expected="units that are compiled one by one",
+                do="drop per_block",
+            )
+        if self.per_block is False:
+            return []
+        if units or not self.per_block:
+            return _innermost(units)
+        blocks = repeated(module)
+        if not blocks:
+            raise ConfigError(
+                f"{_PATH}.per_block is True, and {type(module).__name__} has no ModuleList or Sequential with several "
+                "layers of one class", expected="blocks", do=f'name them, as in {_PATH}={{"modules": {{Block}}}}',
+            )  # fmt: skip
+        return blocks
+
+    def _compile(self, part: nn.Module, module: nn.Module) -> None:
+        arguments = self._arguments(len(list(module.modules())))
+        earlier = part.__dict__.get(_MARK)
+        if earlier == arguments and part._compiled_call_impl is not None:
+            return
+        if part._compiled_call_impl is not None and earlier is None:
+            raise _compiled_twice(part)
+        part.compile(**arguments)
+        part.__dict__[_MARK] = arguments
+
+
+def chosen(module: nn.Module, wanted: Any) -> list[nn.Module]:
+    """Return the parts of `module` that `wanted` selects, none of them inside another.
+
+    Raises:
+        ConfigError: it selects none, or names a class or a pattern that nothing matches.
+    """
+    option = f"{_PATH}.modules"
+    if not _lists(wanted):
+        return _outermost(module, select(module, wanted, option))
+    found: set[nn.Module] = set()
+    names = {name: part for name, part in module.named_modules() if name}
+    classes = {cls.__name__ for part in names.values() for cls in type(part).__mro__}
+    for each in [wanted] if isinstance(wanted, str | type) else wanted:
+        if isinstance(each, type) or each in classes:
+            found.update(select(module, {each}, option))
+            continue
+        matched = [part for name, part in names.items() if _matches(name, each)]
+        if not matched:
+            own = sorted({type(part).__name__ for part in names.values()})
+            raise ConfigError(
+                f"{option} names {each!r}, and {type(module).__name__} has no such class or part",
+                expected=f"a class of its parts ({', '.join(own)}), or a pattern of their names",
+                do=nearest(each, [*own, *names]),
+            )
+        found.update(matched)
+    return _outermost(module, children_first(module, found))
+
+
+def repeated(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of one class, two or more with parameters, of each ModuleList and Sequential in `module`."""
+    found: list[nn.Module] = []
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            layers = [each for each in part if any(True for _ in each.parameters()) and any(each.children())]
+            kinds = [type(each) for each in layers]
+            found += [each for each in layers if kinds.count(type(each)) > 1]
+    return _outermost(module, found)
+
+
+def _outermost(module: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
+    inside = {id(each) for part in parts for each in part.modules() if each is not part}
+    return [part for part in dict.fromkeys(parts) if id(part) not in inside and part is not module]
+
+
+def _innermost(units: list[nn.Module]) -> list[nn.Module]:
+    """Return the units without units inside them: torch cannot compile the hooks that gather those."""
+    every = {id(unit) for unit in units}
+    return [unit for unit in units if not any(id(part) in every for part in unit.modules() if part is not unit)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _lists(wanted: Any) -> bool:
+    return isinstance(wanted, str | type | set | frozenset | list | tuple)
+
+
+def _compiled_twice(part: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{_PATH} is set, and {type(part).__name__} is compiled already", expected="one of the two",
+        do=f"drop torch.compile, or leave {_PATH} out",
+    )  # fmt: skip
+
+
+# --- Checks before any process starts ----------------------------------------------------------------------------
+
+
+def _check(options: Compile) -> None:
+    """Refuse options that torch would refuse at the first step."""
+    if options.mode is not None and options.mode not in MODES:
+        raise ConfigError(
+            f"{_PATH}.mode is {options.mode!r}", expected=" or ".join(map(repr, MODES)), do=nearest(options.mode, MODES)
+        )
+    if options.mode is not None and options.options is not None:
+        raise ConfigError(
+            f"{_PATH}.mode and {_PATH}.options are both set", expected="one of the two: a mode is a set of options",
+            do="drop mode, and write its options out: torch._inductor.list_mode_options(mode)",
+        )  # fmt: skip
+    _check_backend(options)
+    if options.options is not None and options.backend == "inductor":
+        _check_options(options.options)
+    if options.modules is None:
+        return
+    if options.per_block is not None:
+        raise ConfigError(
+            f"{_PATH}.modules and {_PATH}.per_block are both set", expected="one of the two", do="drop per_block"
+        )
+    _check_modules(options.modules)
+
+
+def _check_modules(wanted: Any) -> None:
+    if not _lists(wanted):
+        check_policy(wanted, f"{_PATH}.modules")
+        return
+    parts = [wanted] if isinstance(wanted, str | type) else list(wanted)
+    if not parts or not all(isinstance(each, type) or (isinstance(each, str) and each) for each in parts):
+        raise ConfigError(
+            f"{_PATH}.modules is {shown(wanted)}", expected="classes, names of classes, or patterns of names of parts"
+        )
+
+
+def _check_backend(options: Compile) -> None:
+    backend = options.backend
+    if not isinstance(backend, str):
+        if not callable(backend):
+            raise ConfigError(f"{_PATH}.backend is {shown(backend)}", expected="a name or a callable")
+        return
+    if backend not in _BACKENDS:
+        from torch._dynamo import list_backends
+
+        known = list_backends(exclude_tags=())
+        if backend not in known:
+            raise ConfigError(
+                f"{_PATH}.backend is {backend!r}", expected=f"one of {', '.join(list_backends())}, or a callable",
+                do=nearest(backend, known),
+            )  # fmt: skip
+    for name in ("mode", "options"):
+        if backend != "inductor" and getattr(options, name) is not None and backend in _BACKENDS:
+            raise ConfigError(
+                f"{_PATH}.{name} is {shown(getattr(options, name))} and {_PATH}.backend is {backend!r}",
+                expected=f"no {name}, which only inductor has", do=f"drop {name}, or the backend",
+            )  # fmt: skip
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    from torch._inductor import list_options
+
+    known = list_options()
+    for name in options:
+        if name.replace("-", "_") not in known:
+            raise ConfigError(
+                f"{_PATH}.options has {name!r}, which inductor does not", expected="an option of inductor's",
+                do=nearest(name, known) or "see torch._inductor.list_options()",
+            )  # fmt: skip
+
+
+def _check_tools(backend: Any, run: RunContext) -> None:
+    """Refuse a machine that lacks what inductor writes code for, on all ranks. Collective."""
+    problem = None
+    if backend == "inductor":
+        problem = _missing_cpp() if run.device.type == "cpu" else _missing_triton(run)
+    run.collectives.fail_together(problem)
+
+
+def _missing_cpp() -> ConfigError | None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return ConfigError(
+            f"{_PATH} is set, and this machine has no C++ compiler, which torch's inductor runs on a CPU",
+            expected="g++ or clang++", do='install one, set CXX to its path, or drop compile',
+        )  # fmt: skip
+    return None
+
+
+def _missing_triton(run: RunContext) -> ConfigError | None:
+    from torch.utils._triton import has_triton
+
+    if run.device.type != "cuda" or has_triton():
+        return None
+    return ConfigError(
+        f"{_PATH} is set, and triton, which torch's inductor runs on {run.device}, is not installed or cannot use it",
+        expected="triton, and a GPU of compute capability 7.0 or more", do="install it, or drop compile",
+    )  # fmt: skip
