@@ -130,7 +130,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every part of `loader` that shuffles by epoch which one begins."""
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
-    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner):
+    dataset = getattr(loader, "dataset", None)  # a stream that shuffles, such as that of datasets
+    for part in (sampler, batch_sampler, loader, None if inner is sampler else inner, dataset):
         tell = getattr(part, "set_epoch", None)
         if callable(tell):
             tell(epoch)

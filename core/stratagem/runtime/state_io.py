@@ -13,6 +13,7 @@ from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
+from stratagem.checkpoint.trained_part import check_names, check_values
 from stratagem.errors import CheckpointError
 from stratagem.runtime.handles import ModelHandle
 from stratagem.stack import identity
@@ -30,6 +31,7 @@ class StatefulRun(RunContext, Protocol):
     """What reading and writing use of a run."""
 
     stack: Stack
+    whole_state: bool
 
 
 def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (), **values: Any) -> None:
@@ -55,7 +57,7 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     module = model.module if isinstance(model, ModelHandle) else model
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     state = read_checkpoint(run, as_path(path))
-    load_model(run, state["state_dict"], module, strict, path)
+    load_model(run, state["state_dict"], module, strict, path, state.get("frozen"))
     load_optimizers(run, state.get("optimizers", []), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
     if run.is_global_zero:
@@ -106,16 +108,43 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
 
 
 def load_model(
-    run: StatefulRun, state: Mapping[str, Any], module: nn.Module, strict: bool, path: Any = "the checkpoint"
-) -> None:
+    run: StatefulRun, state: Mapping[str, Any], module: nn.Module, strict: bool, path: Any = "the checkpoint",
+    frozen: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Load the weights `state`, of the checkpoint `path`, into `module`. Collective.
+
+    Args:
+        frozen: describes the parameters that `state` lacks because they were not trained.
 
     Raises:
         CheckpointError: they are another model's, or would have to be converted.
     """
     check_weights_fit(state, module, path)
+    if frozen is not None:
+        _check_frozen(run, state, frozen, module, strict, path)
+        strict = False
     with applying(f"{path}: state_dict"):
         run.ask("load_model_state", state=state, module=module, strict=strict)
+
+
+def _check_frozen(
+    run: StatefulRun, state: Mapping[str, Any], frozen: Mapping[str, Any], module: nn.Module, strict: bool, path: Any
+) -> None:
+    """Refuse a `module` with other frozen parameters than those of the checkpoint. Collective."""
+    whole, run.whole_state = run.whole_state, True
+    try:
+        own = run.ask("model_state", module=module)
+    finally:
+        run.whole_state = whole
+    error = None
+    try:
+        if strict:
+            check_names(state, frozen, own, path)
+        if run.is_global_zero:  # the others may have no values
+            check_values({name: frozen[name] for name in frozen if name in own}, own, path)
+    except CheckpointError as caught:
+        error = caught
+    run.collectives.fail_together(error)
 
 
 def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,

@@ -264,7 +264,8 @@ class StageRunner:
         if run.model is None or run.module is not self.module:
             run.prepare(self.module, stage=stage)
         if checkpoint is not None:
-            state_io.load_model(run, checkpoint["state_dict"], self.module, self.module.strict_loading, self.read_from)
+            strict, frozen = self.module.strict_loading, checkpoint.get("frozen")
+            state_io.load_model(run, checkpoint["state_dict"], self.module, strict, self.read_from, frozen)
         loaders = [self._share(loader, stage) for loader in self._loaders()]
         word = _LOADERS[stage][1]
         limit = getattr(self.settings, f"limit_{word}_batches")

@@ -25,6 +25,7 @@ from stratagem.checkpoint.state_checks import (
     check_weights_fit,
     together,
 )
+from stratagem.checkpoint.trained_part import trained_part
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.runtime import default_hooks, state_io
 from stratagem.runtime.state_io import format_tag
@@ -48,8 +49,13 @@ _SMALL = 1 << 16
 _OF_WORKER = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plugins")
 
 
-def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
-    """Return the logical state of the run. Collective: a strategy may need every rank to gather a part."""
+def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False) -> dict[str, Any]:
+    """Return the logical state of the run. Collective: a strategy may need every rank to gather a part.
+
+    Args:
+        weights_only: leave out what only resuming needs.
+        trainable_only: leave out frozen parameters.
+    """
     run = fit.run
     # What other processes trained is a plain module here, which no strategy has wrapped.
     trained_elsewhere = not run.connected and not run.stack.launcher.plugin.parent_trains
@@ -60,6 +66,8 @@ def dump(fit: FitState, weights_only: bool = False) -> dict[str, Any]:
         "hyper_parameters": dict(fit.module.hparams),
         **_hparams_name(fit.module),
     }
+    if trainable_only:
+        state |= trained_part(state["state_dict"], fit.module)
     if weights_only:
         return state
     if not run.connected and not trained_elsewhere:
@@ -129,7 +137,8 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     resumes = "loop" in state and "optimizers" in state
     if resumes:
         together(run.collectives, lambda: _check(fit, state, path))
-    state_io.load_model(run, state["state_dict"], fit.module, fit.module.strict_loading, path)
+    strict, frozen = fit.module.strict_loading, state.get("frozen")
+    state_io.load_model(run, state["state_dict"], fit.module, strict, path, frozen)
     if "loop" in state and not resumes and run.is_global_zero:
         warnings.warn(
             "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2

@@ -236,8 +236,11 @@ class View:
 
         return trial_steps(self._state, who)
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
         """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+
+        With `trainable_only` frozen parameters are left out: a model loads it that has them already, such as a base
+        model with adapters. One with other frozen parameters is refused.
 
         `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
         """
@@ -246,7 +249,7 @@ class View:
         if self._state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
-        state = trainer_state.dump(self._state, weights_only)
+        state = trainer_state.dump(self._state, weights_only, trainable_only)
         self._state.events.emit("on_save_checkpoint", checkpoint=state)
         self.run.ask("save_checkpoint", state=state, path=as_path(path))
 

@@ -52,6 +52,8 @@ class ModelCheckpoint(Callback):
     every_n_train_steps: int | None = field(default=None, validator=at_least(1))
     #: Leave out optimizers and all other state that only resuming needs.
     save_weights_only: bool = False
+    #: Leave out frozen parameters, such as those of a base model with adapters; loading needs a model that has them.
+    save_trainable_only: bool = False
     #: Save at the end of the training epoch rather than after validation; by default after validation if there is any.
     save_on_train_epoch_end: bool | None = None
     #: Write ``val_loss=0.31`` rather than ``0.31`` into names.
@@ -194,7 +196,7 @@ class ModelCheckpoint(Callback):
             elif self.save_last and not trainer.fast_dev_run:
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
-                trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+                self._write(trainer, self.last_model_path)
         self._training = False
 
     def _after_training(self, trainer: TrainerView) -> bool:
@@ -220,16 +222,21 @@ class ModelCheckpoint(Callback):
         path, score, obsolete, last = plan
         if path:
             self._record(path, score, obsolete)
-            trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+            self._write(trainer, path)
         if last:
             self.last_model_path = last
-            trainer.save_checkpoint(self.last_model_path, weights_only=self.save_weights_only)
+            self._write(trainer, self.last_model_path)
         if trainer.is_global_zero:
             if path or last:
                 self._requested = (last or path, trainer.global_step)
                 trainer.run.after_save(functools.partial(setattr, self, "_written", self._requested))
             for old in obsolete:  # deleted only after the new one is written
                 trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
+
+    def _write(self, trainer: TrainerView, path: str) -> None:
+        trainer.save_checkpoint(
+            path, weights_only=self.save_weights_only, **({"trainable_only": True} if self.save_trainable_only else {})
+        )
 
     def _plan(
         self, trainer: TrainerView, score: float | None

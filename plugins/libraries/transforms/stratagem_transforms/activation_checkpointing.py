@@ -39,7 +39,7 @@ _PRODUCTS: Final = (
 )  # fmt: skip
 
 #: Attribute of a module that is recomputed already: its mode.
-_MARK = "_stratagem_recomputed"
+RECOMPUTED = "_stratagem_recomputed"
 
 
 @define(eq=False, kw_only=True)
@@ -89,11 +89,11 @@ def read(wanted: Any) -> tuple[Any, str]:
 def recompute(module: nn.Module, policy: Any, mode: str = "full", option: str = OPTION) -> None:
     """Recompute the modules of `module` that `policy` selects in backward; calling it again changes nothing."""
     for part in select(module, policy, option):
-        if part.__dict__.get(_MARK) is None:
+        if part.__dict__.get(RECOMPUTED) is None:
             _apply(part, mode)
-        elif part.__dict__[_MARK] != mode:
+        elif part.__dict__[RECOMPUTED] != mode:
             raise ConfigError(
-                f"{option} is {mode!r} for {type(part).__name__}, which is under {part.__dict__[_MARK]!r} already",
+                f"{option} is {mode!r} for {type(part).__name__}, which is under {part.__dict__[RECOMPUTED]!r} already",
                 expected="one of the two",
             )
 
@@ -105,7 +105,7 @@ def _apply(part: nn.Module, mode: str) -> None:
         _keep_on_cpu(part)
     else:
         checkpoint(part, **({"context_fn": _keeping_products} if mode == "selective" else {}))
-    part.__dict__[_MARK] = mode
+    part.__dict__[RECOMPUTED] = mode
 
 
 def _keeping_products() -> Any:

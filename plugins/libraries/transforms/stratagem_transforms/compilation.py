@@ -19,6 +19,7 @@ from torch import nn
 
 from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
+from stratagem_transforms.activation_checkpointing import RECOMPUTED
 from stratagem_transforms.wrap_policy import check_policy, children_first, select
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Compile(Callback):
 
     @hookimpl(wrapper=True)
     def wrap_model(self, module: Any, run: RunContext) -> Generator[None, nn.Module, nn.Module]:
+        if not self.disable:
+            _check_recomputed(module)
         steps = not self.disable and not self._parts(module.module, run)
         if steps:
             if module.compiles_steps:
@@ -104,15 +107,17 @@ class Compile(Callback):
         units = [unit for unit in run.units(module) if any(True for _ in unit.parameters())]
         if self.per_block is False and units:
             raise ConfigError(
-                f"{_PATH}.per_block is False, and the strategy gathers or calls {len(units)} units one by one, in hooks "
-                "that torch cannot compile",
+                f"{_PATH}.per_block is False, and the strategy gathers or calls {len(units)} units one by one, in "
+                "hooks that torch cannot compile",
                 expected="units that are compiled one by one",
                 do="drop per_block",
             )
         if self.per_block is False:
             return []
-        if units or not self.per_block:
-            return _innermost(units)
+        if units:
+            return _compilable(units)
+        if not self.per_block:
+            return []
         blocks = repeated(module)
         if not blocks:
             raise ConfigError(
@@ -128,7 +133,12 @@ class Compile(Callback):
             return
         if part._compiled_call_impl is not None and earlier is None:
             raise _compiled_twice(part)
-        part.compile(**arguments)
+        if _is_torchs(part):  # torch.compile skips torch's own files, unless they are called from another one
+            part._compiled_call_impl = torch.compile(
+                lambda *values, **named: part._call_impl(*values, **named), **arguments
+            )
+        else:
+            part.compile(**arguments)
         part.__dict__[_MARK] = arguments
 
 
@@ -176,10 +186,37 @@ def _outermost(module: nn.Module, parts: list[nn.Module]) -> list[nn.Module]:
     return [part for part in dict.fromkeys(parts) if id(part) not in inside and part is not module]
 
 
-def _innermost(units: list[nn.Module]) -> list[nn.Module]:
-    """Return the units without units inside them: torch cannot compile the hooks that gather those."""
+def _compilable(units: list[nn.Module]) -> list[nn.Module]:
+    """Return the units to compile: those without units inside them, whose hooks torch cannot compile.
+
+    Raises:
+        ConfigError: all of these are torch's own layers, which it does not compile together with their hooks.
+    """
     every = {id(unit) for unit in units}
-    return [unit for unit in units if not any(id(part) in every for part in unit.modules() if part is not unit)]
+    inner = [unit for unit in units if not any(id(part) in every for part in unit.modules() if part is not unit)]
+    found = [unit for unit in inner if not _is_torchs(unit)]
+    if not found:
+        names = sorted({type(unit).__name__ for unit in inner})
+        raise ConfigError(
+            f"{_PATH} is set, and the innermost units of the strategy are layers of torch ({', '.join(names)}), which "
+            "gain nothing",
+            expected="units of classes of the model, such as its blocks",
+            do="name only blocks in the strategy's policy",
+        )
+    return found
+
+
+def _is_torchs(part: nn.Module) -> bool:
+    return str(getattr(type(part).forward, "__module__", "")).startswith("torch.")
+
+
+def _check_recomputed(module: nn.Module) -> None:
+    if any(part.__dict__.get(RECOMPUTED) == "selective" for part in module.modules()):
+        raise ConfigError(
+            f"{_PATH} is set, and activation_checkpointing.mode is 'selective', with which torch fails to compile",
+            expected="'full' or 'offload'",
+            do="drop the mode; inductor itself recomputes what is cheap",
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:

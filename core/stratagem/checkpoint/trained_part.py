@@ -1,0 +1,99 @@
+"""Checkpoints of the trained parameters alone, such as adapters: what they keep, and which frozen weights they need.
+
+In place of each frozen parameter the checkpoint has its shape and a few of its values, so that a model with other
+frozen weights is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from stratagem.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+#: How many values of a frozen parameter are kept.
+_NUM_VALUES: Final = 16
+#: Frozen weights may be in another precision than those that were trained beside.
+_TOLERANCE: Final = 2e-2
+
+
+def trained_part(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Any]:
+    """Return the entries ``state_dict`` and ``frozen`` of a checkpoint of what is trained in `module`.
+
+    Args:
+        weights: the whole logical state of `module`.
+
+    Raises:
+        ConfigError: nothing is trained, or nothing is frozen.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and name in weights}
+    if not frozen or len(frozen) == len(parameters):
+        raise ConfigError(
+            f"trainable_only is True, and {type(module).__name__} has "
+            + ("no frozen parameters" if not frozen else "frozen parameters only"),
+            expected="parameters of both kinds", do="freeze the others with requires_grad_(False), or drop it",
+        )  # fmt: skip
+    kept = {name: value for name, value in weights.items() if name not in frozen}
+    return {"state_dict": kept, "frozen": {name: _described(weights[name]) for name in sorted(frozen)}}
+
+
+def check_names(weights: Mapping[str, Any], frozen: Mapping[str, Any], own: Mapping[str, Any], path: Any) -> None:
+    """Check that `weights`, with `frozen`, name the tensors of the model whose state is `own`.
+
+    Raises:
+        CheckpointError: they name others.
+    """
+    lacking = sorted(set(own) - set(weights) - set(frozen))
+    unknown = sorted((set(weights) | set(frozen)) - set(own))
+    if lacking or unknown:
+        name, has = (unknown[0], "does not have") if unknown else (lacking[0], "has beside them")
+        raise CheckpointError(
+            f"{path} holds what was trained in another model: {name!r} is a tensor that this model {has}",
+            expected="the model that it was trained in, with the same adapters", do="build that model, then load",
+        )  # fmt: skip
+
+
+def check_values(frozen: Mapping[str, Any], own: Mapping[str, Tensor], path: Any) -> None:
+    """Check that the model whose whole state is `own` has the weights `frozen`.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    for name, saved in frozen.items():
+        here = _described(own[name])
+        if here["shape"] != list(saved["shape"]):
+            found = f"has shape {tuple(here['shape'])}, not {tuple(saved['shape'])}"
+        elif _differ(here["values"], saved["values"]):
+            found = "has other values"
+        else:
+            continue
+        raise CheckpointError(
+            f"{path} holds only what was trained, and the frozen {name!r} of this model {found}",
+            expected="the base model that it was trained on", do="load that model's weights first, then this file",
+        )  # fmt: skip
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    known = not tensor.is_meta and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_complex()
+    if not known or not tensor.numel():
+        return {"shape": list(tensor.shape), "values": []}
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, min(_NUM_VALUES, flat.numel()), dtype=torch.float64).long()
+    return {"shape": list(tensor.shape), "values": flat[places.to(flat.device)].double().tolist()}
+
+
+def _differ(one: list[float], other: list[float]) -> bool:
+    if not one or not other:
+        return False
+    size = max(map(abs, other))
+    return len(one) != len(other) or any(
+        not (math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * size) or a == b)
+        for a, b in zip(one, other, strict=True)
+    )
