@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -280,6 +283,23 @@ def test_a_model_that_is_built_without_values():
     results = run_in_processes(_compiled, 2)
 
     assert all(graphs > 0 and all(value.isfinite().all() for value in weights.values()) for weights, graphs in results)
+
+
+def test_what_the_docs_show():
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
+    first, second, third = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names = {
+        "sg": types.SimpleNamespace(Trainer=functools.partial(sg.Trainer, **QUIET)),
+        "batches": joined_batches(1, 8),
+    }
+    exec(first, names | {"model": Net()})
+    exec(second, names | {"model": Net()})
+    exec(third, space := {"sg": sg})
+    model = Deep()
+    model.blocks = model.net[1:3]
+    fit({"backend": "eager"}, model, strategy=space["BlockByBlock"]())
+
+    assert model.net[1]._compiled_call_impl is not None
 
 
 class Halves(sg.Strategy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import stratagem as sg
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Frozen, Net, joined_batches, relative_difference
 
 transformers = pytest.importorskip("transformers")
@@ -249,6 +250,7 @@ def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", [[], ["--strategy", "fsdp", "--devices", "2"]], ids=["one process", "fsdp"])
 @pytest.mark.parametrize(
     ("script", "printed", "most"),
@@ -259,7 +261,7 @@ def test_examples(script, printed, most, arguments):
     path = EXAMPLES / f"{script}.py"
     command = [sys.executable, str(path), "--accelerator", "cpu", "--enable_progress_bar", "false", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
-    done = scripts.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
     assert done.returncode == 0, done.stdout + done.stderr
     (number,) = re.findall(printed, done.stdout)
