@@ -12,7 +12,7 @@ class Adapted(sg.Module):
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         self.save_hyperparameters()
-        torch.manual_seed(0)  # the base model; LlamaForCausalLM.from_pretrained(...) in earnest
+        torch.manual_seed(0)  # the base model; LlamaForCausalLM.from_pretrained(...) for trained weights
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         base = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
         lora = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

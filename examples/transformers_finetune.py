@@ -12,10 +12,8 @@ class Classifier(sg.Module):
         super().__init__()
         self.save_hyperparameters()
         # DistilBertForSequenceClassification.from_pretrained("distilbert-base-uncased") for a model that knows words.
-        config = DistilBertConfig(
-            vocab_size=50, dim=32, hidden_dim=64, n_layers=2, n_heads=2, max_position_embeddings=16
-        )
-        self.model = DistilBertForSequenceClassification(config)
+        sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 16}
+        self.model = DistilBertForSequenceClassification(DistilBertConfig(vocab_size=50, **sizes))
 
     def training_step(self, batch: BatchEncoding, batch_idx: int) -> dict[str, torch.Tensor]:
         return self.model(**batch)  # its `loss` is differentiated

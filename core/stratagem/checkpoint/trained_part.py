@@ -44,6 +44,20 @@ def trained_part(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, 
     return {"state_dict": kept, "frozen": {name: _described(weights[name]) for name in sorted(frozen)}}
 
 
+def check_part(state: Mapping[str, Any], own: Mapping[str, Tensor], strict: bool, path: Any) -> bool:
+    """Check that the model whose state is `own` has the frozen weights of the checkpoint `state`, if it lacks any.
+
+    Returns:
+        Whether the model has to be loaded strictly.
+    """
+    if (frozen := state.get("frozen")) is None:
+        return strict
+    if strict:
+        check_names(state["state_dict"], frozen, own, path)
+    check_values({name: frozen[name] for name in frozen if name in own}, own, path)
+    return False
+
+
 def check_names(weights: Mapping[str, Any], frozen: Mapping[str, Any], own: Mapping[str, Any], path: Any) -> None:
     """Check that `weights`, with `frozen`, name the tensors of the model whose state is `own`.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
-from stratagem.api.kinds import Plugin, Strategy
+from stratagem.api.kinds import Plugin
 from stratagem.errors import ConfigError, PluginError, nearest
 from stratagem.stack import registry
 from stratagem.stack.construction import make
@@ -151,7 +151,7 @@ def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
         for other in choices:
             clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
             if clash and other is not choice:
-                advice = choice.plugin.how_to_avoid(clash[0]) if isinstance(choice.plugin, Strategy) else ""
+                advice = choice.plugin.how_to_avoid(clash[0]) if choice.kind == "strategy" else ""
                 raise ConfigError(
                     f"{choice} cannot be used with {other}, which provides {clash[0]!r}",
                     do=advice or "drop one of the two",

@@ -6,8 +6,6 @@ no plugin by name (`catalog.toml` has the defaults).
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,6 +15,7 @@ import attrs
 
 from stratagem.api.kinds import KINDS, Plugin
 from stratagem.api.options import check
+from stratagem.config.compilation import compile_options
 from stratagem.config.devices import devices_of_processes, parse_devices
 from stratagem.config.settings import CHOICES, PluginOption
 from stratagem.errors import ConfigError, PluginError, nearest, shown
@@ -367,7 +366,7 @@ def _transforms(settings: Any) -> list[Choice]:
         origins = {"policy": settings.origins.get("activation_checkpointing", "code")}
         choice = default("callback", "activation_checkpointing", "activation_checkpointing is set", **values)
         choices.append(attrs.evolve(choice, origins=origins))
-    if (options := _compile_options(settings.compile)) is not None:
+    if (options := compile_options(settings.compile)) is not None:
         choice = default("callback", "compile", f"compile={shown(settings.compile)}", **options)
         choices.append(attrs.evolve(choice, origins=dict.fromkeys(options, settings.origins.get("compile", "code"))))
     if settings.sync_batchnorm:
@@ -378,32 +377,6 @@ def _transforms(settings: Any) -> list[Choice]:
                 f"{choice.name} is set, and {choice} is listed", expected="one of the two", do="drop the argument"
             )
     return choices
-
-
-def _compile_options(value: Any) -> dict[str, Any] | None:
-    """Return the options of the callback that ``compile=value`` adds; None if it adds none.
-
-    Raises:
-        ConfigError: it is neither a switch, a mode nor a mapping of options.
-    """
-    switches = {"true": True, "false": False, "none": None}
-    if isinstance(value, str) and value.strip().startswith("{"):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, str):
-        value = switches.get(value.strip().lower(), value)  # from a command line or the environment
-    if value is None or value is False:
-        return None
-    if value is True:
-        return {}
-    if isinstance(value, str):
-        return {"mode": value}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return dict(value)
-    raise ConfigError(
-        f"compile is {shown(value)}", expected="true or false, a mode, or a mapping of options",
-        do='write compile=True, compile="max-autotune" or compile={"dynamic": True}',
-    )  # fmt: skip
 
 
 def _is_listed(entry: registry.Entry, settings: Any) -> bool:

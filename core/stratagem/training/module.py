@@ -393,7 +393,7 @@ class Module(nn.Module):
             CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
         """
         from stratagem.api.named_state import load_weights
-        from stratagem.checkpoint.trained_part import check_names, check_values
+        from stratagem.checkpoint.trained_part import check_part
         from stratagem.stack.formats import read_any
 
         state = read_any(path)
@@ -409,12 +409,8 @@ class Module(nn.Module):
         _check_complete(cls, saved | arguments, path)
         module = cls(**(saved | arguments))
         build(module)
-        if (frozen := state.get("frozen")) is not None:
-            own = module.state_dict()
-            if strict:
-                check_names(state["state_dict"], frozen, own, path)
-            check_values({name: frozen[name] for name in frozen if name in own}, own, path)
-        load_weights(module, state["state_dict"], strict and frozen is None)
+        strict = check_part(state, module.state_dict(), strict, path)
+        load_weights(module, state["state_dict"], strict)
         return module
 
     def __getstate__(self) -> dict[str, Any]:

@@ -52,9 +52,7 @@ _OF_WORKER = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plug
 def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part.
 
-    Args:
-        weights_only: leave out what only resuming needs.
-        trainable_only: leave out frozen parameters.
+    `weights_only` leaves out what only resuming needs, `trainable_only` frozen parameters.
     """
     run = fit.run
     # What other processes trained is a plain module here, which no strategy has wrapped.
@@ -137,8 +135,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     resumes = "loop" in state and "optimizers" in state
     if resumes:
         together(run.collectives, lambda: _check(fit, state, path))
-    strict, frozen = fit.module.strict_loading, state.get("frozen")
-    state_io.load_model(run, state["state_dict"], fit.module, strict, path, frozen)
+    state_io.load_model(run, state["state_dict"], fit.module, fit.module.strict_loading, path, state.get("frozen"))
     if "loop" in state and not resumes and run.is_global_zero:
         warnings.warn(
             "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2

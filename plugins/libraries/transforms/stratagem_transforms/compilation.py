@@ -9,7 +9,7 @@ Compiled in place: modules, parameters and the names in a ``state_dict`` stay th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,7 +83,8 @@ class Compile(Callback):
                 raise _compiled_twice(module.module)
             module.compile_steps(self.compiler())
         model = yield
-        for part in model.modules():  # an earlier call's, where a sharded model is wrapped once
+        parts: Iterable[Any] = model.modules()
+        for part in parts:  # an earlier call's, where a sharded model is wrapped once
             if steps and part is not module and hasattr(part, "compile_steps"):
                 part.compile_steps(self.compiler())
         return model
