@@ -51,7 +51,6 @@ _OF_WORKER = ("optimizers", "lr_schedulers", "loop", "ranks", "callbacks", "plug
 
 def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False) -> dict[str, Any]:
     """Return the logical state of the run. Collective: a strategy may need every rank to gather a part.
-
     `weights_only` leaves out what only resuming needs, `trainable_only` frozen parameters.
     """
     run = fit.run
