@@ -79,7 +79,12 @@ def test_core_names_no_plugin_in_code():
         "mpi",
     }  # also words for other things
     launchers = {"fork", "spawn", "subprocess"}  # also start methods of multiprocessing
-    arguments = {"activation_checkpointing", "compile", "sync_batchnorm", "deferred_init"}  # roles in the catalog, and plugins
+    arguments = {
+        "activation_checkpointing",
+        "compile",
+        "sync_batchnorm",
+        "deferred_init",
+    }  # roles in the catalog, and plugins
     names = names_of_plugins() - generic - launchers - arguments
 
     assert {str(path): found for path in CORE_SOURCES if (found := strings_in_code(path) & names)} == {}
