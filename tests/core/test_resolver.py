@@ -7,7 +7,7 @@ import torch
 from attrs import define
 
 import stratagem as sg
-from stratagem.api import Accelerator, Callback, Capabilities, hookimpl
+from stratagem.api import Accelerator, Callback, Capabilities, PrecisionPolicy, hookimpl
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.config.settings import TrainerSettings, gather
 from stratagem.config.sources import Source
@@ -284,6 +284,21 @@ def test_an_absorbed_precision_is_not_active():
     assert absorbed.precision_absorbed
     assert absorbed.precision not in absorbed.active()
     assert wrapped.precision in wrapped.active()
+
+
+class _ReplacesLayers(sg.Precision):
+    replaces_layers = True
+
+    def policy(self):
+        return PrecisionPolicy(compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_1"])
+def test_a_precision_that_replaces_layers_stays_active(strategy):
+    stack = resolved(strategy=strategy, precision=_ReplacesLayers(), devices=2)
+
+    assert not stack.precision_absorbed
+    assert stack.precision in stack.active()
 
 
 def test_options_of_an_absorbed_precision_are_refused():

@@ -79,7 +79,8 @@ def resolve(settings: Any) -> Stack:
         devices_given=given,
         num_nodes=num_nodes,
         policy=policy,
-        precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies),
+        precision_absorbed=any(choice.plugin.absorbs(policy) for choice in strategies)
+        and not precision.plugin.replaces_layers,
     )
     chooser.check_all_used()
     check_absorbed(stack)
