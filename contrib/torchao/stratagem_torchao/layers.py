@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -11,12 +12,12 @@ from torch import nn
 
 from stratagem.errors import ConfigError, nearest, shown
 
-#: Attribute of a layer that was replaced: its class then, and the names of its new attributes.
+#: Attribute of a layer that was replaced: its class then, the names of its new attributes and modules.
 _REPLACED = "_stratagem_replaced"
 
 
-def load(found: str, instead: str) -> None:
-    """Import torchao, without its warnings about CUDA libraries on a machine without CUDA.
+def load(found: str, instead: str, *modules: str) -> None:
+    """Import torchao and `modules` of it, without its warnings about CUDA libraries on a machine without CUDA.
 
     Raises:
         ConfigError: it is not installed.
@@ -27,7 +28,8 @@ def load(found: str, instead: str) -> None:
         logger.setLevel(logging.ERROR)
         logging.getLogger("torch.utils._pytree").addFilter(_says_no_enum)
     try:
-        import torchao  # noqa: F401
+        for name in ("torchao", *modules):
+            importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"{found} needs torchao, which cannot be imported ({error})",
@@ -88,18 +90,19 @@ def replace(layer: nn.Linear, new: nn.Linear) -> None:
     added = [name for name in new.__dict__ if name not in layer.__dict__]
     layer.__dict__.update({name: new.__dict__[name] for name in added})
     layer._modules.update(new._modules)
-    layer.__dict__[_REPLACED] = (type(new), added)
+    layer.__dict__[_REPLACED] = (type(new), added, list(new._modules))
     layer.__class__ = type(new)
 
 
 def restore(module: nn.Module) -> nn.Module:
     """Make the layers of `module` that were replaced plain ``nn.Linear`` again; return `module`."""
     for layer in list(module.modules()):
-        made, added = layer.__dict__.get(_REPLACED, (None, []))
+        made, added, parts = layer.__dict__.get(_REPLACED, (None, [], []))
         if type(layer) is made:  # FSDP changes the class of a layer that it shards alone
             for name in (*added, _REPLACED):
                 del layer.__dict__[name]
-            layer._modules.clear()
+            for name in parts:
+                del layer._modules[name]
             layer.__class__ = nn.Linear
     return module
 

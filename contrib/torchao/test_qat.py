@@ -1,0 +1,139 @@
+"""Callback `int8_qat`: the converted module computes what was trained, under every strategy and precision."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import ConfigError
+from stratagem_testing import CallbackConformance, run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches, relative_difference
+from stratagem_testing.training import QUIET, train
+from stratagem_torchao import Int8QAT, restore
+
+CPU = {"accelerator": "cpu"}
+
+
+class TestInt8QAT(CallbackConformance):
+    plugin = "int8_qat"
+    changes_training = True
+
+
+def fit(callback, **arguments):
+    trainer = sg.Trainer(**(QUIET | CPU | {"devices": 1, "callbacks": [callback]} | arguments))
+    module = Net()
+    trainer.fit(module, joined_batches(8, 24))
+    return trainer, module.eval()
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_converted_module_computes_what_the_rounded_one_did(bits, activations, group_size):
+    callback = Int8QAT(weight_bits=bits, activations=activations, group_size=group_size)
+    _, module = fit(callback)
+    x = data(16, seed=4)[0]
+    with torch.no_grad():
+        rounded = module(x)
+        plain = restore(copy.deepcopy(module))(x)
+        converted = callback.convert(module)(x)
+
+    assert torch.equal(converted, rounded)
+    assert (plain - rounded).norm() / rounded.norm() > 1e-4
+    assert type(module.net[0].weight).__name__ == "IntxUnpackedToInt8Tensor"
+
+
+def test_rounding_in_training_beats_rounding_afterwards():
+    x, y = data(256, seed=9)
+    losses = []
+    for callbacks in ([Int8QAT(weight_bits=4)], []):
+        trainer = sg.Trainer(**(QUIET | {"max_epochs": 15}), **CPU, devices=1, callbacks=callbacks)
+        module = Net()
+        trainer.fit(module, joined_batches(16, 24))
+        Int8QAT(weight_bits=4).convert(module.eval())
+        with torch.no_grad():
+            losses.append(float(Net.criterion(module(x), y)))
+
+    assert losses[0] < losses[1]
+
+
+def _train(rank, size, strategy, arguments):
+    chosen = QUIET | CPU | {"devices": size, "strategy": strategy, "callbacks": ["int8_qat"]} | arguments
+    return train(rank, size, Net, joined_batches(6, 24), chosen)["weights"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}])
+def test_two_processes_train_as_one_does(strategy, arguments):
+    alone = _train(0, 1, "single_device", arguments)
+    first, second = run_in_processes(_train, 2, strategy, arguments)
+
+    assert relative_difference(first, second) == 0
+    assert relative_difference(first, alone) < 1e-3  # a value that differs in its last bit may round to another integer
+
+
+def test_a_checkpoint_has_plain_parameters_and_can_be_converted_in_a_new_module(tmp_path):
+    callback = Int8QAT(skip=["net.4"])
+    trainer, module = fit(callback)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    new = Net(seed=3).eval()
+    new.load_state_dict(state)
+    x = data(16, seed=4)[0]
+    with torch.no_grad():
+        rounded = module(x)
+        converted = callback.convert(new)(x)
+
+    assert list(state) == list(Net().state_dict())
+    assert torch.equal(converted, rounded)
+    assert type(new.net[4].weight) is nn.Parameter
+
+
+def test_with_another_precision():
+    _, module = fit(Int8QAT(), precision="bf16-mixed")
+    _, plain = fit(Int8QAT())
+
+    assert 1e-6 < relative_difference(module.state_dict(), plain.state_dict()) < 0.02
+
+
+def test_with_fp8_it_is_refused():
+    with pytest.raises(ConfigError, match=r"found no linear layer in Net; expected a plain nn.Linear that no precision"):
+        fit(Int8QAT(modules=[], skip=["net.4"]), precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"modules": ["net.7"]}, "callbacks.int8_qat.modules has 'net.7', which matches no linear layer"),
+        ({"group_size": 12}, "group_size is 12, and net.0 has 16 inputs; expected a divisor"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"weight_bits": 3}, "weight_bits"),
+        ({"weight_bit": 8}, "did you mean 'weight_bits'"),
+    ],
+)
+def test_wrong_options_are_refused(options, words):
+    with pytest.raises(ConfigError) as refused:
+        fit({"name": "int8_qat"} | options)
+
+    assert words in str(refused.value)
+
+
+def test_preparing_changes_no_random_numbers():
+    module, state = Net(), torch.get_rng_state()
+    Int8QAT().prepare_module(module, None)
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _convert_shards(rank, size):
+    trainer = sg.Trainer(**(QUIET | CPU | {"devices": size, "strategy": "fsdp", "callbacks": ["int8_qat"]}))
+    module = Net()
+    trainer.fit(module, joined_batches(2, 24))
+    with pytest.raises(ConfigError, match="is sharded over processes"):
+        Int8QAT().convert(module)
+
+
+def test_sharded_weights_are_not_converted():
+    run_in_processes(_convert_shards, 2)
