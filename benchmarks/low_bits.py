@@ -16,10 +16,10 @@ import warnings
 
 import stratagem_torchao
 import torch
-from stratagem_demo.gpt import CharGPT, loaders, manual
 
 import stratagem as sg
 from stratagem.api.seeding import seed_everything
+from stratagem_demo.gpt import CharGPT, loaders, manual
 
 RUNS = {
     "bf16": ({"precision": "bf16-mixed"}, "AdamW"),

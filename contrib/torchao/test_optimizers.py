@@ -1,13 +1,13 @@
-"""AdamW with few bits of state: close to AdamW, exact in checkpoints of every format, the same in one process and two."""
+"""AdamW with few bits of state: close to AdamW, exact in checkpoints of every format, in one process and in two."""
 
 import copy
 
 import pytest
+import stratagem_torchao
 import torch
 from torch import nn
 
 import stratagem as sg
-import stratagem_torchao
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, relative_difference
@@ -220,14 +220,15 @@ def _under_fsdp(rank, size):
 def test_under_fsdp_it_is_refused_on_all_ranks():
     words = run_in_processes(_under_fsdp, 2)
 
-    assert words == 2 * [
-        "AdamW8bit got parameters that are sharded over processes; expected whole parameters: blocks of its state would "
-        'cross the borders of shards; use strategy="ddp", or torch.optim.AdamW, whose state is sharded.'
-    ]
+    expected = (
+        "AdamW8bit got parameters that are sharded over processes; expected whole parameters: blocks of its state "
+        'would cross the borders of shards; use strategy="ddp", or torch.optim.AdamW, whose state is sharded.'
+    )
+    assert words == [expected, expected]
 
 
 def test_weights_move_to_a_new_model(tmp_path):
-    trainer, module = fit()
+    trainer, _ = fit()
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
 

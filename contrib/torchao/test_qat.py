@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from stratagem_torchao import Int8QAT, restore
 from torch import nn
 
 import stratagem as sg
@@ -11,7 +12,6 @@ from stratagem.errors import ConfigError
 from stratagem_testing import CallbackConformance, run_in_processes
 from stratagem_testing.reference import Net, data, joined_batches, relative_difference
 from stratagem_testing.training import QUIET, train
-from stratagem_torchao import Int8QAT, restore
 
 CPU = {"accelerator": "cpu"}
 
@@ -99,7 +99,9 @@ def test_with_another_precision():
 
 
 def test_with_fp8_it_is_refused():
-    with pytest.raises(ConfigError, match=r"found no linear layer in Net; expected a plain nn.Linear that no precision"):
+    with pytest.raises(
+        ConfigError, match=r"found no linear layer in Net; expected a plain nn.Linear that no precision"
+    ):
         fit(Int8QAT(modules=[], skip=["net.4"]), precision="fp8")
 
 

@@ -1,4 +1,4 @@
-"""`transformer-engine`: refused without CUDA, its options, and which layers are replaced (by a stand-in of the engine)."""
+"""`transformer-engine`: refused without CUDA, its options, and which layers are replaced, by a stand-in."""
 
 import contextlib
 import sys
@@ -6,16 +6,16 @@ import types
 
 import pytest
 import torch
+from stratagem_transformer_engine import TransformerEnginePrecision, float16
 from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
-from stratagem_testing.conformance import Conformance
 from stratagem_testing import run_in_processes
+from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, Tied, joined_batches
 from stratagem_testing.training import QUIET
-from stratagem_transformer_engine import TransformerEnginePrecision, float16
 
 NAMES = ("transformer-engine", "transformer-engine-float16")
 CPU = torch.device("cpu")
@@ -32,16 +32,17 @@ def test_on_a_cpu_it_is_refused_in_one_sentence_that_names_fp8(name):
         trainer.fit(Net(), joined_batches(2, 8))
 
     assert str(refused.value) == (
-        "precision is 'transformer-engine', and the device is cpu; expected a CUDA GPU with fp8 matrix products (compute "
-        'capability 8.9 or higher); use precision="fp8" (pip install stratagem-torchao), which also runs without CUDA, or '
-        '"bf16-mixed".'
+        "precision is 'transformer-engine', and the device is cpu; expected a CUDA GPU with fp8 matrix products "
+        '(compute capability 8.9 or higher); use precision="fp8" (pip install stratagem-torchao), which also runs '
+        'without CUDA, or "bf16-mixed".'
     )
 
 
 def _refusal(rank, world_size, strategy):
-    with pytest.raises(ConfigError) as refused, sg.Run(
-        accelerator="cpu", strategy=strategy, devices=world_size, precision="transformer-engine"
-    ) as run:
+    with (
+        pytest.raises(ConfigError) as refused,
+        sg.Run(accelerator="cpu", strategy=strategy, devices=world_size, precision="transformer-engine") as run,
+    ):
         run.setup(Net())
     return str(refused.value)
 
@@ -63,7 +64,9 @@ def test_the_engine_is_not_imported_to_choose_it():
 
 def test_without_the_engine_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(ConfigError, match=r'cannot be imported.*transformer_engine\[pytorch\]", or use precision="fp8"'):
+    with pytest.raises(
+        ConfigError, match=r'cannot be imported.*transformer_engine\[pytorch\]", or use precision="fp8"'
+    ):
         TransformerEnginePrecision().prepare_module(Net(), None)
 
 
@@ -93,7 +96,10 @@ def test_dtypes_may_be_those_of_torch_or_their_names():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weights_dtype": "bfloat61"}, "precision.transformer-engine.weights_dtype is 'bfloat61'; expected 'bfloat16'"),
+        (
+            {"weights_dtype": "bfloat61"},
+            "precision.transformer-engine.weights_dtype is 'bfloat61'; expected 'bfloat16'",
+        ),
         ({"weights_dtype": torch.float32}, "weights_dtype is 'float32'; expected 'bfloat16' or 'float16'"),
         ({"fallback_compute_dtype": "fp8"}, "fallback_compute_dtype is 'fp8'"),
         ({"recipe": "HYBRID"}, "recipe is 'HYBRID'; expected a mapping"),
@@ -213,10 +219,11 @@ def test_layers_that_fit_are_replaced_with_their_parameters_and_the_others_are_n
     assert type(module["attention"].out_proj).__name__ == "NonDynamicallyQuantizableLinear"
     assert dict(module.named_parameters()).keys() == before.keys()
     assert all(torch.equal(p, before[name].bfloat16()) for name, p in module.named_parameters())
-    assert run.printed == [
+    (line,) = run.printed
+    assert line == (
         "precision 'transformer-engine' replaced 3 layers; kept: scale_only (has no weight or bias), two_dimensions "
         "(normalizes 2 dimensions), head (32 x 10, not multiples of 16)"
-    ]
+    )
 
 
 def test_state_has_the_names_of_the_plain_module(entered):

@@ -29,8 +29,8 @@ MULTIPLE = 16
 class Float8Precision(Precision):
     """Compute linear layers in fp8 with torchao, and the rest in bf16.
 
-    Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Parameters keep their names and dtype: checkpoints can be
-    loaded under any precision.
+    Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Parameters keep their names: checkpoints can be loaded
+    under any precision.
     """
 
     replaces_layers: ClassVar[bool] = True
@@ -38,8 +38,8 @@ class Float8Precision(Precision):
     #: `tensorwise` has one scale for a tensor and is fastest, `rowwise` one for each row, which is more accurate;
     #: `rowwise_with_gw_hp` also computes the gradients of weights in bf16, and is the most accurate.
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    #: Round to fp8 and multiply in the wider dtype: the rounding of fp8 without its speed. None: where the device has no
-    #: fp8 matrix products.
+    #: Round to fp8 and multiply in the wider dtype: the rounding of fp8 without its speed. None: where the device has
+    #: no fp8 matrix products.
     emulate: bool | None = None
     #: Patterns of names of the linear layers to compute in fp8, such as `blocks.*.feed`; none is all of them.
     modules: list[str] = field(factory=list)
@@ -92,7 +92,7 @@ class Float8Precision(Precision):
         emulate = not _has_fp8(run.device, self.recipe) if self.emulate is None else self.emulate
         if not emulate and run.device.type == "cuda" and not _has_fp8(run.device, self.recipe):
             raise ConfigError(
-                f"precision.fp8.emulate is False, and {torch.cuda.get_device_name(run.device)} has no fp8 matrix products",
+                f"precision.fp8.emulate is False, and {torch.cuda.get_device_name(run.device)} has no fp8 products",
                 expected=f"a GPU that has them for recipe {self.recipe!r}",
                 do='drop it to emulate them, or use precision="bf16-mixed"',
             )

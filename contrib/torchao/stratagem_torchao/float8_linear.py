@@ -14,7 +14,7 @@ from torchao.float8.float8_linear import Float8Linear
 class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
     """A linear layer in fp8 whose input is cast as ``nn.Linear`` casts it under autocast.
 
-    torchao's own layer looks only at the autocast of GPUs, and its tensors cannot be cast by autocast in inference mode.
+    torchao's own layer looks only at the autocast of GPUs, and autocast cannot cast its tensors in inference mode.
     """
 
     #: The recipe, and whether fp8 is emulated.

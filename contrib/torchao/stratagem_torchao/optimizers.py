@@ -46,7 +46,7 @@ class _PlainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with codes and scales as tensors of their own."""
-        state = super().state_dict()  # type: ignore[misc]
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"state": {number: _plain(entry) for number, entry in state["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

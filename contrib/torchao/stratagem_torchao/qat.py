@@ -15,6 +15,7 @@ from stratagem_torchao.layers import linear_layers, load, replace, restore, sele
 if TYPE_CHECKING:
     from stratagem.api import RunContext
 
+
 @define(eq=False, kw_only=True)
 class Int8QAT(Callback):
     """Round weights and inputs of linear layers to integers in forward; gradients ignore the rounding.
@@ -83,9 +84,10 @@ class Int8QAT(Callback):
                 do="drop the callback, or the precision that replaces layers",
             )
         for name in chosen:
-            if self.group_size is not None and layers[name].in_features % self.group_size:
+            inputs = layers[name].in_features
+            if self.group_size is not None and inputs % self.group_size:
                 raise ConfigError(
-                    f"callbacks.int8_qat.group_size is {self.group_size}, and {name} has {layers[name].in_features} inputs",
+                    f"callbacks.int8_qat.group_size is {self.group_size}, and {name} has {inputs} inputs",
                     expected="a divisor of the number of inputs",
                     do=f'use another group_size, or skip=["{name}"]',
                 )
@@ -96,7 +98,7 @@ class Int8QAT(Callback):
         from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
         from torchao.quantization.granularity import PerAxis, PerGroup
 
-        dtype = torch.int8 if self.weight_bits == 8 else torch.int4
+        dtype = torch.int8 if self.weight_bits == 8 else torch.int4  # type: ignore[attr-defined]  # missing in the stubs
         granularity = PerAxis(0) if self.group_size is None else PerGroup(self.group_size)
         if self.activations:
             return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)

@@ -42,13 +42,15 @@ class TransformerEnginePrecision(Precision):
     #: Dtype of the weights and of what is not in fp8: `float16` has more digits, and gradients that may overflow, since
     #: the loss is not scaled. A torch dtype is accepted too.
     weights_dtype: Literal["bfloat16", "float16"] | torch.dtype = field(default="bfloat16", converter=_dtype_name)
-    #: Arguments of the engine's `DelayedScaling`, such as `{"fp8_format": "HYBRID", "amax_history_len": 16}`, or a recipe
-    #: of the engine; None is its default. A longer history is steadier and slower to adapt.
+    #: Arguments of the engine's `DelayedScaling`, such as `{"fp8_format": "HYBRID", "amax_history_len": 16}`, or a
+    #: recipe of the engine; None is its default. A longer history is steadier and slower to adapt.
     recipe: Any = None
     #: Replace layers; False expects a module that uses layers of the engine. None replaces them unless there are some.
     replace_layers: bool | None = None
     #: Dtype of operations outside of the engine's layers; None is `weights_dtype`. A torch dtype is accepted too.
-    fallback_compute_dtype: Literal["bfloat16", "float16"] | torch.dtype | None = field(default=None, converter=_dtype_name)
+    fallback_compute_dtype: Literal["bfloat16", "float16"] | torch.dtype | None = field(
+        default=None, converter=_dtype_name
+    )
 
     def __attrs_post_init__(self) -> None:
         for name in ("weights_dtype", "fallback_compute_dtype"):
@@ -90,10 +92,11 @@ class TransformerEnginePrecision(Precision):
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
         engine = _engine()
+        name = type(module).__name__
         own = [part for part in module.modules() if type(part).__module__.startswith("transformer_engine.")]
         if self.replace_layers and own:
             raise ConfigError(
-                f"precision.transformer-engine.replace_layers is True, and {type(module).__name__} has layers of the engine",
+                f"precision.transformer-engine.replace_layers is True, and {name} has layers of the engine",
                 expected="a module without them, or replace_layers=False",
                 do="drop it: layers are replaced where there are none",
             )
@@ -101,8 +104,7 @@ class TransformerEnginePrecision(Precision):
             self._replace(module, run)
         elif not own and not any(isinstance(part, engine.Linear) for part in module.modules()):
             raise ConfigError(
-                f"precision.transformer-engine.replace_layers is False, and {type(module).__name__} has no layers of the "
-                "engine",
+                f"precision.transformer-engine.replace_layers is False, and {name} has no layers of the engine",
                 expected="layers of transformer_engine.pytorch: nothing else is computed in fp8",
                 do="drop it",
             )

@@ -182,7 +182,7 @@ class Precision(Plugin):
     """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself."""
 
     kind: ClassVar[str] = "precision"
-    #: It replaces layers, which no strategy does for it: its hooks are called even if a strategy would apply its policy.
+    #: It replaces layers, which no strategy does for it: its hooks are called even if a strategy absorbs its policy.
     replaces_layers: ClassVar[bool] = False
 
     def policy(self) -> PrecisionPolicy:
