@@ -62,7 +62,7 @@ def test_two_processes_train_as_one_does(arguments):
     assert relative_difference(ddp[0], ddp[1]) == 0
     assert relative_difference(fsdp[0], ddp[0]) < 1e-5
     assert relative_difference(ddp[0], alone) < 2e-3  # sums in bf16, in another order
-    assert relative_difference(plain, alone) > 2e-3  # it is in fp8
+    assert relative_difference(plain, alone) > 5e-4  # it is in fp8; clipping makes steps small
 
 
 def _layers(rank, size, strategy, precision):
@@ -207,7 +207,7 @@ def test_emulated_products_are_those_of_the_device(recipe):
     plain(x).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
 
-    assert relative_difference(found[0], found[1]) < 0.02  # powers of two that round differently
+    assert relative_difference(found[0], found[1]) < 0.03  # rows are multiplied into bf16
     assert 0.001 < relative_difference(found[0], expected) < 0.15
 
 

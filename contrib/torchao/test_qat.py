@@ -45,20 +45,6 @@ def test_the_converted_module_computes_what_the_rounded_one_did(bits, activation
     assert type(module.net[0].weight).__name__ == "IntxUnpackedToInt8Tensor"
 
 
-def test_rounding_in_training_beats_rounding_afterwards():
-    x, y = data(256, seed=9)
-    losses = []
-    for callbacks in ([Int8QAT(weight_bits=4)], []):
-        trainer = sg.Trainer(**(QUIET | {"max_epochs": 15}), **CPU, devices=1, callbacks=callbacks)
-        module = Net()
-        trainer.fit(module, joined_batches(16, 24))
-        Int8QAT(weight_bits=4).convert(module.eval())
-        with torch.no_grad():
-            losses.append(float(Net.criterion(module(x), y)))
-
-    assert losses[0] < losses[1]
-
-
 def _train(rank, size, strategy, arguments):
     chosen = QUIET | CPU | {"devices": size, "strategy": strategy, "callbacks": ["int8_qat"]} | arguments
     return train(rank, size, Net, joined_batches(6, 24), chosen)["weights"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchao.float8.float8_linear import Float8Linear
 class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
     """A linear layer in fp8 whose input is cast as ``nn.Linear`` casts it under autocast.
 
-    torchao's own layer looks only at the autocast of GPUs, and autocast cannot cast its tensors in inference mode.
+    torchao's own layer looks only at the autocast of GPUs, and inference mode cannot cast or reshape its tensors.
     """
 
     #: The recipe, and whether fp8 is emulated.
@@ -22,10 +23,14 @@ class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao has n
 
     def forward(self, input: torch.Tensor) -> Any:  # noqa: A002 - the name in nn.Linear
         device = input.device.type
-        if not torch.is_autocast_enabled(device):
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(device):
+                input = input.to(torch.get_autocast_dtype(device))  # noqa: A001
+                stack.enter_context(torch.autocast(device, enabled=False))
             return super().forward(input)
-        with torch.autocast(device, enabled=False):
-            return super().forward(input.to(torch.get_autocast_dtype(device)))
 
 
 def converted(layer: nn.Linear, recipe: str, *, emulate: bool) -> AutocastFloat8Linear:
