@@ -10,6 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.checkpoint.state_checks import check_weights_fit
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.training import trainer_state
 from stratagem_testing.reference import Net, joined_batches
@@ -245,3 +246,25 @@ def test_after_close_there_is_no_optimizer_to_save(trainer):
     with pytest.raises(ConfigError, match=r"save_checkpoint was called after close\(\)"):
         trainer_state.dump(trainer._state)
     assert "state_dict" in trainer_state.dump(trainer._state, weights_only=True)
+
+
+# --- Weights in another form -------------------------------------------------------------------------------------
+
+
+class Packed(torch.nn.Module):
+    """Holds its weight as integers of another shape; in a state it is floating point."""
+
+    loads_converted = ("weight",)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+
+
+def test_what_a_part_converts_is_not_checked_before():
+    model = torch.nn.ModuleDict({"packed": Packed(), "plain": torch.nn.Linear(2, 2)})
+    weights = {"packed.weight": torch.zeros(2, 4), "plain.bias": torch.zeros(2)}
+    check_weights_fit(weights, model)
+
+    with pytest.raises(CheckpointError, match=r"'plain.bias'.* has dtype torch.int64"):
+        check_weights_fit(weights | {"plain.bias": torch.zeros(2, dtype=torch.long)}, model)

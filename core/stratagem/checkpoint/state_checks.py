@@ -65,6 +65,9 @@ def check_structure(state: Any, path: Any) -> None:
 def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any = "the checkpoint") -> None:
     """Check that each tensor of `weights` has the kind of dtype and the shape of the tensor of that name in `module`.
 
+    Tensors that a part of `module` names in its attribute ``loads_converted`` are left to what answers the hook
+    `load_model_state`: the part holds them in another form, such as packed integers.
+
     Raises:
         CheckpointError: names the tensor.
     """
@@ -72,8 +75,13 @@ def check_weights_fit(weights: Mapping[str, Any], module: nn.Module, path: Any =
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+    converted = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in getattr(part, "loads_converted", ())
+    }
     for name, value in weights.items():
-        if name not in own:
+        if name not in own or name in converted:
             continue
         mine = own[name].dtype
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):

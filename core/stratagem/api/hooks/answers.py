@@ -199,7 +199,11 @@ def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
 
 @hookspec(firstresult=True)
 def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, run: RunContext) -> bool:
-    """Answer (strategy): put logical `state` into the model; return True. Collective."""
+    """Answer (strategy): put logical `state` into the model; return True. Collective.
+
+    Dtypes and shapes were checked, except those of tensors that a part of the model names in ``loads_converted``. A
+    precision that keeps weights in another form, such as packed integers, answers this and `model_state`.
+    """
 
 
 @hookspec(firstresult=True)
