@@ -43,6 +43,18 @@ class PrecisionConformance(Conformance):
     #: Largest relative difference of any weight from fp32 after a few steps; by default from the policy's dtypes.
     tolerance: ClassVar[float | None] = None
 
+    def prepare(self, module: sg.Module) -> sg.Module:
+        """Return the module to train, given one of the kit; called in each process, and for the reference in fp32.
+
+        Override it where the precision changes values before training, such as weights that it rounds and freezes:
+        round and freeze them here, in fp32. The layers of the kit's modules are linear.
+        """
+        return module
+
+    def maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that makes what `prepare` returns for ``make()``."""
+        return lambda: self.prepare(make())
+
     # --- The policy ----------------------------------------------------------------------------------------------
 
     def test_its_policy_is_honest_about_loss_scaling(self) -> None:
@@ -52,7 +64,7 @@ class PrecisionConformance(Conformance):
 
     def test_dtypes_are_those_of_the_policy(self) -> None:
         """The dtypes of parameters and buffers, and of a matrix product in training and in evaluation."""
-        seen = self.run_in(_dtypes, 1, self._arguments(1))[0]
+        seen = self.run_in(_dtypes, 1, self._arguments(1), self.maker(_RecordsDtypes))[0]
         policy = self.policy
 
         assert seen["parameters"] == {str(policy.param_dtype or torch.float32)}
@@ -73,7 +85,9 @@ class PrecisionConformance(Conformance):
 
         results = self._train(world_size, Net, batches)
 
-        difference = self._compare(results, lambda used: train_module_plainly(Net(), [batches[i] for i in used])[0])
+        difference = self._compare(
+            results, lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used])[0]
+        )
         narrow = {self.policy.compute_dtype, self.policy.param_dtype} & {torch.float16, torch.bfloat16}
         if narrow:
             assert difference > 1e-6, "equal to fp32: nothing was computed in fewer bits"
@@ -85,17 +99,17 @@ class PrecisionConformance(Conformance):
 
         self._compare(
             self._train(world_size, Net, batches, gradient_clip_val=0.5),
-            lambda used: train_module_plainly(Net(), [batches[i] for i in used], max_norm=0.5)[0],
+            lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_norm=0.5)[0],
         )
         self._compare(
             self._train(world_size, Net, batches, **by_value),
-            lambda used: train_module_plainly(Net(), [batches[i] for i in used], max_value=0.05)[0],
+            lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_value=0.05)[0],
         )
 
     def test_returns_the_norm_before_clipping(self) -> None:
         batches = joined_batches(4, _BATCH)
-        _, norms = train_module_plainly(Net(), batches)
-        got = self.run_in(_norms, 1, self._arguments(1), batches)[0]
+        _, norms = train_module_plainly(self.prepare(Net()), batches)
+        got = self.run_in(_norms, 1, self._arguments(1), self.maker(Net), batches)[0]
 
         assert any(abs(norm / norms[0] - 1) < 0.05 for norm in got), f"{got}, and plain PyTorch has {norms}"
 
@@ -106,7 +120,7 @@ class PrecisionConformance(Conformance):
         # `used` lacks the last batch of each window whose step was skipped.
         kept = [batch for first in range(0, 12, 2) for batch in batches[first : first + 2] if first + 1 in used]
 
-        self._compare(results, lambda _: train_module_plainly(Net(), kept, accumulate=2)[0])
+        self._compare(results, lambda _: train_module_plainly(self.prepare(Net()), kept, accumulate=2)[0])
 
     def test_two_optimizers_by_hand(self) -> None:
         """A GAN: the precision's state for one optimizer's step must not affect the other's."""
@@ -117,14 +131,14 @@ class PrecisionConformance(Conformance):
                 "its first steps overflow, as with loss scaling, and which optimizer's was skipped is not recorded"
             )
 
-        self._compare(results, lambda _: train_gan_plainly(batches))
+        self._compare(results, lambda _: train_gan_plainly(batches, self.prepare(Gan())))
 
     def test_small_gradients_survive(self) -> None:
         """Gradients around 1e-8 are zero in fp16, unless the loss was scaled and the gradients unscaled."""
         if not self.claims(LOSS_SCALING):
             pytest.skip("it does not scale the loss")
-        expected = _tiny_gradients(Net())
-        got = self.run_in(_scaled_gradients, 1, self._arguments(1))[0]
+        expected = _tiny_gradients(self.prepare(Net()))
+        got = self.run_in(_scaled_gradients, 1, self._arguments(1), self.maker(Net))[0]
 
         assert expected.norm() > 0
         assert float((got - expected).norm() / expected.norm()) < 0.05, "scaled too little, or not unscaled"
@@ -152,8 +166,8 @@ class PrecisionConformance(Conformance):
         whole = self._train(1, Net, batches)
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
             path = Path(folder) / "half.ckpt"
-            self.run_in(_first_half, 1, self._arguments(1), batches[:5], path)
-            rest = self.run_in(_second_half, 1, self._arguments(1), batches[5:], path)
+            self.run_in(_first_half, 1, self._arguments(1), self.maker(Net), batches[:5], path)
+            rest = self.run_in(_second_half, 1, self._arguments(1), self.maker(lambda: Net(seed=3)), batches[5:], path)
 
         assert relative_difference(rest[0], whole[0]["weights"]) < 1e-6
 
@@ -164,10 +178,10 @@ class PrecisionConformance(Conformance):
 
     def test_validates_like_fp32(self, world_size: int) -> None:
         samples = data(world_size * 12, seed=8)
-        wanted = loss_of(Net()(samples[0]), samples[1]).item()
+        wanted = loss_of(self.prepare(Net())(samples[0]), samples[1]).item()
         limit = 2 * self._tolerance()
 
-        for got in self.run_in(_validate, world_size, self._arguments(world_size), samples):
+        for got in self.run_in(_validate, world_size, self._arguments(world_size), self.maker(Net), samples):
             assert got == pytest.approx(wanted, rel=max(limit, 1e-5))
 
     # --- Helpers -------------------------------------------------------------------------------------------------
@@ -181,7 +195,7 @@ class PrecisionConformance(Conformance):
         return self.tolerance if self.tolerance is not None else tolerance_of(self.policy)
 
     def _train(self, world_size: int, make: Callable[[], sg.Module], batches: list[Batch], **arguments: Any) -> Any:
-        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), make, batches)
+        return self.run_in(_train, world_size, self._arguments(world_size, **arguments), self.maker(make), batches)
 
     def _compare(self, results: Any, reference: Callable[[list[int]], dict[str, Tensor]]) -> float:
         """Assert equal weights on all ranks, close to ``reference(batches used)``; return the difference."""
@@ -243,11 +257,11 @@ class _RecordsDtypes(Net):
         self.seen["train" if self.training else "validate"].add(str(output.dtype))
 
 
-def _dtypes(rank: int, size: int, choose: dict[str, Any]) -> Any:
-    trainer, module = sg.Trainer(**choose), _RecordsDtypes()
+def _dtypes(rank: int, size: int, choose: dict[str, Any], make: Any) -> Any:
+    trainer, module = sg.Trainer(**choose), make()
     batches = share(trainer, joined_batches(3, _BATCH))
     trainer.fit(module, batches, batches)
-    return module.seen | {"parameters": {str(parameter.dtype) for parameter in module.parameters()}}
+    return module.seen | {"parameters": {str(p.dtype) for p in module.parameters() if p.is_floating_point()}}
 
 
 def _transfer(rank: int, size: int, choose: dict[str, Any]) -> Any:
@@ -262,15 +276,15 @@ def _transfer(rank: int, size: int, choose: dict[str, Any]) -> Any:
     }
 
 
-def _own_run(choose: dict[str, Any]) -> tuple[sg.Run, Any, Any]:
+def _own_run(choose: dict[str, Any], make: Any) -> tuple[sg.Run, Any, Any]:
     run = sg.Run(accelerator=choose["accelerator"], precision=choose["precision"])
-    module = Net()
+    module = make()
     model, optimizer = run.setup(module, module.configure_optimizers())
     return run, model, optimizer
 
 
-def _norms(rank: int, size: int, choose: dict[str, Any], batches: Any) -> list[float]:
-    run, model, optimizer = _own_run(choose)
+def _norms(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> list[float]:
+    run, model, optimizer = _own_run(choose, make)
     norms = []
     for _ in range(8):  # the same batch, until a loss scale that overflows has been reduced
         for x, y in run.dataloader(part(batches[:1], 0, 1)):
@@ -282,30 +296,30 @@ def _norms(rank: int, size: int, choose: dict[str, Any], batches: Any) -> list[f
     return norms
 
 
-def _tiny_gradients(module: Net, run: Any = None, model: Any = None) -> Tensor:
+def _tiny_gradients(module: sg.Module, run: Any = None, model: Any = None) -> Tensor:
     x, y = data(_BATCH, seed=3)
     loss = loss_of((model or module)(x), y) * 1e-8
     loss.backward() if run is None else run.backward(loss)
     return torch.cat([p.grad.flatten().float() for p in module.parameters() if p.grad is not None])
 
 
-def _scaled_gradients(rank: int, size: int, choose: dict[str, Any]) -> Tensor:
-    run, model, optimizer = _own_run(choose)
+def _scaled_gradients(rank: int, size: int, choose: dict[str, Any], make: Any) -> Tensor:
+    run, model, optimizer = _own_run(choose, make)
     _tiny_gradients(run.context.module, run, model)  # type: ignore[arg-type]
     run.clip_gradients(optimizer, max_value=1e30)  # unscales
     assert run.context.module is not None
     return torch.cat([p.grad.flatten().float() for p in run.context.module.parameters() if p.grad is not None])
 
 
-def _first_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> None:
+def _first_half(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, path: Path) -> None:
     trainer = sg.Trainer(**choose)
-    trainer.fit(Net(), batches)
+    trainer.fit(make(), batches)
     trainer.save_checkpoint(path)
 
 
-def _second_half(rank: int, size: int, choose: dict[str, Any], batches: Any, path: Path) -> Any:
+def _second_half(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any, path: Path) -> Any:
     trainer = sg.Trainer(**(choose | {"max_epochs": 2}))
-    trainer.fit(Net(seed=3), batches, ckpt_path=path)
+    trainer.fit(make(), batches, ckpt_path=path)
     return weights_of(trainer)
 
 
@@ -321,8 +335,8 @@ def _global_state(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str
     return found
 
 
-def _validate(rank: int, size: int, choose: dict[str, Any], samples: Any) -> float:
+def _validate(rank: int, size: int, choose: dict[str, Any], make: Any, samples: Any) -> float:
     from stratagem_testing.training import loader
 
-    loss: float = sg.Trainer(**choose).validate(Net(), loader(samples, 6))[0]["val_loss"]
+    loss: float = sg.Trainer(**choose).validate(make(), loader(samples, 6))[0]["val_loss"]
     return float(loss)
