@@ -115,7 +115,7 @@ def wrong_on(rank, size, how):
     ("how", "message"),
     [
         ("none", "callbacks.optuna_pruning.trial is NoneType on rank 0"),
-        ("monitor", "which nobody logged; expected one of train_loss, val_loss; did you mean 'val_loss'"),
+        ("monitor", "which nobody logged; expected one of val_loss; did you mean 'val_loss'"),
         ("multi", "multi-objective"),
     ],
 )  # fmt: skip

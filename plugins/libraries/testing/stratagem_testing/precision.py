@@ -43,7 +43,7 @@ class PrecisionConformance(Conformance):
     #: Largest relative difference of any weight from fp32 after a few steps; by default from the policy's dtypes.
     tolerance: ClassVar[float | None] = None
 
-    def prepare(self, module: sg.Module) -> sg.Module:
+    def prepare(self, module: Any) -> Any:
         """Return the module to train, given one of the kit; called in each process, and for the reference in fp32.
 
         Override it where the precision changes values before training, such as weights that it rounds and freezes:
