@@ -48,7 +48,7 @@ class _Quantized(Precision):
     #: and read under the same precision only.
     checkpoint: Literal["dequantized", "quantized"] = "dequantized"
 
-    absorbable = False
+    replaces_layers: ClassVar[bool] = True
     #: Name of this precision in messages.
     _mode: ClassVar[str]
     _is_frozen: ClassVar[bool] = True
