@@ -156,7 +156,7 @@ def test_plugins_that_messages_tell_to_choose_exist():
             known = (
                 {entry.name for entry in registry.entries(argument)}
                 | {"auto"}
-                | {*catalog._catalog()["spellings"], *table("plugins")}
+                | {*catalog._catalog()["spellings"], *table("plugins"), *catalog.providers(argument)}
             )
             assert name in known or file in ("lightning.py", "arguments.py"), f"{file}: {text}"
     assert checked > 10

@@ -39,6 +39,7 @@ ACCEPTED = {name: {"True"} for name in SWITCHES} | {
     "plugins": {"[]"},
     "comm_hook": {"[]"},
     "profiler": {"[]"},
+    "compile": {"True", "{}"},  # with its defaults
 }
 
 #: What an option of a plugin accepts although its type alone would not say so, and why.
@@ -50,6 +51,7 @@ PLUGINS_ACCEPT = {
     "model_summary.max_depth": {"-1"},  # all
     "gradient_accumulation_scheduler.scheduling": {"{1: 2}"},
     "lambda.on": {"{}"},  # functions for no event
+    "compile.options": {"{}"},  # inductor's defaults
     "deepspeed.config": {"{}"},  # DeepSpeed's defaults
     "deepspeed.logging_level": {"-1"},  # a level of Python's logging is any integer
 }

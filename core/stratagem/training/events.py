@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api import hooks
-from stratagem.training.module import EVENTS, overrides
+from stratagem.training.event_names import EVENTS
+from stratagem.training.module import overrides
 
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState

@@ -17,8 +17,9 @@ from stratagem.errors import ConfigError
 from stratagem.stack.lightning_callbacks import Instead, refuse
 from stratagem.training.custom_step import STEP_METHODS
 from stratagem.training.datamodule import DataModule
+from stratagem.training.event_names import EVENTS
 from stratagem.training.events import arguments_of, by_name
-from stratagem.training.module import EVENTS, Module, overrides
+from stratagem.training.module import Module, overrides
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack

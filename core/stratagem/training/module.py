@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
 
 
-#: Methods of a module that are called when the hook of the same name is, without `trainer`, `module` and `run`.
-EVENTS = (
-    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_sanity_check_start", "on_sanity_check_end",
-    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
-    "on_validation_epoch_end", "on_validation_end",
-    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
-    "on_test_end",
-    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
-    "on_predict_epoch_end", "on_predict_end",
-    "on_save_checkpoint", "on_load_checkpoint", "on_exception",
-)  # fmt: skip
-
-
 #: Properties that raise an error without a trainer, or without one that has them.
 _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger"}
 
@@ -50,7 +34,7 @@ _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_st
 class Module(nn.Module):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
-    A module may also define any of the methods in `EVENTS`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
+    A module may also define any of the methods in `event_names`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
     and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
     A method of Lightning's that would not be called is refused when a run starts: see
     `stratagem.training.lightning_names`.

@@ -267,7 +267,9 @@ def _check_modules(wanted: Any) -> None:
         check_policy(wanted, f"{_PATH}.modules")
         return
     parts = [wanted] if isinstance(wanted, str | type) else list(wanted)
-    if not parts or not all(isinstance(each, type) or (isinstance(each, str) and each) for each in parts):
+    if not parts or not all(
+        isinstance(each, type) or (isinstance(each, str) and each and each.isprintable()) for each in parts
+    ):
         raise ConfigError(
             f"{_PATH}.modules is {shown(wanted)}", expected="classes, names of classes, or patterns of names of parts"
         )
