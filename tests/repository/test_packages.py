@@ -43,7 +43,7 @@ OPTIONAL = {
     ("stratagem-environments-schedulers", "mpi", "mpi4py"),
 }
 #: Of no use without a library that pip does not install: in no set.
-OF_ANOTHER_LIBRARY = {"mpi4py"}
+OF_ANOTHER_LIBRARY = {"mpi4py", "transformer-engine"}
 #: Engines that users install in another way: built by a script, or from a vendor's index; imported in modules of their own.
 INSTALLED_APART = {"stratagem-horovod": {"horovod"}, "stratagem-transformer-engine": {"transformer-engine"}}
 #: Packages of contrib/ whose engine needs one version of torch.

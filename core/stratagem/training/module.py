@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from stratagem.api.context import TrainerView
     from stratagem.training.fit_state import FitState
 
-
 #: Properties that raise an error without a trainer, or without one that has them.
 _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger"}
 
@@ -34,8 +33,8 @@ _OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_st
 class Module(nn.Module):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
-    A module may also define any of the methods in `event_names`, such as ``on_train_epoch_end(self)``, and ``setup(stage)``
-    and ``teardown(stage)``, called at the beginning and the end of fit, validate, test and predict in every process.
+    A module may also define any of the methods in `event_names`, such as ``on_train_epoch_end(self)``, ``setup(stage)``
+    and ``teardown(stage)``: called at the beginning and the end of fit, validate, test and predict in every process.
     A method of Lightning's that would not be called is refused when a run starts: see
     `stratagem.training.lightning_names`.
     """

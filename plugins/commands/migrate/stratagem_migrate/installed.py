@@ -54,7 +54,8 @@ def trainer_attributes() -> frozenset[str]:
 @cache
 def module_attributes() -> frozenset[str]:
     """Return the methods that a module may define, and those that it inherits."""
-    from stratagem.training.module import EVENTS, Module
+    from stratagem.training.event_names import EVENTS
+    from stratagem.training.module import Module
 
     return frozenset(dir(Module)) | frozenset(EVENTS) | _OPTIONAL_METHODS
 
@@ -79,7 +80,7 @@ def hooks() -> Mapping[str, tuple[str, ...]]:
 @cache
 def events() -> frozenset[str]:
     """Return the events for which a module may define a method."""
-    from stratagem.training.module import EVENTS
+    from stratagem.training.event_names import EVENTS
 
     return frozenset(EVENTS)
 
