@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Generator, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define
@@ -30,8 +31,8 @@ MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 #: Backends that need no search among installed ones, which imports torch's compiler.
 _BACKENDS: Final = ("inductor", "aot_eager", "eager", "cudagraphs")
 _PATH: Final = "compile"
-#: Attribute of a module that this plugin compiled: the arguments of `torch.compile`.
-_MARK: Final = "_stratagem_compiled"
+#: The arguments of `torch.compile` for each module that this plugin compiled; not in the module, which may be pickled.
+_COMPILED: Final[WeakKeyDictionary[nn.Module, dict[str, Any]]] = WeakKeyDictionary()
 
 
 @define(eq=False, kw_only=True)
@@ -129,7 +130,7 @@ class Compile(Callback):
 
     def _compile(self, part: nn.Module, module: nn.Module) -> None:
         arguments = self._arguments(len(list(module.modules())))
-        earlier = part.__dict__.get(_MARK)
+        earlier = _COMPILED.get(part)
         if earlier == arguments and part._compiled_call_impl is not None:
             return
         if part._compiled_call_impl is not None and earlier is None:
@@ -140,7 +141,7 @@ class Compile(Callback):
             )
         else:
             part.compile(**arguments)
-        part.__dict__[_MARK] = arguments
+        _COMPILED[part] = arguments
 
 
 def chosen(module: nn.Module, wanted: Any) -> list[nn.Module]:
