@@ -1,0 +1,190 @@
+"""Pipelines in one process with FairScale's Pipe: an nn.Sequential is cut over devices, a batch into micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from stratagem.api import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
+    FULL_STATE,
+    MANUAL_OPTIMIZATION,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    Capabilities,
+    Strategy,
+    hookimpl,
+)
+from stratagem.api.validators import at_least
+from stratagem.errors import ConfigError, shown
+from stratagem_fairscale.installed import check_installed
+
+if TYPE_CHECKING:
+    from attrs import Attribute
+
+    from stratagem.api import RunContext
+
+_PATH = "strategy.fairscale_pipe"
+_INSTEAD = 'choose strategy="pipeline_parallel"'
+
+
+def _check_balance(_: Any, __: Attribute[Any], value: Any) -> None:
+    numbers = isinstance(value, list | tuple) and value and all(type(each) is int and each >= 1 for each in value)
+    if value is not None and not numbers:
+        raise ConfigError(
+            f"{_PATH}.balance is {shown(value)}",
+            expected="how many layers each partition has, such as [3, 2]",
+            do=f"give numbers, or {_INSTEAD}, which can balance by size and by time",
+        )
+
+
+@define(eq=False, kw_only=True)
+class FairScalePipeStrategy(Strategy):
+    """Cut `sequential_module` into partitions on several devices; micro-batches go through them one after another.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019.
+    """
+
+    #: How many layers each partition has. None: the module's attribute `balance`, or one device for all layers.
+    balance: list[int] | None = field(default=None, validator=_check_balance)
+    #: Number of micro-batches of a batch. More keep more devices busy, and layers compute on fewer samples at a time.
+    chunks: int = field(default=1, validator=at_least(1))
+    #: For which micro-batches activations are computed again in backward, to save memory.
+    checkpoint: Literal["always", "except_last", "never"] = "except_last"
+    #: The device of each partition. None: the run's devices in order; on a CPU all partitions are on it.
+    devices: list[str] | None = None
+
+    _undo: list[Callable[[], None]] = field(init=False, factory=list)
+
+    process_per_device = False
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE,
+            MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS, NO_SYNC,
+        }
+    )  # fmt: skip
+
+    @hookimpl
+    def on_connect(self) -> None:
+        check_installed("fairscale_pipe", "pipeline_parallel")
+
+    @hookimpl
+    def wrap_model(self, module: nn.Module, run: RunContext) -> nn.Module:
+        assert run.module is not None, "set before wrap_model is called"
+        self._release()
+        module = module.to(run.device)
+        layers = _sequence(run.module)
+        balance = self.balance or getattr(run.module, "balance", None) or [len(layers)]
+        _check_balance(None, None, balance)  # type: ignore[arg-type]  # that of the module
+        if sum(balance) != len(layers):
+            raise ConfigError(
+                f"{_PATH}.balance is {list(balance)}, for {sum(balance)} layers, and the nn.Sequential has "
+                f"{len(layers)}",
+                expected="numbers with that sum",
+            )
+        pipe = self._pipe(layers, list(balance), self._devices(len(balance), run))
+        vars(layers)["forward"] = _forward(pipe, layers, run.device)
+        self._undo.append(lambda: vars(layers).pop("forward", None))
+        return module
+
+    def _devices(self, number: int, run: RunContext) -> list[torch.device]:
+        given = [torch.device(each) for each in self.devices] if self.devices else list(run.devices)
+        if run.device.type == "cpu" and not self.devices:
+            given = [run.device] * number
+        if len(given) < number:
+            raise ConfigError(
+                f"{_PATH}.balance has {number} partitions, and there are {len(given)} devices",
+                expected="a device for each partition",
+                do="request more devices, or cut the model into fewer partitions",
+            )
+        return given[:number]
+
+    def _pipe(self, layers: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Any:
+        from fairscale.nn import Pipe
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it names a class that torch removed
+            try:
+                return Pipe(layers, balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"FairScale cannot cut this nn.Sequential: {str(error).splitlines()[0]}",
+                    expected="layers that occur once, with parameters of their own",
+                    do=_INSTEAD,
+                ) from error
+
+    @hookimpl
+    def teardown(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("balance", "chunks", "checkpoint", "devices")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # attrs generates it
+
+
+def _sequence(user: nn.Module) -> nn.Sequential:
+    """Return the nn.Sequential that is cut: `sequential_module`, or the only one that `user` has."""
+    given = getattr(user, "sequential_module", None)
+    found = [child for child in user.children() if isinstance(child, nn.Sequential)] if given is None else [given]
+    if len(found) == 1 and isinstance(found[0], nn.Sequential):
+        return found[0]
+    what = f"{len(found)} nn.Sequential" if given is None else f"a {type(given).__name__} as sequential_module"
+    raise ConfigError(
+        f"{type(user).__name__} has {what}, and strategy fairscale_pipe cuts one nn.Sequential",
+        expected="an nn.Sequential of its layers in the attribute sequential_module",
+        do="set self.sequential_module",
+    )
+
+
+def _forward(pipe: Any, layers: nn.Sequential, device: torch.device) -> Callable[[Any], Any]:
+    """Return a forward for `layers` that calls `pipe`, and returns what it returns on `device`."""
+    contexts: list[Callable[[], contextlib.AbstractContextManager[None]]] = [contextlib.nullcontext]
+    for partition in pipe.partitions:
+        vars(partition)["forward"] = _within(contexts, type(partition).forward, partition)
+
+    def forward(value: Any) -> Any:
+        contexts[0] = _autocast_of_this_thread()
+        for partition in pipe.partitions:
+            partition.training = layers.training  # not that of the layers, which a user may have set
+        out = pipe(value)
+        return out.to(device) if isinstance(out, torch.Tensor) else tuple(each.to(device) for each in out)
+
+    return forward
+
+
+def _within(contexts: list[Any], forward: Callable[..., Any], partition: nn.Module) -> Callable[[Any], Any]:
+    def run(value: Any) -> Any:
+        with contexts[0]():
+            return forward(partition, value)
+
+    return run
+
+
+def _autocast_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a maker of contexts with the autocast of this thread. The engine's threads do not inherit it."""
+    states = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in states:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            yield
+
+    return context

@@ -1,0 +1,129 @@
+"""`fairscale_pipe` trains as plain PyTorch, with the precision of the run, and refuses what the engine cannot cut."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem
+from stratagem.errors import ConfigError
+from stratagem_testing import StrategyConformance
+from stratagem_testing.reference import Net, Tied, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.training import QUIET
+
+BATCHES = joined_batches(7, 16)
+PIPE = {"name": "fairscale_pipe", "balance": [2, 3], "chunks": 4}
+
+
+class TestFairScalePipe(StrategyConformance):
+    plugin = "fairscale_pipe"
+
+
+class Balanced(Net):
+    balance = (3, 2)
+
+
+class Recorded(Net):
+    """Records the dtype in which the first layer computes, and its number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.net[0].register_forward_hook(lambda module, inputs, out: self.seen.append((out.dtype, len(out))))
+
+
+def _fit(module, strategy, **arguments):
+    trainer = stratagem.Trainer(strategy=strategy, accelerator="cpu", devices=1, **(QUIET | arguments))
+    trainer.fit(module, BATCHES)
+    return trainer
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("accumulate", "max_norm"), [(1, None), (1, 0.5), (3, None), (3, 0.5)])
+def test_it_trains_as_plain_pytorch(checkpoint, accumulate, max_norm):
+    module = Net()
+    _fit(module, PIPE | {"checkpoint": checkpoint}, accumulate_grad_batches=accumulate, gradient_clip_val=max_norm)
+
+    reference = train_module_plainly(Net(), BATCHES, accumulate, max_norm)[0]
+    assert relative_difference(module.state_dict(), reference) < 1e-6
+
+
+def test_chunks_are_micro_batches():
+    module = Recorded()
+    _fit(module, PIPE | {"checkpoint": "never"})
+
+    assert [size for _, size in module.seen] == [4] * 4 * len(BATCHES)
+
+
+def test_activations_are_computed_again():
+    module = Recorded()
+    _fit(module, PIPE | {"checkpoint": "always"})
+
+    assert len(module.seen) == 2 * 4 * len(BATCHES)
+
+
+def test_the_precision_reaches_the_threads_of_the_engine():
+    module = Recorded()
+    _fit(module, PIPE, precision="bf16-mixed")
+
+    assert {dtype for dtype, _ in module.seen} == {torch.bfloat16}
+
+
+def test_the_balance_of_the_module_is_used():
+    module = Balanced()
+    _fit(module, {"name": "fairscale_pipe", "chunks": 2})
+
+    assert relative_difference(module.state_dict(), train_module_plainly(Net(), BATCHES)[0]) < 1e-6
+
+
+def test_nothing_is_left_after_a_run():
+    module, before = Net(), threading.active_count()
+    trainer = _fit(module, PIPE)
+    trainer.run.close()
+    gc.collect()
+
+    assert "forward" not in vars(module.net)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("strategies", [(PIPE, "ddp"), ("ddp", PIPE)], ids=["to ddp", "from ddp"])
+def test_checkpoints_go_to_and_from_ddp(strategies, tmp_path):
+    path = tmp_path / "one.ckpt"
+    first, second = strategies
+    trainer = _fit(Net(), first, max_epochs=-1, max_steps=3)
+    trainer.save_checkpoint(path)
+    trainer.run.close()
+    module = Net()
+    trainer = stratagem.Trainer(
+        strategy=second, accelerator="cpu", devices=1, **(QUIET | {"max_epochs": -1, "max_steps": 7})
+    )
+    trainer.fit(module, BATCHES, ckpt_path=path)
+    trainer.run.close()
+
+    assert relative_difference(module.state_dict(), train_module_plainly(Net(), BATCHES)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("balance", ["balance_by_size", [], [0, 5], [2, 2]])
+def test_a_balance_that_does_not_fit_is_refused(balance):
+    with pytest.raises(ConfigError, match="balance"):
+        _fit(Net(), {"name": "fairscale_pipe", "balance": balance})
+
+
+def test_a_layer_that_occurs_twice_is_refused():
+    with pytest.raises(ConfigError, match="duplicate children.*pipeline_parallel"):
+        _fit(Tied(), {"name": "fairscale_pipe"})
+
+
+class WithoutSequence(Net):
+    sequential_module = None
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(2, 2))
+
+
+def test_two_sequences_without_a_choice_are_refused():
+    with pytest.raises(ConfigError, match="2 nn.Sequential.*sequential_module"):
+        _fit(WithoutSequence(), {"name": "fairscale_pipe"})
