@@ -112,7 +112,7 @@ def test_a_balance_that_does_not_fit_is_refused(balance):
 
 
 def test_a_layer_that_occurs_twice_is_refused():
-    with pytest.raises(ConfigError, match="duplicate children.*pipeline_parallel"):
+    with pytest.raises(ConfigError, match=r"duplicate children.*pipeline_parallel"):
         _fit(Tied(), {"name": "fairscale_pipe"})
 
 
@@ -125,5 +125,5 @@ class WithoutSequence(Net):
 
 
 def test_two_sequences_without_a_choice_are_refused():
-    with pytest.raises(ConfigError, match="2 nn.Sequential.*sequential_module"):
+    with pytest.raises(ConfigError, match=r"2 nn.Sequential.*sequential_module"):
         _fit(WithoutSequence(), {"name": "fairscale_pipe"})
