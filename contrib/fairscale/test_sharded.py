@@ -44,6 +44,24 @@ class TwoLosses(ByHand):
         optimizer.step()
 
 
+class Freezing(Net):
+    """The first layer is frozen for two batches."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[0].requires_grad_(batch_idx not in (2, 3))
+
+
+def _train_freezing_plainly():
+    module = Freezing()
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(BATCHES):
+        module.on_train_batch_start(batch, index)
+        loss_of(module(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
 class WithAdamW(Net):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -95,6 +113,22 @@ def _engine_alone(rank, world_size):
         loss_of(replica(x), y).backward()
         optimizer.step()
     return net.state_dict()
+
+
+def test_a_layer_may_be_frozen_for_a_while():
+    arguments = {"strategy": "fairscale_sharded", "accelerator": "cpu"}
+
+    weights = weights_on_all_ranks(run_in_processes(train, 2, Freezing, BATCHES, arguments))
+
+    assert relative_difference(weights, _train_freezing_plainly()) < 1e-6
+
+
+def test_it_trains_without_auto_refresh():
+    arguments = {"strategy": {"name": "fairscale_sharded", "auto_refresh_trainable": False}, "accelerator": "cpu"}
+
+    weights = weights_on_all_ranks(run_in_processes(train, 2, Net, BATCHES, arguments))
+
+    assert relative_difference(weights, train_module_plainly(Net(), BATCHES)[0]) < 1e-6
 
 
 def test_adamw_trains_as_plain_pytorch():

@@ -27,6 +27,12 @@ class Replica(ShardedDataParallel):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
+    def refresh_trainable(self) -> None:
+        without = [parameter for parameter in self._all_params if parameter.grad is None]
+        super().refresh_trainable()
+        for parameter in without:  # the engine gives them a gradient of zeros, with which optimizers would step
+            parameter.grad = None
+
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients are reduced, in an order that is equal on all ranks."""
         return list(self._trainable_params)
