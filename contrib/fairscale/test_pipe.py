@@ -1,7 +1,11 @@
 """`fairscale_pipe` trains as plain PyTorch, with the precision of the run, and refuses what the engine cannot cut."""
 
+import copy
 import gc
+import pickle
 import threading
+import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,8 +13,16 @@ from torch import nn
 
 import stratagem
 from stratagem.errors import ConfigError
-from stratagem_testing import StrategyConformance
-from stratagem_testing.reference import Net, Tied, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing import StrategyConformance, run_in_processes
+from stratagem_testing.reference import (
+    Gan,
+    Net,
+    Tied,
+    joined_batches,
+    net,
+    relative_difference,
+    train_module_plainly,
+)
 from stratagem_testing.training import QUIET
 
 BATCHES = joined_batches(7, 16)
@@ -18,7 +30,29 @@ PIPE = {"name": "fairscale_pipe", "balance": [2, 3], "chunks": 4}
 
 
 class TestFairScalePipe(StrategyConformance):
-    plugin = "fairscale_pipe"
+    """One process; the layers are cut in two, the batches in three."""
+
+    plugin: ClassVar = {"name": "fairscale_pipe", "chunks": 3}
+    world_sizes = (1,)
+
+    @classmethod
+    def parameters(cls):
+        found = super().parameters()
+        return found | {"model": [each for each in found["model"] if each is not Tied]}  # refused, see below
+
+    def prepare(self, module):
+        if isinstance(module, Gan):
+            module.__class__ = CutGan
+        module.balance = [2, len(module.sequential_module) - 2]
+        return module
+
+
+class CutGan(Gan):
+    """The critic is cut, the generator is not."""
+
+    @property
+    def sequential_module(self):
+        return self.critic
 
 
 class Balanced(Net):
@@ -71,6 +105,39 @@ def test_the_precision_reaches_the_threads_of_the_engine():
     assert {dtype for dtype, _ in module.seen} == {torch.bfloat16}
 
 
+def _engine_alone(rank, world_size):
+    from fairscale.nn import Pipe
+
+    pipe, seen = Pipe(net(), [2, 3], devices=["cpu", "cpu"], chunks=4), []
+    pipe.partitions[0][0].register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe(BATCHES[0][0])
+    return set(seen)
+
+
+def test_the_engine_alone_computes_in_fp32():
+    """The trap that the strategy closes; if this fails, the engine was fixed."""
+    assert run_in_processes(_engine_alone, 1) == [{torch.float32}]
+
+
+class Copied(Net):
+    """Copies itself while it is cut; the weights of the copies are zeros."""
+
+    def on_train_batch_end(self, *_):
+        self.copies = [copy.deepcopy(self), pickle.loads(pickle.dumps(self))] if not hasattr(self, "copies") else []
+        for each in self.copies:
+            for parameter in each.parameters():
+                parameter.data.zero_()
+            assert not each(BATCHES[0][0]).any()
+
+
+def test_a_copy_computes_with_its_own_weights():
+    module = Copied()
+    _fit(module, PIPE, limit_train_batches=1)
+
+    assert len(module.copies) == 2
+
+
 def test_the_balance_of_the_module_is_used():
     module = Balanced()
     _fit(module, {"name": "fairscale_pipe", "chunks": 2})
@@ -78,14 +145,23 @@ def test_the_balance_of_the_module_is_used():
     assert relative_difference(module.state_dict(), train_module_plainly(Net(), BATCHES)[0]) < 1e-6
 
 
-def test_nothing_is_left_after_a_run():
-    module, before = Net(), threading.active_count()
+def _run_once(rank, world_size):
+    module, counts = Net(), [threading.active_count()]
+    gc.disable()
     trainer = _fit(module, PIPE)
+    counts.append(threading.active_count())
     trainer.run.close()
-    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > counts[0] and time.monotonic() < deadline:  # the engine does not join them
+        time.sleep(0.01)
+    return counts, threading.active_count(), "forward" in vars(module.net)
 
-    assert "forward" not in vars(module.net)
-    assert threading.active_count() == before
+
+def test_nothing_is_left_after_a_run():
+    [((before, during), after, is_cut)] = run_in_processes(_run_once, 1)  # without the threads of other tests
+
+    assert (after, is_cut) == (before, False)
+    assert during > before
 
 
 @pytest.mark.parametrize("strategies", [(PIPE, "ddp"), ("ddp", PIPE)], ids=["to ddp", "from ddp"])
@@ -109,6 +185,11 @@ def test_checkpoints_go_to_and_from_ddp(strategies, tmp_path):
 def test_a_balance_that_does_not_fit_is_refused(balance):
     with pytest.raises(ConfigError, match="balance"):
         _fit(Net(), {"name": "fairscale_pipe", "balance": balance})
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(ConfigError, match=r"num_nodes=2 needs 'multi-process', which strategy 'fairscale_pipe' does"):
+        stratagem.Trainer(strategy="fairscale_pipe", accelerator="cpu", devices=1, num_nodes=2)
 
 
 def test_a_layer_that_occurs_twice_is_refused():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 import stratagem
 from stratagem.errors import ConfigError
@@ -31,6 +32,16 @@ class ZeroedWith(Net):
 
 class ZeroedByModule(ZeroedWith):
     zero = staticmethod(lambda optimizer, module: module.zero_grad())
+
+
+class ZeroedInHook(Net):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ZeroedByModuleInHook(Net):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.zero_grad()
 
 
 class TwoLosses(ByHand):
@@ -90,6 +101,13 @@ def test_it_trains_as_plain_pytorch(accumulate, max_norm, size):
 @pytest.mark.parametrize("make", [ByHand, ZeroedWith, ZeroedByModule, TwoLosses])
 def test_manual_optimization_is_exact_however_gradients_are_zeroed(make):
     assert _difference(make) < 1e-6
+
+
+@pytest.mark.parametrize("make", [ZeroedInHook, ZeroedByModuleInHook])
+def test_training_is_exact_however_gradients_are_zeroed(make):
+    arguments = {"accumulate_grad_batches": 3}
+
+    assert _difference(make, arguments=arguments, accumulate=3) < 1e-6
 
 
 def test_the_engine_alone_trains_wrongly_after_zero_grad_of_the_optimizer():
@@ -182,3 +200,27 @@ def test_checkpoints_go_from_and_to_other_strategies(strategies, tmp_path):
     weights = run_in_processes(_trained_in_two_parts, 2, strategies, str(tmp_path / "one.ckpt"))[0]
 
     assert relative_difference(weights, train_module_plainly(Net(), BATCHES)[0]) < 1e-6
+
+
+def _saved(rank, world_size, strategy, path):
+    trainer = stratagem.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", **QUIET)
+    trainer.fit(Net(), share(trainer, BATCHES))
+    trainer.save_checkpoint(path)
+    trainer.run.close()
+
+
+def test_it_writes_the_same_checkpoints_as_ddp_sharded(tmp_path):
+    found = []
+    for strategy in ("fairscale_sharded", "ddp_sharded"):
+        run_in_processes(_saved, 2, strategy, str(tmp_path / f"{strategy}.ckpt"))
+        content = torch.load(tmp_path / f"{strategy}.ckpt", weights_only=False)
+        found.append(tree_flatten((content["state_dict"], content["optimizers"])))
+    (ours, our_shape), (theirs, their_shape) = found
+
+    assert our_shape == their_shape
+    assert sum(isinstance(each, torch.Tensor) for each in ours) == 12  # weights and momentum
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        else:
+            assert mine == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,7 +94,7 @@ class FairScalePipeStrategy(Strategy):
                 expected="numbers with that sum",
             )
         pipe = self._pipe(layers, list(balance), self._devices(len(balance), run))
-        vars(layers)["forward"] = _forward(pipe, layers, run.device)
+        vars(layers)["forward"] = _Forward(pipe, layers, run.device)
         self._undo.append(lambda: vars(layers).pop("forward", None))
         return module
 
@@ -152,20 +153,25 @@ def _sequence(user: nn.Module) -> nn.Sequential:
     )
 
 
-def _forward(pipe: Any, layers: nn.Sequential, device: torch.device) -> Callable[[Any], Any]:
-    """Return a forward for `layers` that calls `pipe`, and returns what it returns on `device`."""
-    contexts: list[Callable[[], contextlib.AbstractContextManager[None]]] = [contextlib.nullcontext]
-    for partition in pipe.partitions:
-        vars(partition)["forward"] = _within(contexts, type(partition).forward, partition)
+class _Forward:
+    """A forward for `layers` that calls `pipe`, and returns what it returns on `device`."""
 
-    def forward(value: Any) -> Any:
-        contexts[0] = _autocast_of_this_thread()
+    def __init__(self, pipe: Any, layers: nn.Sequential, device: torch.device) -> None:
+        self._pipe, self._layers, self._device = pipe, layers, device
+        self._contexts: list[Callable[[], contextlib.AbstractContextManager[None]]] = [contextlib.nullcontext]
         for partition in pipe.partitions:
-            partition.training = layers.training  # not that of the layers, which a user may have set
-        out = pipe(value)
-        return out.to(device) if isinstance(out, torch.Tensor) else tuple(each.to(device) for each in out)
+            vars(partition)["forward"] = _within(self._contexts, type(partition).forward, partition)
 
-    return forward
+    def __call__(self, value: Any) -> Any:
+        self._contexts[0] = _autocast_of_this_thread()
+        for partition in self._pipe.partitions:
+            partition.training = self._layers.training  # not that of the layers, which a user may have set
+        out = self._pipe(value)
+        return out.to(self._device) if isinstance(out, torch.Tensor) else tuple(each.to(self._device) for each in out)
+
+    def __reduce__(self) -> Any:
+        # A copy of the layers, such as an average of the weights, computes with its own layers, without the pipeline.
+        return functools.partial, (type(self._layers).forward, self._layers)
 
 
 def _within(contexts: list[Any], forward: Callable[..., Any], partition: nn.Module) -> Callable[[Any], Any]:

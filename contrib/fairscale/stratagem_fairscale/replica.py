@@ -19,8 +19,10 @@ from fairscale.optim.oss import OSS
 AVERAGED = "_stratagem_averaged"
 
 
-class Replica(ShardedDataParallel):
+class Replica(ShardedDataParallel):  # type: ignore[misc]  # the engine has no types
     """Reduces gradients in `reduce_gradients` only, and sends nothing in evaluation."""
+
+    _should_accumulate_grads: bool
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -29,7 +31,10 @@ class Replica(ShardedDataParallel):
 
     def refresh_trainable(self) -> None:
         without = [parameter for parameter in self._all_params if parameter.grad is None]
+        averaged = [parameter for parameter in self._all_params if getattr(parameter.grad, AVERAGED, False)]
         super().refresh_trainable()
+        for parameter in averaged:
+            setattr(parameter.grad, AVERAGED, True)
         for parameter in without:  # the engine gives them a gradient of zeros, with which optimizers would step
             parameter.grad = None
 
@@ -40,6 +45,14 @@ class Replica(ShardedDataParallel):
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this rank steps `parameter`."""
         return bool(self._trainable_param_to_rank[parameter] == self._rank)
+
+    @torch.no_grad()
+    def count_averaged_once(self) -> None:
+        """Let gradients that are averaged already, each on one rank, be the same after they are averaged again."""
+        for parameter in self._trainable_params:
+            if getattr(parameter.grad, AVERAGED, False):
+                parameter.grad.div_(self._world_size_scaling)
+                setattr(parameter.grad, AVERAGED, False)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

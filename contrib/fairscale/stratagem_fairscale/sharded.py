@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from attrs import define, field
@@ -140,17 +140,12 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         if replica is None:
             run.differentiate(loss)
             return True
-        from stratagem_fairscale.replica import AVERAGED
-
-        reduces = run.manual or run.sync_gradients
-        trained, before = replica.trained(), {}
-        for parameter in trained if reduces else ():
-            if getattr(parameter.grad, AVERAGED, False):  # do not average again what is averaged already
-                before[parameter], parameter.grad = parameter.grad.clone(), None
+        replica.count_averaged_once()
         with replica.no_sync():
             run.differentiate(loss)
-        if not reduces:
+        if not (run.manual or run.sync_gradients):
             return True
+        trained = replica.trained()
         reached = [parameter.grad is not None for parameter in trained]
         flags = torch.tensor(reached, dtype=torch.uint8)
         everywhere = run.collectives.all_reduce(flags, "max").bool().tolist() if reached else []
@@ -158,9 +153,6 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         for parameter, some in zip(trained, everywhere, strict=True):
             if not some:  # as in one process
                 parameter.grad = None
-        for parameter, gradient in before.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            setattr(parameter.grad, AVERAGED, True)
         return True
 
     @hookimpl
@@ -230,7 +222,7 @@ class _Model(nn.Module):
         called = vars(self)["replica"] or self.module
         return called(*inputs, **kwargs)
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Self:
         if vars(self).get("replica") is not None:
             vars(self)["replica"].training = True  # it keeps its buckets while the module evaluates
         return super().train(mode)
