@@ -59,23 +59,25 @@ given = json.loads(Path(sys.argv[1]).read_text())
 kept = {}
 strategy = HivemindStrategy(host_maddrs=["/ip4/127.0.0.1/tcp/0"], **given["strategy"])
 trainer = stratagem.Trainer(
-    strategy=[strategy, given["inside"]] if "inside" in given else strategy, accelerator="cpu", max_epochs=1,
-    logger=False, enable_progress_bar=False, enable_checkpointing=False, **given["trainer"],
+    strategy=[strategy, given["inside"]] if "inside" in given else strategy, accelerator="cpu",
+    logger=False, enable_progress_bar=False, enable_checkpointing=False, **{"max_epochs": 1} | given["trainer"],
 )
 if int(os.environ.get("LOCAL_RANK", 0)) == 0:
     address = str(strategy.dht.get_visible_maddrs()[0])
     Path(given["address"] + ".part").write_text(address)
     os.rename(given["address"] + ".part", given["address"])
-batches = part(joined_batches(given["batches"], given["joined"]), given["number"], given["peers"])[given["begin"]:]
+batches = part(joined_batches(given["batches"], given["joined"]), given["number"], given["peers"])
+batches = batches[given["begin"]:given.get("end")]
 if "inside" in given:  # the trainer divides a loader over its processes
     samples = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches)))
     batches = torch.utils.data.DataLoader(samples, given["joined"] // given["peers"] // given["trainer"]["devices"])
 model = Peer(given["seed"])
 trainer.fit(model, batches, ckpt_path=given.get("ckpt_path"))
+steps = strategy.state_dict()["steps"]
 if "save" in given:
     trainer.save_checkpoint(given["save"])
 if trainer.is_global_zero:
-    result = {"weights": model.state_dict(), "kept": kept, "skipped": trainer.position.skipped_steps,
+    result = {"weights": model.state_dict(), "kept": kept, "skipped": trainer.position.skipped_steps, "steps": steps,
               "lr": trainer.run.optimizers[0].param_groups[0]["lr"], "sigint": str(signal.getsignal(signal.SIGINT))}
     torch.save(result, given["result"])
 '''
@@ -236,7 +238,8 @@ def test_a_late_peer_receives_the_state_of_the_others(peers):
     assert 0 not in second["kept"]
     for step in common:
         assert relative_difference(first["kept"][step], second["kept"][step]) < TOLERANCE
-    assert first["lr"] == pytest.approx(5e-3 * 0.9**7)
+    assert first["lr"] == pytest.approx(5e-3 * 0.9 ** first["steps"])
+    assert second["lr"] == pytest.approx(5e-3 * 0.9 ** second["steps"])
 
 
 def test_peers_with_another_model_are_refused(peers):
@@ -255,11 +258,11 @@ def test_peers_with_another_model_are_refused(peers):
 
 
 def test_a_checkpoint_moves_to_ddp_and_back(peers, tmp_path):
-    """Two batches under hivemind, two under ddp, two under hivemind: as six of one process."""
+    """Epochs of two batches under hivemind, ddp and hivemind, each with other data: as six of one process."""
     saved = [str(tmp_path / f"{number}.ckpt") for number in range(2)]
     for number in range(2):
         save = str(tmp_path / f"peer{number}.ckpt")
-        peers.start(number, batches=6, strategy={"min_peers": 2}, trainer={"max_steps": 2}, save=save)
+        peers.start(number, batches=6, end=2, strategy={"min_peers": 2}, save=save)
     peers.results()
     (tmp_path / "peer0.ckpt").rename(saved[0])
     (tmp_path / "address0").unlink()
@@ -268,7 +271,8 @@ def test_a_checkpoint_moves_to_ddp_and_back(peers, tmp_path):
     program.write_text(UNDER_DDP)
     scripts.run([sys.executable, "under_ddp.py", *saved], cwd=tmp_path, check=True, timeout=LIMIT_S)
     for number in range(2):
-        peers.start(number, batches=6, strategy={"min_peers": 2}, trainer={"max_steps": 6}, ckpt_path=saved[1])
+        more = {"trainer": {"max_epochs": 3}, "ckpt_path": saved[1]}
+        peers.start(number, batches=6, begin=4, strategy={"min_peers": 2}, **more)
     for process in peers.started[2:]:
         process.wait(LIMIT_S)
     results = peers.results(0, 1)
@@ -285,8 +289,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import QUIET
 
-samples = TensorDataset(*map(torch.cat, zip(*joined_batches(6, 16))))
-trainer = stratagem.Trainer(**QUIET | {"max_steps": 4}, strategy="ddp", devices=2, accelerator="cpu")
+samples = TensorDataset(*map(torch.cat, zip(*joined_batches(6, 16)[2:4])))
+trainer = stratagem.Trainer(**QUIET | {"max_epochs": 2}, strategy="ddp", devices=2, accelerator="cpu")
 trainer.fit(Net(5), DataLoader(samples, 8), ckpt_path=sys.argv[1])
 trainer.save_checkpoint(sys.argv[2])
 """

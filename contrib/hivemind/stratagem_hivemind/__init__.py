@@ -315,7 +315,7 @@ class HivemindStrategy(Strategy):
     # --- State for other peers -----------------------------------------------------------------------------------
 
     def _state_to_share(self, run: RunContext) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return this peer's state as bytes. Called in a thread, between two steps."""
+        """Return this peer's state as bytes. Called in a thread; waits until a step is complete, with its schedulers."""
         swarm = self._swarm
         assert swarm is not None
         assert run.module is not None
@@ -373,6 +373,8 @@ class HivemindStrategy(Strategy):
             return answer
         if not self._joined:
             self._join(run, None)  # a loop of the user's own
+        if self._swarm is not None:
+            self._swarm.end_step()  # there, too
         self._since_sync += self._in_batch * run.mesh.num_data_shards or self._nominal
         if run.sync_gradients:
             samples, self._since_sync = self._since_sync, 0
@@ -449,11 +451,15 @@ class HivemindStrategy(Strategy):
             return False
         if swarm is None:
             return (yield)
-        with swarm.lock:
-            stepped = yield
-            swarm.advance(peers)
-        swarm.welcome()
+        swarm.begin_step()
+        stepped = yield
+        swarm.advance(peers)
         return stepped
+
+    @hookimpl(tryfirst=True)
+    def on_train_batch_end(self) -> None:
+        if self._swarm is not None:
+            self._swarm.end_step()
 
     # --- State ---------------------------------------------------------------------------------------------------
 

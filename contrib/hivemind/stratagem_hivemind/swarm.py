@@ -74,8 +74,9 @@ class Swarm:
     history: str = ""
     steps: int = 0
     samples: int = 1
-    #: Held while the state that others may download changes.
+    #: Held while the state that others may download changes: from the optimizer step until schedulers have stepped.
     lock: threading.Lock = field(factory=threading.Lock)
+    _in_step: bool = field(init=False, default=False)
     _pipe: threading.Lock = field(init=False, factory=threading.Lock)
     _averager: Averager | None = field(init=False, default=None)
     _values: torch.Tensor | None = field(init=False, default=None)
@@ -286,6 +287,23 @@ class Swarm:
         """Whether a peer of the last step has not published that it made this step."""
         return record.history == self._previous and record.peer in self._members
 
+    def begin_step(self) -> None:
+        """Hold back the state of this peer until `end_step`."""
+        self.end_step()
+        self.lock.acquire()
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Offer the state after a step, if there was one since the last call, and wait for peers that are joining."""
+        if self._in_step:
+            self._release()
+            self.welcome()
+
+    def _release(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self.lock.release()
+
     def advance(self, peers: Iterable[Record]) -> None:
         """Count a step that was made with `peers`."""
         self._members = {peer.peer for peer in peers}
@@ -309,6 +327,7 @@ class Swarm:
 
     def leave(self) -> None:
         """Tell the others that this peer leaves; wait until none of them needs what it sent in the last round."""
+        self._release()
         if self._heartbeat is None:
             return
         self._left.set()
