@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 from stratagem_hivemind import HivemindStrategy
-from stratagem_hivemind.options import addresses_of_peers
+from stratagem_hivemind.checks import addresses_of_peers
 
 import stratagem
 from stratagem.errors import ConfigError

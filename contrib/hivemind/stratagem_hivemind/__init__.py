@@ -28,7 +28,7 @@ from stratagem.api.optimizers import needs_closure
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
-from stratagem_hivemind.options import (
+from stratagem_hivemind.checks import (
     addresses_of_peers,
     as_list,
     check_averager_options,
@@ -315,7 +315,7 @@ class HivemindStrategy(Strategy):
     # --- State for other peers -----------------------------------------------------------------------------------
 
     def _state_to_share(self, run: RunContext) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return this peer's state as bytes. Called in a thread; waits until a step is complete, with its schedulers."""
+        """Return this peer's state as bytes. Called in a thread; waits until a step and its schedulers are done."""
         swarm = self._swarm
         assert swarm is not None
         assert run.module is not None
