@@ -149,12 +149,12 @@ def test_two_replicas_train_as_one_process_does(accumulate, clip):
 class Recorded(Net):
     """Writes down what each step trained on, and dies at batch `dies_at`.
 
-    Replica 0 begins first; it waits for the others, and for a third process to come back.
+    Replica 0 begins first, unless it cannot begin alone; it waits for the others, and for a third process to come back.
     """
 
-    def __init__(self, seed, folder, dies_at=None):
+    def __init__(self, seed, folder, dies_at=None, begins_alone=True):
         super().__init__(seed)
-        self.folder, self.dies_at = folder, dies_at
+        self.folder, self.dies_at, self.begins_alone = folder, dies_at, begins_alone
         self.seen, self.at_start = [], None
 
     def configure_optimizers(self):
@@ -164,7 +164,7 @@ class Recorded(Net):
 
     def on_fit_start(self):
         (self.folder / f"here-{os.environ['REPLICA_GROUP_ID']}-{os.getpid()}").touch()
-        if os.environ["REPLICA_GROUP_ID"] != "0":
+        if self.begins_alone and os.environ["REPLICA_GROUP_ID"] != "0":
             wait_until((self.folder / "began").exists)
 
     def on_train_start(self):
@@ -215,13 +215,14 @@ def supervised(live, folder, number):
     raise AssertionError("killed three times")
 
 
-def train_for_life(rank, world_size, folder, options, arguments, waits=True):
+def train_for_life(rank, world_size, folder, options, arguments, needs_both=False):
     become_replica(rank, world_size)
 
     def live(life):
-        if life and waits:  # the others find that it is gone
+        if life and not needs_both:  # the others find that it is gone
             wait_until((folder / "moved on").exists)
-        model = Recorded(rank + 10 * life, folder, (0, 13) if rank == 1 and life == 0 else None)
+        dies_at = (0, 13) if rank == 1 and life == 0 else None
+        model = Recorded(rank + 10 * life, folder, dies_at, begins_alone=not needs_both)
         trainer = trainer_of(options=options, max_epochs=3, **arguments)
         trainer.fit(model, loader_of(joined_batches(16, 8), 4, shuffle=True))
         rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -263,7 +264,7 @@ def test_a_replica_that_dies_alone_with_too_few_left_is_waited_for(tmp_path):
     """The steps are the same as without a failure: no step is made with the gradients of one replica."""
     with lighthouse(min_replicas=1):
         (stayed, _), (came_back, deaths) = run_in_processes(
-            train_for_life, 2, tmp_path, {"min_replica_size": 2, "quorum_timeout": 60}, {}, False
+            train_for_life, 2, tmp_path, {"min_replica_size": 2, "quorum_timeout": 60}, {}, True
         )
 
     assert deaths == 1
