@@ -555,7 +555,7 @@ def test_an_address_where_nothing_listens_is_refused():
     assert "strategy.torchft_ddp.lighthouse is 'http://no-such-host:29510', and nothing listens there" in text
 
 
-def test_a_server_that_is_no_lighthouse_is_refused_in_time():
+def test_a_server_that_is_not_a_lighthouse_is_refused_in_time():
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         kind, text, seconds = the_failure({"options": {"lighthouse": address, "connect_timeout": 2}})

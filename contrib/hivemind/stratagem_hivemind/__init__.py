@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import io
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,19 +21,15 @@ from stratagem.api import (
     Capabilities,
     Strategy,
     hookimpl,
-)
+)  # fmt: skip
 from stratagem.api.batches import map_batch
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
-from stratagem_hivemind.checks import (
-    addresses_of_peers,
-    as_list,
-    check_averager_options,
-    check_name,
-    unsupported,
-)
+from stratagem_hivemind.checks import addresses_of_peers, as_list, check_averager_options, check_name, unsupported
+from stratagem_hivemind.gradients import flat_buffer, flat_gradients, set_gradients
+from stratagem_hivemind.sent_state import read, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -318,24 +313,15 @@ class HivemindStrategy(Strategy):
         """Return this peer's state as bytes. Called in a thread; waits until a step and its schedulers are done."""
         swarm = self._swarm
         assert swarm is not None
-        assert run.module is not None
-        written = io.BytesIO()
         with swarm.lock:
             metadata = {"history": swarm.history, "steps": swarm.steps, "window": self._window}
-            state = {
-                "model": run.module.state_dict(),
-                "optimizer": run.optimizers[0].state_dict(),
-                "schedulers": [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
-            }
-            torch.save(state, written)
-        return metadata, [torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)]
+            return metadata, [written(run)]
 
     def _adopt(self, state: Any, run: RunContext) -> None:
         """Load what a peer sent to rank 0. Collective."""
         metadata, tensors = state or ({}, [])
         if state is not None:
-            # What others send is not trusted: tensors, numbers and text only.
-            tensors = torch.load(io.BytesIO(tensors[0].numpy().tobytes()), map_location="cpu", weights_only=True)
+            tensors = read(tensors[0])
         metadata, loaded = run.collectives.broadcast_object((metadata, tensors))
         assert run.module is not None
         try:
@@ -387,7 +373,7 @@ class HivemindStrategy(Strategy):
         self._samples += samples
         with torch.no_grad():
             if run.rank == 0:
-                gradients = self._flat()
+                gradients = flat_gradients(self._parameters)
                 gradients *= samples
                 self._sum = gradients if self._sum is None else self._sum.add_(gradients)
             self._stepping = None
@@ -398,7 +384,7 @@ class HivemindStrategy(Strategy):
 
     def _average(self, run: RunContext) -> None:
         swarm, outcome = self._swarm, None
-        message = self._flat_buffer(run)
+        message = flat_buffer(self._parameters, run.device)
         if swarm is not None:
             assert self._sum is not None
             outcome = swarm.average((self._sum / self._samples).cpu(), self._samples)
@@ -412,32 +398,14 @@ class HivemindStrategy(Strategy):
         self._window = self._window_for(peers)
         if run.world_size > 1:
             run.collectives.broadcast(message)
-        self._unflatten(message)
+        set_gradients(self._parameters, message)
         self._stepping = peers
 
     def _catch_up(self, run: RunContext) -> None:
-        """Load the state of the others, who went on without this peer."""
+        """Load the state of the peers that went on without this one."""
         state = None if self._swarm is None else self._swarm.catch_up()
         if run.collectives.any(state is not None):
             self._adopt(state, run)
-
-    def _flat(self) -> Tensor:
-        """Return the gradients, and for each parameter whether it has one: (sum of sizes + parameters,)."""
-        flags = [0.0 if each.grad is None else 1.0 for each in self._parameters]
-        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
-        flat = torch.cat([*(part.flatten() for part in parts), torch.tensor(flags, device=parts[0].device)])
-        return flat if flat.dtype == torch.float64 else flat.float()
-
-    def _flat_buffer(self, run: RunContext) -> Tensor:
-        sizes = sum(each.numel() for each in self._parameters) + len(self._parameters)
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in self._parameters) else torch.float32
-        return torch.empty(sizes, dtype=dtype, device=run.device)
-
-    def _unflatten(self, flat: Tensor) -> None:
-        *parts, flags = flat.split([*(each.numel() for each in self._parameters), len(self._parameters)])
-        for parameter, part, flag in zip(self._parameters, parts, flags.tolist(), strict=True):
-            if flag > 0:
-                parameter.grad = part.view_as(parameter).to(parameter.dtype, copy=True)
 
     def _reset_window(self) -> None:
         self._passes = self._samples = self._since_sync = 0

@@ -1,4 +1,4 @@
-"""The peers of a run as one of them sees them: who is there, who has the same weights, rounds of averaging.
+"""The peers of a run as one of them sees them: which there are, which have the same weights; rounds of averaging.
 
 [Note: histories]
 Peers may come, go, and lose each other. Two peers have equal weights if they made the same steps with the same peers.

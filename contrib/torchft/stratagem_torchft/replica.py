@@ -3,7 +3,7 @@
 [Note: quorums and commits]
 A *replica* is a run of its own: one process, or several with a strategy such as ddp inside. The lighthouse knows which
 replicas are alive. An *exchange* averages messages over the replicas. It needs a *quorum*, the replicas that take part;
-each quorum connects them anew if they changed. An exchange is *committed* if it succeeded on all ranks of a replica; if
+each quorum connects them again if they changed. An exchange is *committed* if it succeeded on all ranks of one; if
 one failed, because another replica died within it, there is a new quorum, and the same messages are averaged again over
 those that are left. So the others lose no step.
 
@@ -46,6 +46,7 @@ from stratagem.api.validators import at_least, duration
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_torchft import lighthouse, replica_state
 from stratagem_torchft.messages import local, pack, unpack
+from stratagem_torchft.values import is_installed, minute, nothing, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -59,18 +60,8 @@ if TYPE_CHECKING:
 REPLICAS = "torchft:replicas"
 #: The variables of torchft's examples for the number of this replica, and of all.
 _REPLICA_VARIABLE, _COUNT_VARIABLE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
-#: Bytes in which the facts that replicas compare are sent.
-_FACTS_BYTES = 1024
-#: Seconds between two quorums that have too few replicas.
-_PAUSE_S = 0.2
-
-
-def _nothing() -> None:
-    return None
-
-
-def _minute() -> timedelta:
-    return timedelta(seconds=60)
+_FACTS_BYTES = 1024  # in which the facts that replicas compare are sent
+_PAUSE_S = 0.2  # between two quorums that have too few replicas
 
 
 @define(eq=False, kw_only=True)
@@ -97,10 +88,10 @@ class TorchFTStrategy(Strategy):
     world_size_mode: Literal["dynamic", "fixed_with_spares"] = "dynamic"
     #: How long an exchange or the state of another replica may take, in seconds or as a timedelta. A shorter time finds
     #: a replica that hangs sooner, and must be longer than replicas differ in a step.
-    timeout: timedelta = field(factory=_minute, validator=duration)
+    timeout: timedelta = field(factory=minute, validator=duration)
     #: How long to wait for enough replicas. Longer than the time between two exchanges of another replica, also of one
     #: that validates or saves.
-    quorum_timeout: timedelta = field(factory=_minute, validator=duration)
+    quorum_timeout: timedelta = field(factory=minute, validator=duration)
     #: How long to try to reach the lighthouse or another replica.
     connect_timeout: timedelta = field(factory=lambda: timedelta(seconds=10), validator=duration)
     #: How often a quorum is tried again before training ends with an error: more survive a lighthouse that restarts.
@@ -114,7 +105,7 @@ class TorchFTStrategy(Strategy):
     #: The store of this replica, on its rank 0.
     _store: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
-    _module_ref: Callable[[], Any] = field(init=False, default=_nothing)
+    _module_ref: Callable[[], Any] = field(init=False, default=nothing)
     _trainer: Any = field(init=False, default=None)
     #: There is a quorum whose exchange is not committed yet.
     _has_quorum: bool = field(init=False, default=False)
@@ -147,8 +138,8 @@ class TorchFTStrategy(Strategy):
         Raises:
             ConfigError: only one of the two is known, or they contradict each other.
         """
-        number = _read(self.replica_id, _REPLICA_VARIABLE)
-        count = _read(self.num_replicas, _COUNT_VARIABLE)
+        number = read_number(self.replica_id, _REPLICA_VARIABLE)
+        count = read_number(self.num_replicas, _COUNT_VARIABLE)
         if number is None or count is None:
             missing, variable = (
                 ("replica_id", _REPLICA_VARIABLE) if number is None else ("num_replicas", _COUNT_VARIABLE)
@@ -190,11 +181,11 @@ class TorchFTStrategy(Strategy):
             if self._module_ref() is not run.module:  # other replicas begin with it, too
                 self._disconnect()
                 self._commits = None
-            self._run, self._module_ref = run, weakref.ref(run.module) if run.module is not None else _nothing
+            self._run, self._module_ref = run, weakref.ref(run.module) if run.module is not None else nothing
         return (yield)
 
     def _check_options(self, run: RunContext) -> None:
-        if not _is_installed():
+        if not is_installed():
             raise ConfigError(
                 f"{self.path} was chosen, and torchft is not installed",
                 expected="torchft 0.2",
@@ -324,7 +315,7 @@ class TorchFTStrategy(Strategy):
     @hookimpl
     def teardown(self) -> None:
         self._disconnect()
-        self._run, self._trainer, self._module_ref = None, None, _nothing
+        self._run, self._trainer, self._module_ref = None, None, nothing
 
     # --- Exchanges -----------------------------------------------------------------------------------------------
 
@@ -457,19 +448,3 @@ class TorchFTStrategy(Strategy):
         self._commits = dict(state)
         if self._manager is not None:
             self._manager.load_state_dict(self._commits)
-
-
-def _read(option: int | None, variable: str) -> int | None:
-    """Return an option, or the number that a variable holds."""
-    text = os.environ.get(variable)
-    if option is not None or text is None:
-        return option
-    if not text.isdecimal():
-        raise ConfigError(f"{variable} is {text!r}", expected="a number")
-    return int(text)
-
-
-def _is_installed() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("torchft") is not None
