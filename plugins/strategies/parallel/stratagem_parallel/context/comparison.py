@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
+from stratagem_parallel.buffers import unchanged
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives, RunContext
@@ -114,12 +115,8 @@ def undone(module: nn.Module) -> Iterator[None]:
     """Undo, at the end, what was done to buffers, to simple attributes of all parts of `module`, and to its logs."""
     parts = list(module.modules())
     attributes = [dict(part.__dict__) for part in parts]
-    buffers = [dict(part._buffers) for part in parts]
-    owned = [each for found in buffers for each in found.values() if each is not None and not each.is_meta]
-    owned += [
-        each for found in attributes for each in found.values() if type(each) is Tensor and not each.requires_grad
-    ]
-    tensors = {id(each): (each, each.clone()) for each in owned}
+    plain = [each for found in attributes for each in found.values() if type(each) is Tensor]
+    tensors = {id(each): (each, each.clone()) for each in plain if not each.requires_grad}
     containers = [
         (each, each.copy()) for found in attributes for name, each in found.items()
         if isinstance(each, list | dict | set | deque) and name not in _OF_TORCH
@@ -127,13 +124,12 @@ def undone(module: nn.Module) -> Iterator[None]:
     if callable(getattr(type(module), "log", None)):
         module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
     try:
-        yield
+        with unchanged([module]):
+            yield
     finally:
-        for part, found, its in zip(parts, attributes, buffers, strict=True):
+        for part, found in zip(parts, attributes, strict=True):
             part.__dict__.clear()
             part.__dict__.update(found)
-            part._buffers.clear()
-            part._buffers.update(its)
         for tensor, value in tensors.values():
             if not torch.is_inference(tensor):
                 tensor.copy_(value)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigError
+from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.gradients import settle
 from stratagem_parallel.layout import Groups
 from stratagem_parallel.pipeline import ownership
@@ -20,7 +21,7 @@ from stratagem_parallel.pipeline.interception import Interception
 from stratagem_parallel.pipeline.logs import MicrobatchLog, StepResults, combined
 from stratagem_parallel.pipeline.microbatches import fingerprint, merge, split, tensors_of
 from stratagem_parallel.pipeline.random_numbers import STEP, generators_of, seed_of
-from stratagem_parallel.pipeline.runner import StageRunner, signature, unchanged
+from stratagem_parallel.pipeline.runner import StageRunner, signature
 from stratagem_parallel.pipeline.schedules import check_counts, rank_of_stage, schedule_named, stages_per_rank
 from stratagem_parallel.pipeline.stages import Cut, cut_sequence, pipelined_sequence
 from stratagem_parallel.pipeline.targets import TargetCounts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from stratagem.errors import ConfigError, StratagemError
+from stratagem_parallel.buffers import unchanged
 from stratagem_parallel.pipeline.boundaries import Form, Messages, assembled, form_of, tensors_in
 from stratagem_parallel.pipeline.random_numbers import generators_of, seed_of
 from stratagem_parallel.pipeline.schedules import Action, actions, rank_of_stage, schedule_named
@@ -324,22 +325,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _copied(value: Any) -> Any:
     """Return `value` with copies of its tensors."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
-
-
-@contextlib.contextmanager
-def unchanged(modules: list[nn.Module]) -> Iterator[None]:
-    """Undo, at the end, what was done to buffers, in place or not."""
-    parts = [part for module in modules for part in module.modules()]
-    names = [(part, dict(part._buffers)) for part in parts if part._buffers]
-    buffers = {id(b): (b, b.clone()) for _, found in names for b in found.values() if b is not None and not b.is_meta}
-    try:
-        yield
-    finally:
-        for part, found in names:
-            part._buffers.clear()
-            part._buffers.update(found)
-        for buffer, before in buffers.values():
-            buffer.copy_(before)
 
 
 def signature(value: Any) -> Any:
