@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 #: Those that run, the last innermost.
 _changes: list[Callable[[Tensor], Tensor]] = []
+
+
+def number_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return the number of class targets that are not ignored, or the sum of their weights."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return torch.where(counts, weight[target.where(counts, 0)], 0).sum()
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from stratagem_parallel.target_numbers import divisor
+from stratagem_parallel.target_numbers import divisor, number_of
 
 if TYPE_CHECKING:
     from stratagem.api import Collectives
@@ -50,14 +49,6 @@ class MeanOverAllTargets:
             if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
                 return self.loss(input, target, weight, size_average, ignore_index, reduce, reduction, **options)
             total = self.loss(input, target, weight, ignore_index=ignore_index, reduction="sum", **options)
-            return total / divisor(mean_per_rank(_number(target, weight, ignore_index), self.over)).to(total.dtype)
+            return total / divisor(mean_per_rank(number_of(target, weight, ignore_index), self.over)).to(total.dtype)
         finally:
             self.is_inside = before
-
-
-def _number(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the number of targets that are not ignored, or the sum of their weights."""
-    counts = target != ignore_index
-    if weight is None:
-        return counts.sum()
-    return torch.where(counts, weight[target.where(counts, 0)], 0).sum()

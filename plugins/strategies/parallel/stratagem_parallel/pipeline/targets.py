@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from stratagem.errors import ConfigError
-from stratagem_parallel.target_numbers import changed
+from stratagem_parallel.target_numbers import changed, number_of
 
 #: Positional arguments, and those by name.
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -152,6 +152,5 @@ def _mean_over_targets(
     """Return the number of targets, and the arguments for their sum, if this is a mean over targets that count."""
     if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
         return None
-    counts = target != ignore_index
-    number = counts.sum() if weight is None else torch.where(counts, weight[target.where(counts, 0)], 0).sum()
+    number = number_of(target, weight, ignore_index)
     return number, ((input, target, weight), {"ignore_index": ignore_index, "reduction": "sum", **options})
