@@ -17,9 +17,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontr
 #: Seconds between SIGTERM and SIGKILL for a job that ends.
 KILL_WAIT_S = 5
 #: Seconds for a client that only asks.
-ASK_S = 30
+ASK_S = 90
 #: Seconds for the daemons to start, and to stop.
-START_S, STOP_S = 60, 15
+START_S, STOP_S = 180, 45
 
 _CONFIGURATION = """\
 ClusterName=test
@@ -177,7 +177,7 @@ class Slurm:
         return {**_clean_variables(), "SLURM_CONF": str(self.folder / "slurm.conf"), **changes}
 
     def srun(
-        self, *command: str, cwd: Path, timeout: float = 180, **variables: str
+        self, *command: str, cwd: Path, timeout: float = 540, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run ``srun *command`` and return its result, with stderr in stdout; kill it after `timeout` seconds."""
         process = subprocess.Popen(
@@ -208,7 +208,7 @@ class Slurm:
         except AssertionError:
             return {"State": "UNKNOWN"}  # the controller is starting
 
-    def await_state(self, number: str, *states: str, timeout: float = 120, restarts: int | None = None) -> None:
+    def await_state(self, number: str, *states: str, timeout: float = 360, restarts: int | None = None) -> None:
         """Return once the job is in one of `states`, and was restarted `restarts` times."""
 
         def reached() -> bool:
@@ -217,7 +217,7 @@ class Slurm:
 
         self._await(timeout, f"job {number} is not {' or '.join(states)} (restarts: {restarts})", reached, number)
 
-    def restart_now(self, number: str, timeout: float = 60) -> None:
+    def restart_now(self, number: str, timeout: float = 180) -> None:
         """Wait until the job is requeued, and start it without the two minutes that SLURM holds it."""
 
         def running() -> bool:

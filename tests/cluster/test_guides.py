@@ -63,7 +63,7 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def together(*starts, limit_s=150):
+def together(*starts, limit_s=450):
     """Run commands, each with its variables, at the same time; return exit codes and what they print on stderr."""
     with ExitStack() as stack:
         processes = []
@@ -131,7 +131,7 @@ def test_the_script_of_a_slurm_job(slurm):
     )
     path = f"{python}{os.pathsep}{os.environ['PATH']}"
     number = slurm.sbatch(Path("job.sh"), "--output=job.out", cwd=Path.cwd(), PATH=path)
-    slurm.await_state(number, "COMPLETED", "FAILED", timeout=200)
+    slurm.await_state(number, "COMPLETED", "FAILED", timeout=600)
 
     assert worlds() == [[4, 2, 2]] * 4, Path("job.out").read_text()
 
@@ -155,7 +155,7 @@ def test_a_world_size_as_devices_is_refused_in_every_pod(told):
     Where the job does not set the number, two processes start in each pod, where WORLD_SIZE is 4.
     """
     write_script('accelerator="cpu", devices=int(os.getenv("WORLD_SIZE", 1)), strategy="ddp"')
-    codes, said = together(*pods(["train.py"], free_port(), **told), limit_s=100)
+    codes, said = together(*pods(["train.py"], free_port(), **told), limit_s=300)
 
     assert codes == [1, 1], said
     for each in said:
@@ -185,7 +185,7 @@ def test_mpirun_starts_what_horovodrun_would(need):
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = scripts.run(
         ["mpirun", "-np", "2", "--oversubscribe", sys.executable, "train.py"], env={**os.environ, **variables},
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, timeout=450, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def program(tmp_path):
     def run(*arguments):
         command = [sys.executable, "train.py", *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=240, check=False
+            command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=720, check=False
         )
 
     return run

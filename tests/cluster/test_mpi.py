@@ -87,7 +87,7 @@ def start(need, tmp_path):
         command = [starter, *STARTERS[starter], "-np", str(ranks), "bash", str(script)]
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
         environment = os.environ | allowed | {"TMPDIR": str(tmp_path)} | (variables or {})
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=450)
         if fails:
             assert done.returncode != 0
             return done.stderr

@@ -94,7 +94,7 @@ class Rank:
 
     def end(self):
         """Wait for its end; keep what it printed, and the last line of its errors."""
-        output, self.errors = self.process.communicate(timeout=100)
+        output, self.errors = self.process.communicate(timeout=300)
         self.connected = "CONNECTED" in output
         lines = [line for line in self.errors.splitlines() if line[:1].strip() and not line.startswith("stratagem: ")]
         self.said = lines[-1] if lines else ""

@@ -54,7 +54,7 @@ def stratagem(*words, **variables):
     with_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} | variables
     return scripts.run(
         [sys.executable, "-m", "stratagem", "run", *words], env={**os.environ, **with_root}, capture_output=True, text=True,
-        timeout=150, check=False,
+        timeout=450, check=False,
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_two_agents_of_torchrun_make_two_nodes():
     command = [sys.executable, "-m", "stratagem", "run", "train.py", *words]
     agents = [scripts.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2)]
     try:
-        said = [agent.communicate(timeout=150)[1] for agent in agents]
+        said = [agent.communicate(timeout=450)[1] for agent in agents]
     finally:
         for agent in agents:
             agent.kill_all()
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_torchrun_and_its_workers(tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=180) != 0
     finally:
         process.kill_all()
     for path in tmp_path.glob("pid-*"):
@@ -159,7 +159,7 @@ def test_the_pods_of_a_manifest_train_together(tmp_path):
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         pods.append(scripts.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True))
     try:
-        said = [pod.communicate(timeout=150)[1] for pod in pods]
+        said = [pod.communicate(timeout=450)[1] for pod in pods]
     finally:
         for pod in pods:
             pod.kill_all()
@@ -177,7 +177,7 @@ def client(slurm):
 
     def run(*words, **variables):
         return subprocess.run(
-            words, env=slurm.variables(**variables), capture_output=True, text=True, timeout=150, check=False,
+            words, env=slurm.variables(**variables), capture_output=True, text=True, timeout=450, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ def test_a_submitted_job_trains_on_two_nodes(slurm, client):
 
     assert done.returncode == 0, done.stderr
     number = done.stdout.split()[-1]
-    slurm.await_state(number, "COMPLETED", timeout=150)
+    slurm.await_state(number, "COMPLETED", timeout=450)
     job = slurm.job(number)
     assert (job["JobName"], job["TimeLimit"], job["Requeue"]) == ("train", "00:10:00", "1")
     assert Path(f"train-{number}.out").exists()
@@ -213,7 +213,7 @@ def test_srun_is_chosen_in_an_allocation_and_in_a_step_of_one(slurm, client):
         f"#!/bin/bash\n{line} && mv rank-1.json first && srun -N1 -n1 {line} --nodes 2 --devices 1\n"
     )
     number = slurm.sbatch(Path("job.sh"), "-N2", "--ntasks-per-node=1", "--output=job.out", cwd=Path.cwd())
-    slurm.await_state(number, "COMPLETED", "FAILED", timeout=150)
+    slurm.await_state(number, "COMPLETED", "FAILED", timeout=450)
 
     said = Path("job.out").read_text()
     assert slurm.job(number)["JobState"] == "COMPLETED", said

@@ -59,7 +59,7 @@ def reference(tmp_path, **options):
     program = torchrun.script(folder, **options)
     text = program.read_text().replace('ckpt_path="last"', "ckpt_path=None")
     program.write_text(text)
-    done = scripts.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, timeout=120)
+    done = scripts.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "final.pt")
 
@@ -144,7 +144,7 @@ def etcd(need, tmp_path):
     ]  # fmt: skip
     with (tmp_path / "etcd.log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while True:
         try:
             urllib.request.urlopen(f"{client}/health", timeout=5).close()
@@ -261,7 +261,7 @@ def test_the_script_of_the_guide_trains_and_goes_on_where_it_ended(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", *ALONE, "--max-restarts", "1", "train.py"]
 
     for is_first in (True, False):
-        done = scripts.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = scripts.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=360)
         assert done.returncode == 0, done.stderr
         assert ("training begins at step 0" in done.stdout) is is_first
     assert list((tmp_path / "run").rglob("*.ckpt"))

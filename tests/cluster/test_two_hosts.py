@@ -91,7 +91,7 @@ def start(lab, start_on):
     return processes
 
 
-def outputs(processes, limit_s=120):
+def outputs(processes, limit_s=360):
     deadline = time.monotonic() + limit_s
     return [process.communicate(timeout=max(1, deadline - time.monotonic())) for process in processes]
 
@@ -130,7 +130,7 @@ def test_a_cut_link_ends_both_hosts_and_each_names_the_other(hosts, tmp_path, ho
     (tmp_path / "pace").touch()
     devices = OWN if how is by_hand else ""
     processes = start(hosts, how(script(tmp_path, devices=devices, steps=10000, timeout=TIMEOUT_S)))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 360
     while not all((tmp_path / f"step-3-{rank}").exists() for rank in range(4)):
         assert time.monotonic() < deadline, outputs(processes, 1)
         assert all(process.poll() is None for process in processes), outputs(processes)

@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 from stratagem_testing import scripts
 
 #: How long agents may take to restart their workers: two cores may have other work.
-LIMIT_S = 90.0
+LIMIT_S = 270.0
 
 #: Trains on samples that are their own numbers, and writes a line for the start of each process and for each batch.
 #: A file named `stop` ends the run after the current batch.

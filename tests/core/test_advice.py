@@ -220,7 +220,7 @@ def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
     os.close(reading)
     with open(writing, "wb") as closed:
         result = scripts.run(
-            [sys.executable, "-c", script], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            [sys.executable, "-c", script], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=360, check=False
         )
 
     assert result.stderr == ""
@@ -231,7 +231,7 @@ def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
 def test_a_closed_standard_output_gives_no_traceback(command):
     script = f"import sys\nfrom stratagem.cli import main\nsys.exit(main({command!r}))"
     line = f"exec {sys.executable} -c '{script}' >&-".replace("['", '["').replace("']", '"]').replace("', '", '", "')
-    result = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    result = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=360, check=False)
 
     assert "Traceback" not in result.stderr
     assert result.returncode in (0, 1, 2)

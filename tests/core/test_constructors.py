@@ -134,7 +134,7 @@ def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
 @pytest.mark.slow
 def test_a_misspelt_class_is_named_in_a_traceback():
     script = "from stratagem.strategies import DDPStrateg"
-    result = scripts.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = scripts.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False)
 
     assert "did you mean 'DDPStrategy'" in result.stderr
 

@@ -125,7 +125,7 @@ def script(tmp_path):
 
 
 def run(*command):
-    return scripts.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100, check=False)
+    return scripts.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow

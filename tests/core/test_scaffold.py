@@ -477,7 +477,7 @@ def test_launcher_runs_the_program_again(made, tmp_path, dies):
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED.format(path=path, dies=dies))
 
-    result = scripts.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    result = scripts.run([sys.executable, str(script)], capture_output=True, text=True, timeout=360, check=False)
 
     assert (result.returncode == 0) is not dies, result.stderr
     assert result.stdout == ("" if dies else "trained by 2\n")

@@ -127,7 +127,7 @@ def test_a_run_on_the_cpu_is_forked_beside_the_gpu():
         "assert not torch.cuda.is_initialized()\n"
         "print('trained', trainer.global_step)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=900)
 
     assert "trained 2" in result.stdout, result.stderr
 

@@ -174,7 +174,7 @@ def written(tmp_path_factory):
             known[layout] = folder / f"{name}-{size}"
             known[layout].mkdir()
             batches = joined_batches(8, 24)[:4]
-            run_in_processes(_write, size, STRATEGIES[name](size), batches, known[layout], formats(name), limit_s=300)
+            run_in_processes(_write, size, STRATEGIES[name](size), batches, known[layout], formats(name), limit_s=900)
         return known[layout]
 
     return write
@@ -185,7 +185,7 @@ def read_all(layout, writers, written):
     paths = [written(writer) for writer in writers]
     weights, loss = reference()
     for wrong, compared in run_in_processes(
-        _read, size, STRATEGIES[name](size), joined_batches(8, 24)[4:], paths, weights, loss, limit_s=300
+        _read, size, STRATEGIES[name](size), joined_batches(8, 24)[4:], paths, weights, loss, limit_s=900
     ):
         assert wrong == []
         assert compared == sum(len(formats(writer)) for writer, _ in writers)

@@ -366,7 +366,7 @@ def trials(count: int, seed: int = 0) -> list[Trial]:
     return found
 
 
-def outcome(trial: Trial, limit_s: float = 120) -> str:
+def outcome(trial: Trial, limit_s: float = 360) -> str:
     """Run `trial`; return "equal" or "refused: SENTENCE".
 
     Raises:

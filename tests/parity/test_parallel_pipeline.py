@@ -143,7 +143,7 @@ def _train(rank, world_size, make, joined, options, windows):
 
 def _check(world_size, make, options, windows=WINDOWS, samples=8):
     joined = batches(samples)
-    results = run_in_processes(_train, world_size, make, joined, options, windows, limit_s=300)
+    results = run_in_processes(_train, world_size, make, joined, options, windows, limit_s=900)
     for index, (accumulate, max_norm) in enumerate(windows):
         weights, norms, losses = train_plainly(make, joined, accumulate, max_norm)
         assert max(norms) > 1

@@ -98,7 +98,7 @@ def _both(rank, world_size, layouts, path, batch, arguments):
 )
 @pytest.mark.parametrize(("size", "layouts"), [(2, ["tensor", "pipeline"]), (4, list(LAYOUTS)[3:])], ids=[2, 4])
 def test_in_the_same_layout_bit_for_bit(tmp_path, batch, arguments, size, layouts):
-    results = run_in_processes(_both, size, layouts, str(tmp_path / "a.ckpt"), batch, arguments, limit_s=200)
+    results = run_in_processes(_both, size, layouts, str(tmp_path / "a.ckpt"), batch, arguments, limit_s=600)
     for found in results:
         for layout, ((whole, metrics), (resumed, again)) in zip(layouts, found, strict=True):
             differing = [name for name in whole if not torch.equal(whole[name], resumed[name])]
@@ -132,7 +132,7 @@ def test_in_another_layout_as_exactly_as_rounding_allows(tmp_path):
         assert relative_difference(weights, reference) < 1e-6
         assert others == pytest.approx(metrics, rel=1e-5)
     for size, layouts in ((1, ["single"]), (2, ["tensor", "pipeline"]), (4, ["pipeline x tensor"])):
-        for rank in run_in_processes(_read, size, layouts, path, writers, arguments, limit_s=200):
+        for rank in run_in_processes(_read, size, layouts, path, writers, arguments, limit_s=600):
             for which, (weights, others) in rank.items():
                 assert relative_difference(weights, reference) < 1e-6, which
                 assert others == pytest.approx(metrics, rel=1e-5), which

@@ -46,7 +46,7 @@ def _on_rank(rank, world_size, make, options, batches, windows):
 def _check(world_size, make, options, batches, train_plainly, windows=WINDOWS):
     plain = [train_plainly(make(), batches, *window) for window in windows]
     assert all(max(norms) > 1 for _, norms in plain)
-    for found in run_in_processes(_on_rank, world_size, make, options, batches, windows, limit_s=300):
+    for found in run_in_processes(_on_rank, world_size, make, options, batches, windows, limit_s=900):
         distances = [relative_difference(*pair) for pair in zip(found, (weights for weights, _ in plain), strict=True)]
         assert max(distances) < 1e-6, dict(zip(windows, distances, strict=True))
 

@@ -255,7 +255,7 @@ def test_on_two_ranks_with_every_kind_of_loader(tmp_path, strategy):
     others = [(kind, workers, SETTINGS[1], 4) for kind in LOADERS for workers in (0, 2)]
     cells = [(k, w, {"strategy": strategy, "checkpoint": "sharded"} | o, b) for k, w, o, b in plain + others]
 
-    assert run_in_processes(_compare, 2, str(tmp_path), cells, limit_s=120) == [[], []]
+    assert run_in_processes(_compare, 2, str(tmp_path), cells, limit_s=360) == [[], []]
 
 
 def test_a_finished_runs_checkpoint_loads_and_returns(tmp_path):

@@ -181,7 +181,7 @@ run.ask("save_checkpoint", state={"state_dict": {"w": torch.ones(5_000_000)}}, p
 
 @pytest.mark.slow
 def test_a_script_may_end_right_after_its_last_save(tmp_path):
-    done = scripts.run([sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
+    done = scripts.run([sys.executable, "-c", SCRIPT, str(tmp_path / "x")], capture_output=True, text=True, timeout=360)
     assert (done.returncode, done.stderr) == (0, "")
     assert ShardedCheckpoint().is_whole(tmp_path / "x")
 
@@ -190,7 +190,7 @@ def test_a_script_may_end_right_after_its_last_save(tmp_path):
 def test_a_failure_that_nobody_is_left_to_catch_is_printed(tmp_path):
     (tmp_path / "file").write_text("")
     done = scripts.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "file" / "x")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "file" / "x")], capture_output=True, text=True, timeout=360
     )
     assert "stratagem: " in done.stderr
     assert "could not be written" in done.stderr

@@ -30,7 +30,7 @@ PROGRAM = """
 def _run(tmp_path, shell_words, *words):
     quoted = " ".join(f"'{word}'" for word in (sys.executable, *words))
     return subprocess.run(
-        ["sh", "-c", f"exec {quoted} {shell_words}"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        ["sh", "-c", f"exec {quoted} {shell_words}"], cwd=tmp_path, capture_output=True, text=True, timeout=360,
         check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

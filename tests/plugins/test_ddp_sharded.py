@@ -239,7 +239,7 @@ SCRIPT = """
 def test_every_launch_mode_trains_as_one_process(launcher, tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("{launcher}", launcher))
     done = scripts.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=360
     )
 
     assert done.returncode == 0, done.stderr

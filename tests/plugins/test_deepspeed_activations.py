@@ -155,7 +155,7 @@ def test_layers_checkpointed_in_any_way_train_like_plain_ones(stage):
     cases += [(make, {"name": "deepspeed", "stage": stage}, {}) for make in (ByTorch, ByTorchReentrant, Arranged)]
     cases += [(Plain, {"name": "deepspeed", "stage": stage}, {"activation_checkpointing": {Block}})]
 
-    for results in run_in_processes(_train, 2, cases, limit_s=120):
+    for results in run_in_processes(_train, 2, cases, limit_s=360):
         for (make, strategy, _), (distance, configured, is_left) in zip(cases, results, strict=True):
             assert distance < 1e-6, (make.__name__, strategy)
             assert configured["PARTITION_ACTIVATIONS"] == (

@@ -127,7 +127,7 @@ def written(tmp_path_factory):
             path = folder / f"stage-{stage}.ds"
             made[stage] = (
                 path,
-                run_in_processes(whole_and_half, 2, Varied, lambda: native(stage=stage), path, limit_s=120),
+                run_in_processes(whole_and_half, 2, Varied, lambda: native(stage=stage), path, limit_s=360),
             )
         return made[stage]
 
@@ -506,7 +506,7 @@ def test_a_program_consolidates(written, tmp_path):
     variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = scripts.run(
         [*command, str(written(2)[0]), str(tmp_path / "one.ckpt")],
-        env=variables, capture_output=True, text=True, check=False, timeout=120,
+        env=variables, capture_output=True, text=True, check=False, timeout=360,
     )  # fmt: skip
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -116,7 +116,7 @@ def _together(rank, world_size, gathers):
 @pytest.mark.slow
 @pytest.mark.parametrize("gathers", [True, False])
 def test_ranks_that_change_their_way_together_train_on(gathers):
-    for distance in run_in_processes(_together, 2, gathers, limit_s=120):
+    for distance in run_in_processes(_together, 2, gathers, limit_s=360):
         assert distance < 1e-6
 
 
@@ -137,7 +137,7 @@ def _sampled(rank, world_size):
 
 @pytest.mark.slow
 def test_a_forward_on_one_rank_alone_is_named():
-    for said in run_in_processes(_sampled, 2, limit_s=120):
+    for said in run_in_processes(_sampled, 2, limit_s=360):
         assert said.startswith("refused: "), said
         assert "ranks went through different layers: rank 0 reached" in said
         assert "the forward of 'Pets'" in said

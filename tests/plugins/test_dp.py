@@ -685,7 +685,7 @@ def test_two_launched_nodes_start_one_process_each(tmp_path):
         )
         for node in (0, 1)
     ]  # fmt: skip
-    said = [node.communicate(timeout=120)[0] for node in nodes]
+    said = [node.communicate(timeout=360)[0] for node in nodes]
 
     assert [node.returncode for node in nodes] == [0, 0], said
     assert [text.strip().splitlines()[-1] for text in said] == ["0 2 2 20", "1 2 2 20"]

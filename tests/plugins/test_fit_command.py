@@ -232,7 +232,7 @@ def project(tmp_path, monkeypatch):
 def program(*words, **options):
     """Run the program in a process of its own."""
     command = [sys.executable, "-m", "stratagem", *map(str, words)]
-    return run_script(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return run_script(command, capture_output=True, text=True, timeout=360, check=False, **options)
 
 
 def refused(capsys, *words):
@@ -1027,7 +1027,7 @@ def test_the_page_runs(tmp_path):
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=360,
             )
             if target:
                 (folder / target).write_text(done.stdout)

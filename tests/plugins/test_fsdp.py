@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import typing
+import weakref
 
 import pytest
 import torch
@@ -390,7 +392,7 @@ class Absent(nn.Module):
 def test_what_cannot_work_is_refused_on_all_ranks(options, message):
     import re
 
-    for said in run_in_processes(_refused, 2, options, Net, limit_s=20):
+    for said in run_in_processes(_refused, 2, options, Net, limit_s=60):
         assert said.startswith("refused: "), said
         assert re.search(message, said)
 
@@ -416,8 +418,28 @@ def test_a_module_that_an_earlier_trainer_sharded_trains_on():
     for part in (batches[:2], batches[2:4], batches[4:]):  # each fit begins with a new optimizer
         train_module_plainly(plain, part)
 
-    for weights in run_in_processes(_trained_three_times, 2, batches, limit_s=30):
+    for weights in run_in_processes(_trained_three_times, 2, batches, limit_s=90):
         assert relative_difference(weights, plain.state_dict()) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "shard": 2}])
+def test_a_closed_run_leaves_no_process_group(strategy):
+    """A process that is forked later would free it and hang: the group's threads do not exist there."""
+    assert run_in_processes(_groups_that_remain, 2, strategy, limit_s=90) == [0, 0]
+
+
+def _groups_that_remain(rank, world_size, strategy):
+    def train():
+        trainer = fit(world_size, strategy, Net(), joined_batches(2, 24))
+        trainer.fit(trainer.module, share(trainer, joined_batches(2, 24)))
+        made = weakref.WeakSet(torch.distributed.distributed_c10d._world.pg_map)
+        weights_of(trainer)
+        trainer.close()
+        return made
+
+    groups = train()
+    gc.collect()
+    return len(groups)
 
 
 # --- Groups and offloaded shards ---------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _train_all(rank, size, accumulate):
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_all_ranks_use_alike_may_change_from_step_to_step(accumulate):
-    first, second = run_in_processes(_train_all, 2, accumulate, limit_s=120)
+    first, second = run_in_processes(_train_all, 2, accumulate, limit_s=360)
 
     for name, weights in first.items():
         _, cls, uses = SAME[name]
@@ -205,7 +205,7 @@ def check(said, name):
 def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
     names = list(DIFFERENT)
     for name, *said in zip(
-        names, *run_in_processes(_refused, 2, names, 0, Layers, accumulate, limit_s=120), strict=True
+        names, *run_in_processes(_refused, 2, names, 0, Layers, accumulate, limit_s=360), strict=True
     ):
         check(said, name)
 
@@ -214,7 +214,7 @@ def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_come_to_differ_are_refused_on_all_ranks(name):
-    check([each for (each,) in run_in_processes(_refused, 2, [name], 3, Layers, 1, limit_s=40)], name)
+    check([each for (each,) in run_in_processes(_refused, 2, [name], 3, Layers, 1, limit_s=120)], name)
 
 
 def _replicas(rank, size):
@@ -225,7 +225,7 @@ def _replicas(rank, size):
 
 
 def test_replicas_that_differ_are_refused_though_each_agrees_within():
-    for said in run_in_processes(_replicas, 4, limit_s=60):
+    for said in run_in_processes(_replicas, 4, limit_s=180):
         assert said.startswith(f"refused: {HEAD}ranks 0, 1 came to 'cat'; ranks 2, 3 came to 'dog'"), said
 
 
@@ -235,7 +235,7 @@ def _alone_with_a_leaf(rank, size):
 
 @pytest.mark.slow
 def test_a_loss_that_reaches_no_unit_is_refused_on_all_ranks():
-    for said in run_in_processes(_alone_with_a_leaf, 2, limit_s=40):
+    for said in run_in_processes(_alone_with_a_leaf, 2, limit_s=120):
         assert f"{HEAD}rank 0 has gradients for " in said
         assert "rank 1 came to the end of the step" in said
 
@@ -255,7 +255,7 @@ def _evaluate(rank, size, uses):
 def test_evaluation_is_compared_too():
     assert run_in_processes(_evaluate, 2, lambda rank, step: ["cat", "dog"][step % 2]) == ["nothing"] * 2
     for since in (0, 2):
-        for said in run_in_processes(_evaluate, 2, only(1, "bear", "cat", since), limit_s=40):
+        for said in run_in_processes(_evaluate, 2, only(1, "bear", "cat", since), limit_s=120):
             assert f"{HEAD}rank 0 came to 'cat'; rank 1 came to 'bear'" in said
 
 
@@ -281,8 +281,8 @@ def _loop(rank, size, uses, steps):
 @pytest.mark.slow
 def test_a_loop_of_ones_own_is_compared_too():
     uses = lambda rank, step: ["cat", "dog cat"][step % 2]  # noqa: E731
-    for weights in run_in_processes(_loop, 2, uses, 4, limit_s=40):
+    for weights in run_in_processes(_loop, 2, uses, 4, limit_s=120):
         assert relative_difference(weights, plainly(lambda: Layers(uses), joined_batches(4, 24))) < 2e-6
     for since in (0, 2):
-        for said in run_in_processes(_loop, 2, only(1, "dog", "cat", since), 4, limit_s=40):
+        for said in run_in_processes(_loop, 2, only(1, "dog", "cat", since), 4, limit_s=120):
             assert f"{HEAD}rank 0 came to 'cat'; rank 1 came to 'dog'" in said

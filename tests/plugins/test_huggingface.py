@@ -261,7 +261,7 @@ def test_examples(script, printed, most, arguments):
     path = EXAMPLES / f"{script}.py"
     command = [sys.executable, str(path), "--accelerator", "cpu", "--enable_progress_bar", "false", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
     assert done.returncode == 0, done.stdout + done.stderr
     (number,) = re.findall(printed, done.stdout)

@@ -50,7 +50,7 @@ def test_killed_at_twenty_random_moments(tmp_path):
             finally:
                 os._exit(1)
         if attempt == 0:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 90
             while newest_whole(tmp_path / "checkpoints", FullCheckpoint()) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
         time.sleep(randomness.uniform(0.15, 0.6))

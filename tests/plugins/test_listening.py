@@ -78,7 +78,7 @@ def _found(tmp_path, strategy, launcher=None, command=(sys.executable,), **varia
         )
     )
     done = scripts.run(
-        [*command, str(path)], capture_output=True, text=True, timeout=120, check=False,
+        [*command, str(path)], capture_output=True, text=True, timeout=360, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
     lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND")]

@@ -524,7 +524,7 @@ def test_the_old_script_of_the_page_must_change_and_the_new_one_runs(tmp_path, c
     assert main(["migrate", str(after)]) == 0
     assert capsys.readouterr().out.startswith("nothing to change, nothing to check")
     done = scripts.run(
-        [sys.executable, "after.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "after.py"], cwd=tmp_path, capture_output=True, text=True, timeout=360, check=False
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "last.ckpt").exists()

@@ -446,7 +446,7 @@ def test_ctrl_c_tells_what_is_saved(tmp_path, devices, words, said):
                 if line.strip() == "waiting":
                     break
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -267,7 +267,7 @@ def _fit(rank, size, strategy, folder):
 def test_odd_parameters(name, tmp_path):
     batches = joined_batches(6, 24)
 
-    first, second = run_in_processes(_fit, 2, STRATEGIES[name], tmp_path, limit_s=100)
+    first, second = run_in_processes(_fit, 2, STRATEGIES[name], tmp_path, limit_s=300)
 
     problems = []
     for make in ZOO:

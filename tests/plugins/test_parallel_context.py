@@ -95,7 +95,7 @@ def _difference(over, heads, key_heads, method, mask_name, causal, value_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_over_parts_is_attention_over_the_whole(world_size):
-    for failed, compared in run_in_processes(_attentions, world_size, limit_s=120):
+    for failed, compared in run_in_processes(_attentions, world_size, limit_s=360):
         assert failed == []
         assert compared > 80
 
@@ -391,7 +391,7 @@ def tokens(length=LENGTH, **others):
 def test_what_a_part_cannot_compute_is_refused_on_all_ranks():
     cases = {name: (extra, {}, tokens()) for name, (extra, _) in REFUSED.items()}
     cases |= {name: (extra, {}, tokens()) for name, extra in ALLOWED.items()}
-    first, second = run_in_processes(_fit, 2, cases, limit_s=120)
+    first, second = run_in_processes(_fit, 2, cases, limit_s=360)
     assert first == second
     for name, (_, expected) in REFUSED.items():
         assert first[name].startswith("refused: "), (name, first[name])
@@ -416,7 +416,7 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks():
         "heads": (None, {"context_method": "ulysses"}, tokens()),
         "string": (None, {}, [(*tokens()[0], "text")]),
     }
-    first, second = run_in_processes(_fit, 2, cases, limit_s=120)
+    first, second = run_in_processes(_fit, 2, cases, limit_s=360)
     assert first == second
     assert "batch[0] has length 7 along dimension 1, and strategy.parallel.context is 2" in first["odd"]
     assert "batch[0] has length 8 along dimension 1, and batch[2] has 3" in first["two lengths"]
@@ -589,7 +589,7 @@ def _fit_pretrained(rank, world_size):
 @pytest.mark.slow
 def test_models_of_hugging_face_that_need_whole_sequences_are_refused():
     pytest.importorskip("transformers")
-    first, second = run_in_processes(_fit_pretrained, 2, limit_s=120)
+    first, second = run_in_processes(_fit_pretrained, 2, limit_s=360)
     assert first == second
     for name, (_, expected) in PRETRAINED.items():
         assert first[name].startswith("refused: "), (name, first[name])

@@ -186,7 +186,7 @@ def test_the_number_of_experts_divides():
 def test_the_example_reads_digits(arguments):
     command = [sys.executable, str(EXAMPLES / "mixture_of_experts.py"), "--accelerator", "cpu", "--max_epochs", "4"]
     done = scripts.run(
-        [*command, "--enable_progress_bar", "false", *arguments], capture_output=True, text=True, timeout=120,
+        [*command, "--enable_progress_bar", "false", *arguments], capture_output=True, text=True, timeout=360,
         check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -64,7 +64,7 @@ def _fail_on_rank_1(rank, world_size):
 @pytest.mark.slow
 def test_without_it_errors_are_raised_as_they_are(monkeypatch):
     monkeypatch.setenv("STRATAGEM_DISABLE_PLUGINS", "stratagem-peer-diagnosis")
-    (kind, _, is_echoed), theirs = run_in_processes(_fail_on_rank_1, 2, limit_s=60)
+    (kind, _, is_echoed), theirs = run_in_processes(_fail_on_rank_1, 2, limit_s=180)
 
     assert theirs == ("ValueError", "no such file", False)
     assert kind != PeerError.__name__

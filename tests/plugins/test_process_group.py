@@ -343,7 +343,7 @@ attempt(log_level="INFO")
 @pytest.mark.slow
 def test_gloo_reads_what_was_set_and_later_values_are_refused():
     """In a process of its own, as gloo reads once in the life of a process."""
-    done = scripts.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    done = scripts.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=180, check=True)
 
     first, second, third = done.stdout.splitlines()
     assert "INFO Rank 0 is connected" in done.stderr

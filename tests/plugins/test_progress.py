@@ -183,7 +183,7 @@ def test_a_real_notebook_shows_it(devices, callbacks):
     """One line that is written over, for tqdm its own; also where training happens in copies of the kernel."""
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(CELL.format(devices=devices, callbacks=callbacks))]
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=360, kernel_name="python3").execute()
     outputs = notebook.cells[0].outputs
     text = "".join(output.get("text", "") for output in outputs)
     last = [line.rpartition("\r")[2] for line in text.splitlines() if "epoch 2/2" in line][-1]

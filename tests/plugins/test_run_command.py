@@ -194,7 +194,7 @@ def test_the_printed_command_passes_every_argument(capsys, launcher):
 
     assert words[at + 1 :] == HOSTILE
     shown = subprocess.run(["bash", "-c", line.replace(shlex.join(words[1:at]), sys.executable)] if launcher == "torchrun" else ["bash", "-c", line],
-                           capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+                           capture_output=True, text=True, check=True, timeout=180)  # fmt: skip
     assert json.loads(shown.stdout) == [HOSTILE, HOSTILE[3]]
 
 
@@ -228,7 +228,7 @@ def test_a_module_runs_with_options_before_and_after_it():
 
 def stratagem(*words):
     return scripts.run(
-        [sys.executable, "-m", "stratagem", "run", *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "stratagem", "run", *words], capture_output=True, text=True, timeout=360, check=False
     )
 
 
@@ -429,7 +429,7 @@ def test_a_rendered_script_passes_every_argument(capsys, tmp_path, target, start
     path = f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-s"], input=text, env={**os.environ, "PATH": path, "PYTHON": sys.executable}, capture_output=True,
-        text=True, check=True, timeout=60,
+        text=True, check=True, timeout=180,
     )  # fmt: skip
 
     assert json.loads(done.stdout) == [HOSTILE, f"{HOSTILE[-1]}\n'"]

@@ -113,7 +113,7 @@ def _on_the_device(rank, world_size, folder):
 
 @pytest.mark.slow
 def test_a_save_keeps_no_copies_on_the_device(tmp_path):
-    for found in run_in_processes(_on_the_device, 2, str(tmp_path), limit_s=120):
+    for found in run_in_processes(_on_the_device, 2, str(tmp_path), limit_s=360):
         assert found == {name: [] for name in STRATEGIES}
 
 

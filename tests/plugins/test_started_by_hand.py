@@ -54,7 +54,7 @@ def test_trainers_may_follow_one_another(tmp_path, port):
         for rank in range(2)
     ]  # fmt: skip
     for rank, process in enumerate(processes):
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=360)
         assert output.splitlines() == [f"{rank} fit", f"{rank} test", f"{rank} fit"], errors
 
 
@@ -77,7 +77,7 @@ def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, l
         """)
     )
     done = scripts.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=360, check=False,
         env=os.environ | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -64,7 +64,7 @@ def _count(rank, world_size, cases):
 
 
 def _check(cases, world_size, limit):
-    for counts in run_in_processes(_count, world_size, cases, limit_s=300):
+    for counts in run_in_processes(_count, world_size, cases, limit_s=900):
         for name, (steps, where) in counts.items():
             assert len(steps) >= 4, name
             assert max(steps) <= limit, f"{name}: {steps} {where}"

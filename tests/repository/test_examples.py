@@ -22,7 +22,7 @@ QUIET = ["--enable_progress_bar", "false", "--accelerator", "cpu"]
 TWO = ["--strategy", "ddp", "--devices", "2"]
 
 
-def run(*command, limit_s=60):
+def run(*command, limit_s=180):
     """Run `command` in the current folder; return what it printed."""
     done = scripts.run(command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1175,7 +1175,7 @@ def start(command, **variables):
 def output(*processes):
     """Wait for `processes`; return what they said. None of them is left, nor what they started."""
     try:
-        said = [process.communicate(timeout=60) for process in processes]
+        said = [process.communicate(timeout=180) for process in processes]
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
@@ -32,7 +34,41 @@ def leave_group() -> None:
         # A DDP reducer that outlives its group aborts the interpreter at exit (std::terminate, seen with torch 2.13 and
         # gloo, in plain PyTorch too): wrapped models in reference cycles have to be freed first.
         gc.collect()
+        forget_meshes()
         dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Have torch forget what it keeps about device meshes, whose process groups are about to be destroyed.
+
+    It remembers the results of operations on DTensors by the ranks and names of their mesh: a later run with an equal
+    mesh would get tensors on the groups of this one, and a process that is forked later would free the groups and hang,
+    because their threads do not exist there.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # torch keeps it private
+    propagator.propagate_op_sharding.cache_clear()
+    for owner, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (sys.modules["torch.distributed.tensor._redistribute"], "clear_redistribute_planner_cache"),
+    ):
+        getattr(owner, name, bool)()  # older versions have no such cache
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            _clear_caches(module)
+
+
+def _clear_caches(module: Any) -> None:
+    """Clear the caches of functions of `module`, and of methods of its classes."""
+    for value in list(vars(module).values()):
+        owned = [getattr(value, name, None) for name in vars(value)] if isinstance(value, type) else [value]
+        for each in owned:
+            if isinstance(each, functools._lru_cache_wrapper):
+                each.cache_clear()
 
 
 def not_joined(world: World, error: Exception) -> LaunchError:

@@ -30,7 +30,14 @@ from attrs import evolve
 from stratagem.api.world import DEFAULT_TIMEOUT, Collectives
 from stratagem.distributed.backends import backends_in, backends_of, with_gloo
 from stratagem.distributed.call_site import where
-from stratagem.distributed.default_group import check_adoptable, default_store, leave_group, not_joined, trace_calls
+from stratagem.distributed.default_group import (
+    check_adoptable,
+    default_store,
+    forget_meshes,
+    leave_group,
+    not_joined,
+    trace_calls,
+)
 from stratagem.distributed.fingerprints import fingerprint, is_common
 from stratagem.distributed.interfaces import allow_connections, choose_interface, listen_anywhere
 from stratagem.distributed.objects import REFUSAL, packed, unpacked
@@ -405,6 +412,8 @@ class TorchCollectives(Collectives):
             self._owns_group = False
             atexit.unregister(leave_group)
             leave_group()
+        else:
+            forget_meshes()
 
 
 #: The default group, and the group over which the runs of this process compare calls. Weak references: a forked process

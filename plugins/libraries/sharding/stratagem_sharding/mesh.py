@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 
 def device_mesh(device_type: str, axes: dict[str, int], collectives: Any) -> DeviceMesh:
@@ -23,16 +22,3 @@ def device_mesh(device_type: str, axes: dict[str, int], collectives: Any) -> Dev
     lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(sizes)]
     groups = [collectives.split(each).group for each in lines]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-
-
-def forget_meshes() -> None:
-    """Have torch forget what it keeps about device meshes, whose process groups are about to be destroyed.
-
-    It remembers the results of operations on DTensors by the ranks and names of their mesh: a later run with an equal
-    mesh would get tensors on the groups of this one.
-    """
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # torch keeps it private
-    propagator.propagate_op_sharding.cache_clear()
-    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in older versions
-    if clear_fast_path is not None:
-        clear_fast_path()

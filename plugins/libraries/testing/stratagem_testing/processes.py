@@ -37,7 +37,7 @@ class ProcessesFailed(AssertionError):
     """A rank raised an error, was killed, or timed out. The message begins with the traceback of the root cause."""
 
 
-def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 120) -> list[Any]:
+def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 360) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in each process; return the results in rank order.
 
     The processes find the variables of an external launcher (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),

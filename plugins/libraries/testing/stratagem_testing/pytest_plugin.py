@@ -70,14 +70,14 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _leave_process_group() -> None:
-    import gc
     import sys
 
     if "torch" not in sys.modules:
         return
     import torch
 
+    from stratagem.distributed.default_group import leave_group
+
     torch.set_default_dtype(torch.float32)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapped model must not outlive its process group
-        torch.distributed.destroy_process_group()
+    if torch.distributed.is_available():
+        leave_group()

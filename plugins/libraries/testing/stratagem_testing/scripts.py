@@ -2,7 +2,7 @@
 
     from stratagem_testing import scripts
 
-    done = scripts.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=60)
+    done = scripts.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=180)
 
 The first call starts a process that imports torch, the compiler that its optimizers import, and stratagem; each script
 runs in a fork of it, with ``__main__``, arguments, folder, environment, streams, signals and exit codes as under

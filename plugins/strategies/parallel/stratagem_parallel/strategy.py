@@ -31,7 +31,6 @@ from stratagem_parallel.tensor import cut_layers, described, named_use, reconnec
 from stratagem_process_group import group_options_after
 from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
-from stratagem_sharding.mesh import forget_meshes
 from stratagem_sharding.param_groups import reshard
 from stratagem_sharding.shards import clip_values, local
 from stratagem_sharding.units import units_of
@@ -230,7 +229,6 @@ class ParallelStrategy(ParallelOptions):
         if self._pipeline is not None:
             self._pipeline.close()
         self._groups = self._device_mesh = self._sharding = self._context = self._expert = self._pipeline = None
-        forget_meshes()
         super().teardown(run)
 
     # --- The step ------------------------------------------------------------------------------------------------
