@@ -214,7 +214,9 @@ def test_a_shell_of_srun_is_not_a_set_of_tasks(tmp_path):
     environment = os.environ | TASK | {"SLURM_PTY_PORT": "1"}
     script = f"{sys.executable} -c '{ASK}'\nexit\n"
     typed = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, timeout=180)
-    inner = subprocess.run(["bash", "-c", f"{script}true"], env=environment, capture_output=True, text=True, timeout=180)
+    inner = subprocess.run(
+        ["bash", "-c", f"{script}true"], env=environment, capture_output=True, text=True, timeout=180
+    )
 
     assert typed.stdout.strip() == "False in job", typed.stderr
     assert inner.stdout.strip() == "True certain", inner.stderr  # srun bash run.sh, in a shell of srun --pty
