@@ -688,12 +688,18 @@ def test_a_closed_trainer_saves_no_checkpoint_without_its_optimizers(tmp_path):
 
 #: What the Trainer of Lightning 2.6 has of the names below.
 OF_LIGHTNING = {
-    "accumulate_grad_batches", "callback_metrics", "callbacks", "checkpoint_callback", "current_epoch",
-    "datamodule", "default_root_dir", "fast_dev_run", "fit", "global_rank", "global_step", "init_module",
-    "is_global_zero", "local_rank", "logged_metrics", "logger", "loggers", "lr_scheduler_configs", "max_epochs",
-    "max_steps", "node_rank", "num_predict_batches", "num_test_batches", "num_training_batches", "num_val_batches",
-    "optimizers", "precision", "predict", "print", "progress_bar_metrics", "sanity_checking", "save_checkpoint",
-    "should_stop", "strategy", "test", "train_dataloader", "validate", "world_size",
+    "accelerator", "accumulate_grad_batches", "callback_metrics", "callbacks", "check_val_every_n_epoch",
+    "checkpoint_callback", "checkpoint_callbacks", "ckpt_path", "current_epoch", "datamodule", "default_root_dir",
+    "device_ids", "early_stopping_callback", "early_stopping_callbacks", "estimated_stepping_batches", "evaluating",
+    "fast_dev_run", "fit", "global_rank", "global_step", "gradient_clip_algorithm", "gradient_clip_val",
+    "init_module", "interrupted", "is_global_zero", "limit_predict_batches", "limit_test_batches",
+    "limit_train_batches", "limit_val_batches", "local_rank", "log_dir", "log_every_n_steps", "logged_metrics",
+    "logger", "loggers", "lr_scheduler_configs", "max_epochs", "max_steps", "min_epochs", "min_steps", "model",
+    "node_rank", "num_devices", "num_nodes", "num_predict_batches", "num_sanity_val_steps", "num_test_batches",
+    "num_training_batches", "num_val_batches", "optimizers", "overfit_batches", "precision", "predict",
+    "predict_dataloaders", "predicting", "print", "progress_bar_metrics", "sanity_checking", "save_checkpoint",
+    "should_stop", "state", "strategy", "test", "test_dataloaders", "testing", "train_dataloader", "training",
+    "val_check_interval", "val_dataloaders", "validate", "validating", "world_size",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from stratagem.api.capabilities import (
     WITHIN_TEAM,
     Capabilities,
 )
-from stratagem.api.context import RunContext, TrainerView
+from stratagem.api.context import RunContext
 from stratagem.api.evidence import Confidence, Evidence
 from stratagem.api.kinds import (
     Accelerator,
@@ -45,6 +45,7 @@ from stratagem.api.kinds import (
     Strategy,
 )
 from stratagem.api.markers import hookimpl
+from stratagem.api.trainer_view import TrainerView
 from stratagem.api.values import Bucket, PrecisionPolicy
 from stratagem.api.world import Collectives, Mesh, World
 

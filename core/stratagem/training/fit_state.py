@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, fields
@@ -13,8 +14,8 @@ from stratagem.training.metrics import StageMetrics
 from stratagem.training.progress import Position
 
 if TYPE_CHECKING:
-    from stratagem.api.context import TrainerView
     from stratagem.api.lr_schedulers import LRSchedulerConfig
+    from stratagem.api.trainer_view import TrainerView
     from stratagem.config.settings import TrainerSettings
     from stratagem.runtime.context import Context
     from stratagem.training.batches import ResumableBatches
@@ -44,6 +45,11 @@ class FitState:
     accumulation: dict[int, int]
     module: Any = None
     datamodule: Any = None
+    #: The call that is under way, or the last one: "fit", "validate", "test" or "predict".
+    fn: str | None = None
+    #: "initializing", "running", "finished" or "interrupted".
+    status: str = "initializing"
+    ckpt_path: str | Path | None = None
     should_stop: bool = False
     #: Training is under way in this process, rather than a validation or test that the user called.
     fitting: bool = False
@@ -78,6 +84,10 @@ class FitState:
     dataloader_idx: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=0)
     #: Called once after the current batch, when all callbacks have seen its end; it raises to end training.
     on_leaving: Callable[[], Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: The loaders of each stage, which yield this rank's part of the data.
+    loaders: dict[str, list[Any]] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, factory=dict)
+    #: Makes the loaders of a fit, if they are not made yet.
+    make_loaders: Callable[[], Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: Gives training another loader, while a fit starts.
     use_loader: Callable[[Any], None] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
 
@@ -100,7 +110,11 @@ class FitState:
     @property
     def accumulate_grad_batches(self) -> int:
         """Over how many batches gradients accumulate in the current epoch."""
-        return next(n for epoch, n in reversed(self.accumulation.items()) if epoch <= self.position.epoch)
+        return self.accumulation_in(self.position.epoch)
+
+    def accumulation_in(self, epoch: int) -> int:
+        """Return over how many batches gradients accumulate in `epoch`."""
+        return next(n for begin, n in reversed(self.accumulation.items()) if begin <= epoch)
 
     @property
     def at_step_boundary(self) -> bool:
@@ -131,4 +145,5 @@ class FitState:
         self.__dict__.update(state)
         for each in fields(type(self)):
             if "of_this_process" in each.metadata:
-                setattr(self, each.name, each.default)
+                default: Any = each.default
+                setattr(self, each.name, default.factory() if hasattr(default, "factory") else default)

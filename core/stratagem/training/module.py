@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.api.context import TrainerView
+    from stratagem.api.trainer_view import TrainerView
     from stratagem.training.fit_state import FitState
 
 #: Properties that raise an error without a trainer, or without one that has them.

@@ -62,6 +62,7 @@ class StageRunner:
     def __init__(self, state: FitState, request: StageRequest) -> None:
         self.state, self.run, self.settings, self.request = state, state.run, state.settings, request
         self.module: Module = state.module
+        self.train_loader: Any = None
         self.val_loaders: list[Any] = []
         #: The checkpoint that the request begins with.
         self.read_from: Path | None = None
@@ -131,12 +132,11 @@ class StageRunner:
         if run.is_global_zero and not self.settings.barebones:
             warn_of_slow_choices(self.module, run)
             warn_of_another_order(run)
+        state.loaders, state.make_loaders = {}, self._make_fit_loaders
         run.prepare(self.module, self._make_optimizers)
-        loader = self._share(self._loaders()[0], "train")
-        self.val_loaders = self._validation_loaders()
-        self._size_epochs(loader)
-        earlier = state.train_batches
-        train_batches = ResumableBatches(loader, state.num_training_batches, run, self.module)
+        self._make_fit_loaders()
+        earlier, state.make_loaders = state.train_batches, None
+        train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
             train_batches.resume(earlier.state_dict(state.position), earlier.random_state())
         state.train_batches, state.use_loader = train_batches, self.use_loader
@@ -147,7 +147,6 @@ class StageRunner:
         state.should_stop, run.step.skipped_batches = False, 0
         if run.is_global_zero:
             _tell_modes(self.module)
-        state.batch_size = getattr(loader, "batch_size", None)
         if run.is_global_zero and (hparams := self._hyperparameters()):
             run.hooks.hook.log_hyperparams(params=hparams, run=run)
         state.events.emit("on_fit_start")
@@ -200,13 +199,20 @@ class StageRunner:
                     do="choose a strategy that provides it (`stratagem plugins show NAME`)",
                 )
 
+    def _make_fit_loaders(self) -> None:
+        """Make the loaders of a fit, once: `configure_optimizers` may ask how long training is. Collective."""
+        if self.train_loader is None:
+            self.train_loader = self._share(self._loaders()[0], "train")
+            self.val_loaders = self._validation_loaders()
+            self.state.loaders = {"train": [self.train_loader], "validate": self.val_loaders}
+            self._size_epochs(self.train_loader)
+
     def use_loader(self, loader: Any) -> None:
         """Train with `loader`, this process's share, instead of the present one."""
         state = self.state
         self._size_epochs(loader)
         assert state.train_batches is not None
         state.train_batches.loader, state.train_batches.num_batches = loader, state.num_training_batches
-        state.batch_size = getattr(loader, "batch_size", None)
 
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
@@ -220,7 +226,7 @@ class StageRunner:
                 do="check its data set, drop_last and limit_train_batches",
             )
         limit = settings.overfit_batches or settings.limit_val_batches
-        state.num_training_batches = size
+        state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
         if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
             state.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
             state.batches_between_validations = size
@@ -271,6 +277,7 @@ class StageRunner:
         limit = getattr(self.settings, f"limit_{word}_batches")
         limits = [self._limit(word, loader, limit) for loader in loaders]
         setattr(state, f"num_{word}_batches", limits)
+        state.loaders[stage] = loaders
         return evaluate(state, stage, loaders, limits)
 
     # --- Loaders -------------------------------------------------------------------------------------------------

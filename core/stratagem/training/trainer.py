@@ -288,11 +288,16 @@ class Trainer(View):
                     request.worker_state = state.worker_state or held
         outer = model.__dict__.get("_fit")
         state.module, state.datamodule, self._call_at_work = model, datamodule, stage
+        state.fn, state.status, state.ckpt_path = stage, "running", ckpt_path
         model.__dict__["_fit"] = state
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)
             result = launch(self.run, functools.partial(self._main, request), model)
+            state.status = "finished"
+        except BaseException:
+            state.status = "interrupted"
+            raise
         finally:
             self._call_at_work = None
             if outer is not None and outer.trainer._call_at_work is not None:

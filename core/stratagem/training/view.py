@@ -13,6 +13,7 @@ from stratagem.api.paths import as_path
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 from stratagem.training import fit_state
+from stratagem.training.call_view import CallView
 from stratagem.training.metric_log import log_metric
 
 if TYPE_CHECKING:
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from stratagem.api.context import TrainerView
     from stratagem.api.lr_schedulers import LRSchedulerConfig
-    from stratagem.config.settings import TrainerSettings
-    from stratagem.runtime.context import Context
-    from stratagem.training.fit_state import FitState
+    from stratagem.api.trainer_view import TrainerView
     from stratagem.training.trial import TrialStep
 
 
@@ -40,12 +38,8 @@ def _of_state(name: str) -> Any:
     return property(get, put)
 
 
-class View:
-    """See `stratagem.api.context.TrainerView`."""
-
-    settings: TrainerSettings
-    run: Context
-    _state: FitState
+class View(CallView):
+    """See `stratagem.api.trainer_view.TrainerView`."""
 
     module, datamodule = _of_state("module"), _of_state("datamodule")
     callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")
@@ -91,7 +85,22 @@ class View:
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that keeps checkpoints, or None."""
-        return next((callback for callback in self.callbacks if hasattr(callback, "best_model_path")), None)
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that keep checkpoints: those with a `best_model_path`."""
+        return [callback for callback in self.callbacks if hasattr(callback, "best_model_path")]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first callback that stops training early, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that stop training early: those with a `stopped_epoch`."""
+        return [callback for callback in self.callbacks if hasattr(callback, "stopped_epoch")]
 
     @property
     def loggers(self) -> list[Any]:
@@ -207,12 +216,6 @@ class View:
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         return self.run.lr_scheduler_configs
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader, which yields this rank's part of the data; only during a fit."""
-        assert self._state.train_batches is not None, "known during a fit"
-        return self._state.train_batches.loader
 
     def replace_train_loader(self, loader: Any) -> None:
         """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from stratagem.api.context import RunContext, TrainerView
+    from stratagem.api.context import RunContext
+    from stratagem.api.trainer_view import TrainerView
 
 # --- Events ------------------------------------------------------------------------------------------------------
 # For callbacks, loggers and other plugins. A Module may define a method of the same name (without `trainer`,

@@ -1,0 +1,214 @@
+"""Protocol for the argument `trainer` of hooks: the attributes that a plugin may use.
+
+`stratagem.Trainer` has more attributes, which are for the script that made it, or private.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from stratagem.api.context import Position, RunContext
+    from stratagem.api.lr_schedulers import LRSchedulerConfig
+
+
+@frozen
+class TrainerState:
+    """Which call is under way or was the last one, and how it stands."""
+
+    #: "fit", "validate", "test" or "predict"; None before the first call.
+    fn: str | None
+    #: "initializing" before the first call, then "running", "finished" or "interrupted" (by an error or a signal).
+    status: str
+    #: "train", "sanity_check", "validate", "test" or "predict" while a call is under way, otherwise None.
+    stage: str | None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        return self.status in ("finished", "interrupted")
+
+
+class TrainerView(Protocol):
+    """The trainer, as event hooks of callbacks and loggers see it."""
+
+    @property
+    def run(self) -> RunContext: ...
+
+    #: The module being trained or evaluated, and the data module, if there is one.
+    module: Any
+    datamodule: Any
+    #: Every metric that was published, by name.
+    callback_metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+    #: What a progress bar shows beside `progress_bar_metrics`.
+    bar_metrics: dict[str, Any]
+    #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
+    should_stop: bool
+    #: True during `fit`, False during a validation or test that the user called.
+    fitting: bool
+    #: True during the sanity check: some batches of validation before training.
+    sanity_checking: bool
+    #: Samples in a batch of one process; None if the loader has no batch size.
+    batch_size: int | None
+    num_training_batches: float
+    num_val_batches: list[float]
+    num_test_batches: list[float]
+    num_predict_batches: list[float]
+    max_epochs: int
+    max_steps: int
+
+    @property
+    def state(self) -> TrainerState:
+        """Which call is under way or was the last one, and how it stands."""
+
+    @property
+    def training(self) -> bool: ...
+
+    @property
+    def validating(self) -> bool: ...
+
+    @property
+    def testing(self) -> bool: ...
+
+    @property
+    def predicting(self) -> bool: ...
+
+    @property
+    def evaluating(self) -> bool: ...
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole fit, for schedules: ``configure_optimizers`` may use it. inf without a limit.
+
+        Reading it there makes the loaders, which is collective: all ranks read it.
+
+        Raises:
+            ConfigError: read before a fit has started.
+        """
+
+    @property
+    def settings(self) -> Any:
+        """The arguments of the trainer, as attributes."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far."""
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch being trained, from 0."""
+
+    @property
+    def position(self) -> Position:
+        """Progress of training."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+    @property
+    def default_root_dir(self) -> Path: ...
+
+    @property
+    def fast_dev_run(self) -> bool: ...
+
+    @property
+    def callbacks(self) -> list[Any]: ...
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first callback that stops training early, or None."""
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder that the first logger writes to, once rank 0 has written something; else `default_root_dir`."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def loggers(self) -> list[Any]: ...
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]: ...
+
+    @property
+    def at_step_boundary(self) -> bool:
+        """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
+
+    @property
+    def accumulate_grad_batches(self) -> int: ...
+
+    def schedule_accumulation(self, schedule: dict[int, int]) -> None:
+        """Set the number of batches to accumulate, by the first epoch to which it applies; from the next epoch on.
+
+        Raises:
+            ConfigError: epoch 0 is missing, or the strategy cannot accumulate.
+        """
+
+    @property
+    def effective_batch_size(self) -> int | None: ...
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]: ...
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None: ...
+
+    def log_metric(self, name: str, value: Any, **options: Any) -> None:
+        """Log a metric, as `Module.log` does with `options`: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on rank 0 only."""
+
+    def leave_after_batch(self, action: Callable[[], Any]) -> None:
+        """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""
+
+    def replace_train_loader(self, loader: Any) -> None:
+        """Train with `loader`, which yields this rank's part of the data. Call it only while a fit starts."""
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader, which yields this rank's part of the data; None before a fit."""
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader, or the list of them, which yield this rank's part of the data; None without any."""
+
+    def trial_steps(self, who: str) -> AbstractContextManager[Callable[[Any, int], Tensor]]:
+        """Run training steps and undo them afterwards.
+
+        ``with trainer.trial_steps("my callback") as step: loss = step(batch, number)``. Afterwards weights, optimizer,
+        precision, random numbers and metrics are as before.
+        """

@@ -1,0 +1,236 @@
+"""What a trainer tells its modules and callbacks, under the names of Lightning."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.errors import ConfigError
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, data, joined_batches
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+
+
+class Asks(Net):
+    """Reads in configure_optimizers what a schedule needs."""
+
+    def configure_optimizers(self):
+        self.total = self.trainer.estimated_stepping_batches
+        self.loader = self.trainer.train_dataloader
+        return super().configure_optimizers()
+
+
+def loader(samples, batch_size=4):
+    return DataLoader(TensorDataset(*data(samples)), batch_size)
+
+
+# --- How long training is ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_epochs": 3}, 15),
+        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 9),
+        ({"max_epochs": 3, "accumulate_grad_batches": {0: 1, 1: 3}}, 9),
+        ({"max_epochs": 3, "max_steps": 7}, 7),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 6),
+        ({"max_epochs": 3, "limit_train_batches": 0.5, "accumulate_grad_batches": 2}, 3),
+        ({"max_epochs": 3, "overfit_batches": 1}, 3),
+        ({"fast_dev_run": 2}, 2),
+        ({"max_steps": 7}, 7),
+    ],
+)
+def test_it_knows_the_steps_of_a_fit_while_optimizers_are_made(arguments, expected):
+    module, trainer = Asks(), sg.Trainer(**(QUIET | arguments))
+
+    trainer.fit(module, loader(20))
+
+    assert module.total == expected == trainer.global_step
+    assert trainer.estimated_stepping_batches == expected
+
+
+def test_without_a_limit_or_a_length_steps_are_infinite():
+    module = Asks()
+    trainer = sg.Trainer(max_epochs=-1, max_time=30, **QUIET)
+    trainer.fit(module, _Endless(stop_after=3, trainer=trainer))
+    assert module.total == math.inf
+
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, iter(joined_batches(2, 8)))
+    assert module.total == math.inf
+
+
+class _Endless:
+    def __init__(self, stop_after, trainer):
+        self.stop_after, self.trainer = stop_after, trainer
+
+    def __iter__(self):
+        for number, batch in enumerate(joined_batches(20, 80)):
+            self.trainer.should_stop = number >= self.stop_after
+            yield batch
+
+
+def test_it_is_an_error_before_a_fit():
+    with pytest.raises(ConfigError, match="estimated_stepping_batches was read before a fit.*in configure_optimizers"):
+        sg.Trainer(**QUIET).estimated_stepping_batches  # noqa: B018
+
+
+def test_a_second_fit_asks_its_own_loader():
+    module, trainer = Asks(), sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, loader(20))
+    trainer.max_epochs = 2
+    second = loader(8)
+    trainer.fit(module, second)
+    assert module.total == 4
+    assert module.loader is second is trainer.train_dataloader
+
+
+def _steps_of_two(rank, world_size):
+    module = Asks()
+    trainer = sg.Trainer(max_epochs=2, devices=2, strategy="ddp", **QUIET)
+    trainer.fit(module, loader(24))
+    return module.total, trainer.global_step
+
+
+def test_several_ranks_divide_the_batches():
+    assert run_in_processes(_steps_of_two, 2) == [(6, 6), (6, 6)]
+
+
+# --- The call ----------------------------------------------------------------------------------------------------
+
+
+class Looks(sg.Callback):
+    """Remembers what the trainer says in each stage."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def look(self, where, trainer):
+        names = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
+        self.seen[where] = (trainer.state.fn, trainer.state.stage, [name for name in names if getattr(trainer, name)])
+
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer):
+        self.look("train", trainer)
+
+    @sg.hookimpl
+    def on_validation_batch_end(self, trainer):
+        self.look("sanity" if trainer.sanity_checking else "validation", trainer)
+
+    @sg.hookimpl
+    def on_test_batch_end(self, trainer):
+        self.look("test", trainer)
+
+    @sg.hookimpl
+    def on_predict_batch_end(self, trainer):
+        self.look("predict", trainer)
+
+
+class Evaluates(Net):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+def test_it_tells_the_call_and_the_stage():
+    looks = Looks()
+    trainer = sg.Trainer(max_epochs=1, callbacks=[looks], **QUIET)
+    before = trainer.state
+    assert (before.fn, before.status, before.stage, before.finished, before.stopped) == (
+        None, "initializing", None, False, False,
+    )  # fmt: skip
+
+    trainer.fit(Evaluates(), loader(8), loader(4))
+    assert (trainer.state.fn, trainer.state.finished, trainer.state.stage) == ("fit", True, None)
+    trainer.validate(dataloaders=loader(4))
+    trainer.test(dataloaders=loader(4))
+    trainer.predict(dataloaders=loader(4))
+
+    assert looks.seen == {
+        "sanity": ("fit", "sanity_check", ["evaluating", "sanity_checking"]),
+        "train": ("fit", "train", ["training"]),
+        "validation": ("validate", "validate", ["validating", "evaluating"]),
+        "test": ("test", "test", ["testing", "evaluating"]),
+        "predict": ("predict", "predict", ["predicting"]),
+    }
+
+
+def test_validation_within_training_is_not_training():
+    looks = Looks()
+    sg.Trainer(max_epochs=1, callbacks=[looks], num_sanity_val_steps=0, **QUIET).fit(Evaluates(), loader(8), loader(4))
+    assert looks.seen["validation"] == ("fit", "validate", ["validating", "evaluating"])
+    assert looks.seen["train"] == ("fit", "train", ["training"])
+
+
+def test_a_call_that_ended_with_an_error_was_interrupted():
+    class Breaks(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(Breaks(), loader(8))
+    assert (trainer.state.status, trainer.interrupted, trainer.state.stopped) == ("interrupted", True, True)
+
+    trainer.fit(Net(), loader(8))
+    assert (trainer.state.status, trainer.interrupted) == ("finished", False)
+
+
+# --- Loaders, plugins, settings ----------------------------------------------------------------------------------
+
+
+def test_it_has_the_loaders_of_each_stage(tmp_path):
+    train, first, second = loader(8), loader(4), loader(12)
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    assert (trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders) == (None, None, None)
+
+    trainer.fit(Evaluates(), train, first)
+    assert (trainer.train_dataloader, trainer.val_dataloaders) == (train, first)
+    trainer.test(dataloaders=[first, second])
+    trainer.predict(dataloaders=second)
+    assert (trainer.test_dataloaders, trainer.predict_dataloaders) == ([first, second], second)
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.validate(dataloaders=second, ckpt_path=path)
+    assert (trainer.val_dataloaders, trainer.ckpt_path) == (second, path)
+    assert trainer.model is trainer.module
+
+
+def test_it_has_the_arguments_it_was_given():
+    given = {
+        "limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1, "limit_predict_batches": 2,
+        "num_sanity_val_steps": 1, "val_check_interval": 2, "check_val_every_n_epoch": 4, "log_every_n_steps": 5,
+        "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "min_epochs": 1, "min_steps": 2,
+    }  # fmt: skip
+    trainer = sg.Trainer(**(QUIET | given))
+    assert {name: getattr(trainer, name) for name in given} == given
+    assert (trainer.num_nodes, trainer.num_devices, trainer.device_ids) == (1, 1, [0])
+    assert trainer.accelerator is trainer.run.accelerator
+
+
+def test_it_has_the_first_callback_that_stops_and_that_saves(tmp_path):
+    stops, saves = EarlyStopping(monitor="loss"), ModelCheckpoint()
+    arguments = QUIET | {"enable_checkpointing": True}
+    trainer = sg.Trainer(callbacks=[stops, saves], default_root_dir=tmp_path, **arguments)
+    assert (trainer.early_stopping_callback, trainer.checkpoint_callback) == (stops, saves)
+    assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([stops], [saves])
+    without = sg.Trainer(**QUIET)
+    assert (without.early_stopping_callback, without.checkpoint_callback) == (None, None)
+
+
+def test_it_has_the_folder_of_the_logger(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1, **(QUIET | {"logger": "csv"}))
+    assert trainer.log_dir == tmp_path
+    trainer.fit(Net(), loader(8))
+    assert (trainer.log_dir / "metrics.csv").exists()
+    assert sg.Trainer(default_root_dir=tmp_path, **QUIET).log_dir == tmp_path
