@@ -67,7 +67,7 @@ def arguments_of(event: str) -> tuple[str, ...]:
 def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a function that calls `method` with those keyword arguments of `event` that it takes.
 
-    If their names differ they are passed in order. None: it takes more arguments than the event has.
+    If their names differ, or it takes ``*arguments``, they are passed in order. None: it takes more arguments than the event has.
     """
     names, parameters = arguments_of(event), inspect.signature(method).parameters.values()
     kinds = inspect.Parameter
@@ -76,10 +76,11 @@ def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None
     named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     required = [p.name for p in parameters if p.default is kinds.empty and p.kind is not kinds.VAR_POSITIONAL]
     accepted = [p.name for p in named if p.name in names]
-    if all(name in accepted for name in required):
+    takes_more = any(parameter.kind is kinds.VAR_POSITIONAL for parameter in parameters)
+    if not takes_more and all(name in accepted for name in required):
         return lambda **arguments: method(**{name: arguments[name] for name in accepted})
     in_order = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.POSITIONAL_ONLY)]
     if len(required) > len(names) or any(p.kind is kinds.KEYWORD_ONLY and p.name in required for p in parameters):
         return None
-    count = len(names) if any(p.kind is kinds.VAR_POSITIONAL for p in parameters) else min(len(in_order), len(names))
+    count = len(names) if takes_more else min(len(in_order), len(names))
     return lambda **arguments: method(*(arguments[name] for name in names[:count]))

@@ -20,6 +20,7 @@ from stratagem.training.datamodule import DataModule
 from stratagem.training.event_names import EVENTS
 from stratagem.training.events import arguments_of, by_name
 from stratagem.training.module import Module, overrides
+from stratagem.training.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from stratagem.stack.plugins import Stack
@@ -130,6 +131,7 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
     for step in _STEPS:
         if overrides(module, step):
             _check_known(module, step)
+    _check_hidden(module)
     for event in EVENTS:
         if overrides(module, event) and by_name(event, getattr(module, event)) is None:
             raise _takes_others(module, event, arguments_of(event))
@@ -138,6 +140,19 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
+
+
+def _check_hidden(module: Module) -> None:
+    """Refuse methods of a base class that comes after `Module`, whose own methods hide them."""
+    bases = type(module).__mro__
+    for base in bases[bases.index(ModuleEvents) :]:
+        for name in vars(ModuleEvents):
+            hidden = base not in Module.__mro__ and not name.startswith("__") and name in vars(base)
+            if hidden and not overrides(module, name):
+                raise ConfigError(
+                    f"{type(module).__name__} inherits {name} from {base.__name__}, and Module's own hides it",
+                    expected=f"{base.__name__} before Module in the bases of the class",
+                )
 
 
 def warn_of_uncalled(module: Module) -> None:

@@ -7,15 +7,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 from stratagem.runtime.step_module import COMPILER
-from stratagem.training.device_mesh import device_mesh_of
 from stratagem.training.hyperparameters import Hyperparameters, check_storable, constructor_arguments, items_of
 from stratagem.training.metric_log import log_metric
-from stratagem.training.optimizer_handle import handles_of
+from stratagem.training.module_access import ModuleAccess
+from stratagem.training.module_events import ModuleEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,20 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stratagem.api.trainer_view import TrainerView
-    from stratagem.training.fit_state import FitState
 
-#: Properties that raise an error without a trainer, or without one that has them.
-_OF_A_TRAINER = {"trainer", "_state", "device_mesh", "current_epoch", "global_step", "logger"}
-
-
-class Module(nn.Module):
+class Module(ModuleEvents, ModuleAccess):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
-    A module may also define any of the methods in `event_names`, such as ``on_train_epoch_end(self)``, ``setup(stage)``
-    and ``teardown(stage)``: called at the beginning and the end of fit, validate, test and predict in every process.
-    A method of Lightning's that would not be called is refused when a run starts: see
-    `stratagem.training.lightning_names`.
+    Methods that take part in events are those of `ModuleEvents`, such as ``on_train_epoch_end(self)``. A method of
+    Lightning's that would not be called is refused when a run starts: see `stratagem.training.lightning_names`.
     """
 
     #: False: `training_step` calls `manual_backward` and steps its optimizers itself.
@@ -49,17 +40,6 @@ class Module(nn.Module):
         # Plain attributes: not submodules, and the trainer is not pickled or copied with the module.
         self.__dict__["_fit"] = None
         self.__dict__["_hparams"] = Hyperparameters()
-
-    def __dir__(self) -> list[str]:
-        """Return names that can be read now: torch.jit.trace and `inspect` read all of them."""
-        return [name for name in super().__dir__() if name not in _OF_A_TRAINER or self._has(name)]  # type: ignore[no-untyped-call]
-
-    def _has(self, name: str) -> bool:
-        try:
-            getattr(self, name)
-        except ConfigError:
-            return False
-        return True
 
     # --- What a user overrides -----------------------------------------------------------------------------------
 
@@ -177,49 +157,6 @@ class Module(nn.Module):
 
     # --- What a user calls ---------------------------------------------------------------------------------------
 
-    @property
-    def trainer(self) -> TrainerView:
-        """The trainer that runs this module."""
-        return self._state.trainer
-
-    @property
-    def _state(self) -> FitState:
-        """The state of the trainer that runs this module."""
-        state: FitState | None = self.__dict__.get("_fit")
-        if state is None:
-            raise ConfigError(f"{type(self).__name__}.trainer was read outside a trainer", do="call trainer.fit()")
-        return state
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
-
-    device_mesh = property(device_mesh_of)
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank; 0 outside a trainer."""
-        state = self.__dict__.get("_fit")
-        return 0 if state is None else state.trainer.global_rank
-
-    @property
-    def current_epoch(self) -> int:
-        return self.trainer.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        return self.trainer.global_step
-
-    @property
-    def logger(self) -> Any:
-        """The trainer's first logger, or None."""
-        return self.trainer.logger
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """`print` on rank 0 only."""
-        self.trainer.print(*values, **options)
-
     def log(self, name: str, value: Tensor | float, **options: Any) -> None:
         """Record one number under `name`.
 
@@ -257,11 +194,6 @@ class Module(nn.Module):
             )
         self.trainer.run.backward(loss)
 
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision."""
-        handles = handles_of(self._state)
-        return handles[0] if len(handles) == 1 else handles
-
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> Any:
@@ -289,29 +221,6 @@ class Module(nn.Module):
             )
         option = "max_norm" if algorithm == "norm" else "max_value"
         return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **{option: float(limit)})
-
-    def toggle_optimizer(self, optimizer: Any) -> None:
-        """Compute gradients of the parameters of `optimizer` only, until `untoggle_optimizer`.
-
-        For several optimizers stepped by hand: parameters of the others get no gradients meanwhile.
-        """
-        self.untoggle_optimizer()
-        every = [p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"]]
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.__dict__["_toggled"] = list({id(each): (each, each.requires_grad) for each in every}.values())
-        for parameter, _ in self.__dict__["_toggled"]:
-            if id(parameter) not in own:
-                parameter.requires_grad = False
-
-    def untoggle_optimizer(self, optimizer: Any = None) -> None:
-        """Undo `toggle_optimizer`."""
-        for parameter, wanted in self.__dict__.pop("_toggled", ()):
-            parameter.requires_grad = wanted
-
-    def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them, or None."""
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return schedulers if len(schedulers) > 1 else schedulers[0] if schedulers else None
 
     def save_hyperparameters(self, *names: Any, ignore: str | Sequence[str] | None = (), logger: bool = True) -> None:
         """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them.

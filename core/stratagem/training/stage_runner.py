@@ -82,8 +82,8 @@ class StageRunner:
         finally:
             forget_custom_methods(self.run)
         for part in (self.module, self.request.datamodule):
-            if callable(teardown := getattr(part, "teardown", None)):
-                teardown(self.request.stage)
+            if part is not None and _defines(part, "teardown"):
+                part.teardown(self.request.stage)
         return result
 
     def _facts(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class StageRunner:
         """Prepare data once per node, then build what does not exist yet."""
         run = self.run
         parts: list[Any] = [part for part in (self.request.datamodule, self.module) if part is not None]
-        preparing = [part for part in parts if callable(getattr(part, "prepare_data", None))]
+        preparing = [part for part in parts if _defines(part, "prepare_data")]
         if preparing:
             error = None
             if run.place.local_rank == 0:
@@ -113,11 +113,10 @@ class StageRunner:
                 except Exception as caught:  # noqa: BLE001 - raised on all ranks
                     error = caught
             run.collectives.fail_together(error)
-        if self.request.datamodule is not None and callable(setup := getattr(self.request.datamodule, "setup", None)):
-            setup(self.request.stage)
+        if self.request.datamodule is not None and _defines(self.request.datamodule, "setup"):
+            self.request.datamodule.setup(self.request.stage)
         run.hooks.hook.setup(trainer=self.state.trainer, module=self.module, stage=self.request.stage, run=run)
-        if callable(setup := getattr(self.module, "setup", None)):
-            setup(self.request.stage)
+        self.module.setup(self.request.stage)
         with run.init_context(empty=run.shards_parameters):
             build(self.module)
 
@@ -367,6 +366,11 @@ class StageRunner:
             return own
         path = trainer_state.find(fit, request.ckpt_path)
         return None if path is None else (path, state_io.read_checkpoint(self.run, path))
+
+
+def _defines(part: Any, method: str) -> bool:
+    """Whether a module or a data module defines `method` itself."""
+    return overrides(part, method, DataModule if isinstance(part, DataModule) else Module)
 
 
 def _tell_modes(module: Module) -> None:

@@ -13,20 +13,11 @@ from stratagem_migrate.source import Source, methods, short
 
 #: Attributes of LightningModule that Module does not have, and their replacements.
 _SELF: Final[dict[str, tuple[str, str]]] = {
-    "all_gather": (
-        "self.trainer.run.collectives.all_gather(tensor)",
-        "returns a list with the tensor of each rank, without gradients",
-    ),
-    "loggers": ("self.trainer.loggers", ""),
-    "local_rank": ("self.trainer.local_rank", ""),
     "on_gpu": ('self.device.type == "cuda"', ""),
     "dtype": ("next(self.parameters()).dtype", ""),
-    "freeze": ("self.requires_grad_(False).eval()", ""),
-    "unfreeze": ("self.requires_grad_(True).train()", ""),
     "to_onnx": ("torch.onnx.export(self, ...)", ""),
     "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
     "to_tensorrt": ("torch_tensorrt.compile", ""),
-    "toggled_optimizer": ("self.toggle_optimizer and self.untoggle_optimizer", ""),
     "hparams_initial": ("self.hparams", ""),
     "fabric": ("self.trainer.run", ""),
     "use_ddp": ("self.trainer.world_size > 1", ""),
