@@ -67,7 +67,7 @@ def arguments_of(event: str) -> tuple[str, ...]:
 def by_name(event: str, method: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a function that calls `method` with those keyword arguments of `event` that it takes.
 
-    If their names differ, or it takes ``*arguments``, they are passed in order. None: it takes more arguments than the event has.
+    If their names differ, or it takes ``*arguments``, they are passed in order. None: it takes more than the event has.
     """
     names, parameters = arguments_of(event), inspect.signature(method).parameters.values()
     kinds = inspect.Parameter
