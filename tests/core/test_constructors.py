@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import re
 import sys
 from abc import ABC, abstractmethod
 
@@ -129,6 +130,21 @@ def test_a_misspelt_class_is_an_import_error_that_names_the_nearest(kind):
     assert getattr(module, "Typo", None) is None
     with pytest.raises(AttributeError, match="provides a class 'Typo'"):
         _ = module.Typo
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "instead"),
+    [
+        ("strategy", "HivemindStrategy", "run `pip install stratagem-hivemind`"),
+        ("strategy", "DDPSequentialPlugin", 'use strategy="ddp_sequential"'),
+        ("strategy", "TPUSpawnStrategy", 'use strategy="xla"; run `pip install stratagem-xla`'),
+        ("precision", "TransformerEnginePrecision", "run `pip install stratagem-transformer-engine`"),
+        ("precision", "BitsandbytesPrecision", "run `pip install stratagem-bitsandbytes`, and choose nf4, "),
+    ],
+)
+def test_a_class_of_another_trainer_leads_to_the_plugin_or_its_package(kind, name, instead):
+    with pytest.raises(ImportError, match=re.escape(f"; {instead}")):
+        exec(f"from stratagem.{KINDS[kind].module} import {name}")
 
 
 @pytest.mark.slow

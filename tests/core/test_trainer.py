@@ -451,7 +451,7 @@ class WrongOption(Net):
         ({"replace_sampler_ddp": False}, "use use_distributed_sampler instead"),
         ({"auto_select_gpus": True}, 'use devices="auto", or list the devices'),
         ({"strategy": "ddp_cpu"}, 'use strategy="ddp_spawn", accelerator="cpu"'),
-        ({"accelerator": "ddp"}, "accelerator 'ddp' is unknown.*'ddp' is a strategy"),
+        ({"accelerator": "ddp"}, "^accelerator 'ddp' is unknown; use strategy=\"ddp\".$"),
         ({"profiler": "simpel"}, "profiler is 'simpel'; .*did you mean 'simple'"),
         ({"strategy": 3}, "strategy is 3; expected a name, a mapping or an instance of stratagem.Strategy"),
         ({"strategy": {"static_graph": True}}, 'expected a mapping with a "name"'),

@@ -80,10 +80,33 @@ def test_a_star_import_hides_nothing():
 
 
 def test_what_does_not_exist_is_said_to_be_missing():
-    (finding,) = examine(Source(Path("a.py"), b"from lightning.pytorch.strategies import ModelParallelStrategy"))
+    (finding,) = examine(Source(Path("a.py"), b"from lightning.pytorch.strategies import HPUParallelStrategy"))
 
     assert finding.new == ""
-    assert "tensor parallelism is not available yet" in str(finding)
+    assert "not available" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "new"),
+    [
+        (
+            "plugins.ddp_sequential_plugin",
+            "DDPSequentialPlugin",
+            'strategy={"name": "ddp_sequential", "balance": [...]}',
+        ),
+        ("strategies", "HivemindStrategy", 'strategy={"name": "hivemind", ...} (of stratagem-hivemind)'),
+        ("strategies", "HorovodStrategy", 'strategy="horovod" (of stratagem-horovod)'),
+        ("plugins", "BitsandbytesPrecision", 'precision={"name": "nf4", ...} (of stratagem-bitsandbytes)'),
+    ],
+)
+def test_classes_of_engines_lead_to_the_names_of_their_packages(module, name, new):
+    (finding,) = examine(Source(Path("a.py"), f"from pytorch_lightning.{module} import {name}".encode()))
+
+    assert new in finding.new
+
+
+def test_the_device_of_a_module_is_asked_for():
+    assert news(in_a_module("def train_dataloader(self): return self.on_tpu")) == ['self.device.type == "xla"']
 
 
 def test_a_name_of_another_package_is_left_alone():

@@ -7,10 +7,11 @@ example                                                     why
 ==========================================================  ==========================================================
 DeepSpeed (stages, offload, NVMe, config files, its own     in plugins/test_deepspeed_*.py and parity/test_deepspeed.py
 optimizers and activation checkpointing)
-one layer to each GPU (sequential, pipeline parallel)       no such strategy is installed
-Horovod                                                     in contrib/horovod, with the engine
+one layer to each GPU (sequential, pipeline parallel)       in parity/test_parallel_pipeline.py
+Horovod, FairScale, Hivemind and other engines              what they answer without the engine in test_engines_page.py;
+                                                            in contrib/, with the engine
 SLURM, Kubernetes, torchrun, MPI, several nodes             in cluster/test_guides.py, with real launchers
-TPU, ``precision="transformer-engine"`` (FP8)               no such accelerator or precision is installed
+TPU, ``precision="transformer-engine"`` (FP8)               the same
 ``gpus=[1, 3]``, ``"2,"``, ``-1``, ``auto_select_gpus``     need GPUs; the grammar is tested in core/test_devices.py
 NCCL sockets and timeouts by ``export NCCL_...``            NCCL reads them itself; options for them in plugins/test_process_group.py
 ``torch.cuda.memory_summary()``, ``nvidia-smi``             need GPUs

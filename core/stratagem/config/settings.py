@@ -161,6 +161,11 @@ CHOICES = {
 }  # fmt: skip
 
 
+def argument_of(kind: str) -> str:
+    """Return the argument that chooses plugins of `kind`."""
+    return next((argument for argument, chosen in CHOICES.items() if chosen == kind), kind)
+
+
 def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ()) -> S:
     """Return settings of class `cls` from `layers` and then `code`; later ones override earlier ones.
 

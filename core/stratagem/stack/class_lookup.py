@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from opcode import opmap
 from types import FrameType
 from typing import Any
 
+from stratagem.config.moved_names import table
+from stratagem.config.settings import argument_of
 from stratagem.errors import PluginError, nearest
-from stratagem.stack import registry
+from stratagem.stack import catalog, registry
 
 
 def class_finder(kind: str) -> Callable[[str], Any]:
@@ -36,13 +39,40 @@ def class_finder(kind: str) -> Callable[[str], Any]:
         error = NoSuchClassError(
             f"no installed {kind} plugin provides a class {name!r}",
             expected=f"one of {', '.join(classes) or 'none'}",
-            do=nearest(name, classes) or "install the package that provides it (`stratagem plugins list`)",
+            do=_instead(kind, name) or nearest(name, classes) or "see `stratagem plugins list`",
         )
         if _is_import(sys._getframe(1)):
             raise error
         raise AttributeError(str(error))  # hasattr() and getattr() with a default work as Python expects
 
     return find
+
+
+def _instead(kind: str, name: str) -> str:
+    """Return what to do where `name` is another trainer's class for a plugin or a package; "" for any other."""
+    wanted = _plain(_SUFFIX.sub("", name))
+    installed = {entry.name for entry in registry.entries(kind)}
+    packages = catalog.providers(kind)
+    for plugin, package in packages.items():
+        if _plain(plugin) == wanted:
+            return f'use {argument_of(kind)}="{plugin}"' if plugin in installed else f"run `pip install {package}`"
+    for other, instead in table("plugins").items():
+        if _plain(other) == wanted:
+            return instead
+    for package in packages.values():
+        if _plain(package.removeprefix("stratagem-")) == wanted:
+            names = [plugin for plugin, provider in packages.items() if provider == package]
+            choice = f"choose {', '.join(names[:-1])} or {names[-1]} by name"
+            return choice if names[0] in installed else f"run `pip install {package}`, and {choice}"
+    return ""
+
+
+#: What ends the name of a class, and is not in the name of its plugin.
+_SUFFIX = re.compile(r"(Strategy|Plugin|Precision|Accelerator|Environment|Logger|Callback)$")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
 
 
 def class_names(kind: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
+from stratagem.config.settings import CHOICES, argument_of
 from stratagem.errors import PluginError, nearest
 from stratagem.stack import catalog
 
@@ -107,12 +108,17 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
         return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
-    elsewhere = next((entry.kind for entry in entries() if entry.name.lower() == wanted), "")
-    hint = catalog.moved(wanted) or (
-        f"{wanted!r} is a {elsewhere}" if elsewhere else nearest(name, [*installed, *known])
-    )
+    kinds = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in CHOICES.values())
+    elsewhere = next(kinds, "")
+    instead = catalog.moved(wanted) or (f'use {argument_of(elsewhere)}="{wanted}"' if elsewhere else "")
+    if instead:
+        return PluginError(f"{kind} {name!r} is unknown", do=instead)
     listing = ", ".join(sorted(installed)) or "none; see `pip install stratagem-...` in the README"
-    return PluginError(f"{kind} {name!r} is unknown", expected=f"one of those installed: {listing}", do=hint)
+    return PluginError(
+        f"{kind} {name!r} is unknown",
+        expected=f"one of those installed: {listing}",
+        do=nearest(name, [*installed, *known]),
+    )
 
 
 @cache

@@ -17,7 +17,7 @@ from stratagem.api.kinds import KINDS, Plugin
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
 from stratagem.config.devices import devices_of_processes, parse_devices
-from stratagem.config.settings import CHOICES, PluginOption
+from stratagem.config.settings import PluginOption, argument_of
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack import catalog, registry
 from stratagem.stack.checks import (
@@ -134,7 +134,7 @@ class _Chooser:
 
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else _as_list(value)
-        argument = argument or _argument_of(kind)
+        argument = argument or argument_of(kind)
         path = f"{argument}[{{}}]" if isinstance(value, list | tuple) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
@@ -227,10 +227,18 @@ class _Chooser:
         if len(kinds) > 1:
             raise ConfigError(f"{path} {name!r} is the name of a {' and of a '.join(kinds)}", do=f"use {kinds[0]}=")
         if not kinds:
-            everything = [entry.name for entry in registry.entries()]
-            raise PluginError(f"{path} {name!r} is not installed", expected="an installed plugin",
-                              do=nearest(name, everything) or "see `stratagem plugins list`")  # fmt: skip
+            raise _not_installed(path, name)
         return self._choose(kinds[0], value, path)
+
+
+def _not_installed(path: str, name: str) -> PluginError:
+    """Return the error for `name` in `plugins`, where the kind is unknown."""
+    packages = (catalog.providers(kind).get(name.lower()) for kind in KINDS)
+    if package := next(filter(None, packages), None):
+        return PluginError(f"{path} {name!r} is not installed", do=f"run `pip install {package}`")
+    everything = [entry.name for entry in registry.entries()]
+    do = catalog.moved(name.lower()) or nearest(name, everything) or "see `stratagem plugins list`"
+    return PluginError(f"{path} {name!r} is not installed", expected="an installed plugin", do=do)
 
 
 def _entry_of(kind: str, cls: type[Any]) -> tuple[str, registry.Entry | None]:
@@ -240,11 +248,6 @@ def _entry_of(kind: str, cls: type[Any]) -> tuple[str, registry.Entry | None]:
         if attribute == cls.__qualname__ and cls.__module__.partition(".")[0] == module.partition(".")[0]:
             return entry.name, entry
     return cls.__name__, None
-
-
-def _argument_of(kind: str) -> str:
-    """Return the argument that chooses plugins of `kind`."""
-    return next((argument for argument, chosen in CHOICES.items() if chosen == kind), kind)
 
 
 def _is_default(option: attrs.Attribute[Any], value: Any) -> bool:

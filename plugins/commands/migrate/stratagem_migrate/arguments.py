@@ -236,8 +236,7 @@ def _precision(value: Value) -> _Rows:
     if value.literal is UNKNOWN or value.literal is None:
         return
     if not installed.has_plugin("precision", name):
-        near = '"16-mixed"' if "mixed" in name else "nothing yet"
-        yield CHANGE, near, "FP8 is not available yet" if name.startswith("transformer") else "`stratagem plugins list`"
+        yield CHANGE, '"16-mixed"' if "mixed" in name else "nothing yet", "`stratagem plugins list`"
     elif name in ("16", "16-mixed"):
         yield CHECK, "", "CPUs use fp16 with loss scaling, too, not bf16"
 

@@ -89,10 +89,8 @@ NAMES: Final[dict[str, Counterpart]] = {
     ),
     "BaseFinetuning": Counterpart(plugin=("callback", "backbone_finetuning"), note="or requires_grad_ in on_fit_start"),
     "Checkpoint": Counterpart("Callback"),
-    **_missing(
-        "ModelPruning", "QuantizationAwareTraining",
-        note="call torch.nn.utils.prune or torch.ao.quantization from a callback",
-    ),
+    "ModelPruning": Counterpart(note="call torch.nn.utils.prune from a callback"),
+    "QuantizationAwareTraining": Counterpart(text='callbacks=["int8_qat"] (of stratagem-torchao)'),
     # --- Loggers
     **_plugins(
         "logger", CSVLogger="csv", TensorBoardLogger="tensorboard", WandbLogger="wandb", MLFlowLogger="mlflow"
@@ -117,18 +115,28 @@ NAMES: Final[dict[str, Counterpart]] = {
         Counterpart(text='strategy="ddp_sharded", launcher="spawn"'),
     ),
     **dict.fromkeys(
-        ("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin", "HorovodStrategy", "HorovodPlugin"),
+        ("DataParallelStrategy", "DataParallelPlugin", "DDP2Plugin"),
         Counterpart(text='strategy="ddp"', note="one process for each device; the batch size is each process's"),
     ),
-    "ModelParallelStrategy": Counterpart(note='strategy="fsdp" shards; tensor parallelism is not available yet'),
+    **dict.fromkeys(
+        ("HorovodStrategy", "HorovodPlugin"),
+        Counterpart(text='strategy="horovod" (of stratagem-horovod)', note='strategy="ddp" needs no engine'),
+    ),
+    "HivemindStrategy": Counterpart(text='strategy={"name": "hivemind", ...} (of stratagem-hivemind)'),
+    "BaguaStrategy": Counterpart(text='strategy="async_averaging" (or "decentralized")'),
+    "DDPSequentialPlugin": Counterpart(
+        text='strategy={"name": "ddp_sequential", "balance": [...]}', note="docs/parallelism.md"
+    ),
+    "ModelParallelStrategy": Counterpart(
+        text='strategy={"name": "parallel", "shard": ..., "tensor": ...}', note="docs/parallelism.md"
+    ),
     **_missing(
         "XLAStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy", "TPUSpawnStrategy", "XLAEnvironment",
         "XLAProfiler", "XLAAccelerator", "TPUAccelerator", "XLACheckpointIO", "XLAPrecision", "TPUSpawnPlugin",
         note='`pip install stratagem-xla`, and choose accelerator="tpu" and a strategy of it by name',
     ),
     **_missing(
-        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", "BaguaStrategy", "ColossalAIStrategy",
-        "HivemindStrategy", "DDPSequentialPlugin", note="not available",
+        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", "ColossalAIStrategy", note="not available",
     ),
     "Strategy": Counterpart("Strategy", note=_BY_HAND),
     "ParallelStrategy": Counterpart("Strategy", note=_BY_HAND),
@@ -143,8 +151,10 @@ NAMES: Final[dict[str, Counterpart]] = {
     "HalfPrecision": Counterpart(text='precision="16-true" or "bf16-true"'),
     "DoublePrecision": Counterpart(text='precision="64-true"'),
     "DoublePrecisionPlugin": Counterpart(text='precision="64-true"'),
-    "BitsandbytesPrecision": Counterpart(note="quantized weights are not available yet"),
-    "TransformerEnginePrecision": Counterpart(note="FP8 is not available yet"),
+    "BitsandbytesPrecision": Counterpart(text='precision={"name": "nf4", ...} (of stratagem-bitsandbytes)'),
+    "TransformerEnginePrecision": Counterpart(
+        text='precision="transformer-engine" (of stratagem-transformer-engine)', note='"fp8" runs without CUDA, too'
+    ),
     "DeepSpeedPrecision": Counterpart(text='precision="bf16-mixed" or "16-mixed"', note="the engine applies it"),
     "PrecisionPlugin": Counterpart("Precision"),
     "Precision": Counterpart("Precision"),

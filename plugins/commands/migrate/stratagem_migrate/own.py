@@ -14,6 +14,7 @@ from stratagem_migrate.source import Source, methods, short
 #: Attributes of LightningModule that Module does not have, and their replacements.
 _SELF: Final[dict[str, tuple[str, str]]] = {
     "on_gpu": ('self.device.type == "cuda"', ""),
+    "on_tpu": ('self.device.type == "xla"', "the trainer divides the loader: no sampler is needed"),
     "dtype": ("next(self.parameters()).dtype", ""),
     "to_onnx": ("torch.onnx.export(self, ...)", ""),
     "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
