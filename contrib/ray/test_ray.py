@@ -3,7 +3,6 @@
 Ray listens on all addresses of a machine, so the tests give it a network of their own: `unshare --net`, as root.
 """
 
-import ctypes
 import functools
 import logging
 import os
@@ -33,26 +32,12 @@ from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import LauncherConformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
 
-CLONE_NEWNET = 0x40000000
 #: Beside this file where the wheel is tested, else in the repository.
 PAGE = next(
     path
     for path in (Path(__file__).with_name("ray.md"), Path(__file__).parents[2] / "docs" / "ray.md")
     if path.exists()
 )
-
-
-@pytest.fixture(scope="module")
-def network():
-    """A network namespace that has only the loopback device, and folders of Ray's that no other cluster uses."""
-    if os.geteuid() != 0 or ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
-        pytest.skip("a network namespace can only be made by root")
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets are limited to 107 characters
-    variables = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    os.environ.update(variables)
-    yield Path(folder)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_its_wheel_passes_its_tests(package, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     tests = tmp_path / "tests"
     tests.mkdir()
-    for path in package.glob("test_*.py"):
+    for path in (*package.glob("test_*.py"), *package.glob("conftest.py"), ROOT / "examples" / "digits.py"):
         (tests / path.name).write_text(path.read_text())
     page = ROOT / "docs" / f"{package.name}.md"
     if page.exists():  # its tests run what it shows

@@ -1,0 +1,168 @@
+"""Report metrics and checkpoints to a trial of Ray Tune after each validation, and resume a trial from them."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from stratagem.api import Callback, hookimpl
+from stratagem.api.readback import as_numbers
+from stratagem.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from stratagem.api import RunContext, TrainerView
+
+#: Name of the checkpoint in the folder that Tune gets; the format's suffix is added.
+_NAME = "checkpoint"
+
+
+def resume_path() -> Path | None:
+    """Return ``ckpt_path`` for `fit`: the checkpoint from which Tune restored this trial; None if it is a new one."""
+    tune = _tune()
+    _check_in_trial(tune)
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
+        return None
+    is_local = checkpoint.filesystem.type_name == "local"
+    folder = Path(checkpoint.path if is_local else checkpoint.to_directory())
+    found = [path for path in folder.glob(f"{_NAME}*") if path.suffix != ".sum"]
+    if len(found) != 1:
+        raise ConfigError(
+            f"the trial's checkpoint {folder} has {len(found)} entries '{_NAME}*'",
+            expected="one that the callback ray_tune saved",
+            do="report checkpoints with it alone, by its option save_checkpoints",
+        )
+    return found[0]
+
+
+def _check_every(_instance: Any, _attribute: Any, value: Any) -> None:
+    if not isinstance(value, bool) and value < 1:
+        raise ConfigError(f"callbacks.ray_tune.save_checkpoints is {value}", expected="true, false or at least 1")
+
+
+@define(eq=False, kw_only=True)
+class RayTune(Callback):
+    """Reports to the trial of Ray Tune in whose function `fit` is called; rank 0 does.
+
+    It reports after each validation, or after each epoch of a fit without one. Where the scheduler stops the trial,
+    Ray raises ``SystemExit(0)`` from the report, and ends the process within a fraction of a second.
+    """
+
+    #: Names of metrics, or names to report mapped to names of metrics. None: all that are logged.
+    metrics: str | list[str] | dict[str, str] | None = None
+    #: Report a checkpoint with each report, or with every nth, such that the trial can be paused and resumed.
+    save_checkpoints: bool | int = field(default=False, validator=_check_every)
+
+    #: Number of reports so far.
+    reports: int = field(init=False, default=0)
+
+    @hookimpl(wrapper=True)
+    def launch(self, main: Callable[[], Any], run: RunContext) -> Generator[None, Any, Any]:
+        raise ConfigError(
+            f"callbacks.ray_tune reports from the trial's process, and the launcher would start {run.num_processes} "
+            "others, in which there is no trial",
+            expected="a run in the process of the trial",
+            do='set devices=1 and strategy="auto", and let Tune run several trials at once',
+        )
+        yield
+
+    @hookimpl
+    def setup(self, trainer: TrainerView, stage: str) -> None:
+        error = None
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
+            try:
+                _check_in_trial(_tune())
+            except ConfigError as caught:
+                error = caught
+        trainer.run.collectives.fail_together(error)
+
+    @hookimpl
+    def on_sanity_check_end(self, trainer: TrainerView) -> None:
+        """Refuse names of which validation logged none; others may be of training, and are looked for in a report."""
+        missing = self._missing(trainer)
+        if missing and len(missing) == len(self._names(trainer)):
+            self._refuse(trainer, missing)
+
+    @hookimpl(trylast=True)
+    def on_validation_end(self, trainer: TrainerView) -> None:
+        if trainer.fitting:
+            self._report(trainer)
+
+    @hookimpl(trylast=True)
+    def on_train_epoch_end(self, trainer: TrainerView) -> None:
+        if not trainer.num_val_batches and trainer.position.epoch_ended:
+            self._report(trainer)
+
+    def _report(self, trainer: TrainerView) -> None:
+        if trainer.fast_dev_run:
+            return
+        self._refuse(trainer, self._missing(trainer))
+        self.reports += 1  # before the checkpoint is saved: a resumed trial does not report this again
+        with tempfile.TemporaryDirectory(prefix="stratagem-ray-tune-") as name:
+            folder = Path(trainer.run.collectives.broadcast_object(name))
+            saves = bool(self.save_checkpoints) and self.reports % int(self.save_checkpoints) == 0
+            if saves:
+                trainer.save_checkpoint(folder / f"{_NAME}{trainer.run.checkpoint_format.suffix}")
+            trainer.run.wait_for_saves()  # Tune copies the folder; and it may end this process at any report
+            if trainer.is_global_zero:
+                tune = _tune()
+                names = self._names(trainer)
+                values = as_numbers({shown: trainer.callback_metrics[logged] for shown, logged in names.items()})
+                tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder) if saves else None)
+
+    def _names(self, trainer: TrainerView) -> dict[str, str]:
+        """Return the names of logged metrics by the names to report."""
+        if isinstance(self.metrics, dict):
+            return self.metrics
+        names = [self.metrics] if isinstance(self.metrics, str) else self.metrics
+        return {name: name for name in (trainer.callback_metrics if names is None else names)}
+
+    def _missing(self, trainer: TrainerView) -> list[str]:
+        return [name for name in self._names(trainer).values() if name not in trainer.callback_metrics]
+
+    def _refuse(self, trainer: TrainerView, missing: list[str]) -> None:
+        known, error = sorted(trainer.callback_metrics), None
+        if missing:
+            error = ConfigError(
+                f"callbacks.ray_tune.metrics has {missing[0]!r}, which nobody logged",
+                expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
+                do=nearest(missing[0], known) or f"log it with self.log({missing[0]!r}, ...)",
+            )
+        trainer.run.collectives.fail_together(error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of reports."""
+        return {"reports": self.reports}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the number of reports, so that every nth has a checkpoint as before."""
+        self.reports = int(state["reports"])
+
+
+def _tune() -> Any:
+    try:
+        from ray import tune
+    except ImportError as error:
+        raise ConfigError(
+            f"callback 'ray_tune' cannot import ray.tune ({str(error).splitlines()[0]})",
+            do="run `pip install 'stratagem-ray[tune]'`",
+        ) from error
+    return tune
+
+
+def _check_in_trial(tune: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns where there is no trial, which is an error here
+        trial = tune.get_context().get_trial_id()
+    if trial is None:
+        raise ConfigError(
+            "callbacks.ray_tune was chosen and this process runs no trial of Ray Tune",
+            expected="fit to be called in the function that tune.Tuner runs",
+            do="call it there, or leave the callback out",
+        )
