@@ -46,7 +46,11 @@ OPTIONAL = {
 #: Of no use without a library that pip does not install: in no set.
 OF_ANOTHER_LIBRARY = {"mpi4py", "transformer-engine"}
 #: Engines that users install in another way: built by a script, or from a vendor's index; imported in modules of their own.
-INSTALLED_APART = {"stratagem-horovod": {"horovod"}, "stratagem-transformer-engine": {"transformer-engine"}}
+INSTALLED_APART = {
+    "stratagem-colossalai": {"colossalai"},
+    "stratagem-horovod": {"horovod"},
+    "stratagem-transformer-engine": {"transformer-engine"},
+}
 #: Packages of contrib/ whose engine needs one version of torch.
 OWN_TORCH = ("xla",)
 #: Extras that users and tests install, which no module asks for.

@@ -136,7 +136,10 @@ NAMES: Final[dict[str, Counterpart]] = {
         note='`pip install stratagem-xla`, and choose accelerator="tpu" and a strategy of it by name',
     ),
     **_missing(
-        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", "ColossalAIStrategy", note="not available",
+        "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", note="not available",
+    ),
+    "ColossalAIStrategy": Counterpart(
+        text='strategy="fsdp"', note="it shards as Gemini did; `pip install stratagem-colossalai` has its DDP plugin"
     ),
     "Strategy": Counterpart("Strategy", note=_BY_HAND),
     "ParallelStrategy": Counterpart("Strategy", note=_BY_HAND),

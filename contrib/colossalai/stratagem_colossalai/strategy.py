@@ -1,0 +1,173 @@
+"""Data parallelism with Colossal-AI's TorchDDPPlugin: a replica of the model in every process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import define, field
+
+from stratagem.api import (
+    CLIP_BY_NORM,
+    CLIP_BY_VALUE,
+    CLOSURE_OPTIMIZERS,
+    CUSTOM_CLIPPING,
+    CUSTOM_STEP,
+    FULL_STATE,
+    GRADIENT_BUCKETS,
+    LOCAL_STEPS,
+    MANUAL_OPTIMIZATION,
+    MULTI_PROCESS,
+    MULTIPLE_OPTIMIZERS,
+    NO_SYNC,
+    WITHIN_TEAM,
+    Capabilities,
+    hookimpl,
+)
+from stratagem.api.validators import at_least
+from stratagem.errors import ConfigError
+from stratagem_colossalai import engine
+from stratagem_process_group import ProcessGroupStrategy, group_options_after
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from stratagem.api import RunContext
+
+_PATH = "strategy.colossalai"
+#: Plugins of Colossal-AI that need CUDA, and what does their job.
+_INSTEAD = {
+    "low_level_zero": 'strategy="ddp_sharded" or strategy="deepspeed_stage_2"',
+    "gemini": 'strategy="fsdp"',
+}
+
+
+@define(eq=False, kw_only=True, field_transformer=group_options_after("broadcast_buffers"))
+class ColossalAIStrategy(ProcessGroupStrategy):
+    """Replicate the model with Colossal-AI's TorchDDPPlugin; average gradients while backward runs.
+
+    Li et al., "Colossal-AI: A Unified Deep Learning System For Large-Scale Parallel Training", ICPP 2023.
+    """
+
+    #: The plugin of Colossal-AI's Booster. The two others shard state on CUDA devices; they are refused, and the
+    #: message names strategies that do the same on every device.
+    plugin: Literal["ddp", "low_level_zero", "gemini"] = "ddp"
+    #: Size of the buckets in which gradients are sent: larger means fewer messages, smaller more overlap.
+    bucket_cap_mb: int = field(default=25, validator=at_least(1))
+    #: Find parameters that the loss does not depend on: needed if there are any, costs a graph traversal each step.
+    #: None does so only with manual optimization, where a loss may train a part of the model.
+    find_unused_parameters: bool | None = None
+    #: Set it if every step uses the same parameters in the same order: more overlap, wrong gradients if steps differ.
+    static_graph: bool = False
+    #: Gradients are views into the buckets: saves a copy of all gradients; `detach_()` on them fails.
+    gradient_as_bucket_view: bool = False
+    #: Broadcast buffers before each training forward. False sends less; buffers of ranks then differ while training.
+    broadcast_buffers: bool = True
+
+    #: Bytes of gradients that are sent in a step without comm hooks.
+    _num_bytes: int = field(init=False, default=0)
+
+    capabilities = Capabilities(
+        provides={
+            CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE,
+            GRADIENT_BUCKETS, LOCAL_STEPS, MANUAL_OPTIMIZATION, MULTI_PROCESS, MULTIPLE_OPTIMIZERS, NO_SYNC,
+            WITHIN_TEAM,
+        }
+    )  # fmt: skip
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.plugin in _INSTEAD:
+            raise ConfigError(
+                f"{_PATH}.plugin is {self.plugin!r}, which needs CUDA and which this package does not run yet",
+                expected="'ddp'",
+                do=f"leave it out, or choose {_INSTEAD[self.plugin]}",
+            )
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError(
+                f"{_PATH}.static_graph and {_PATH}.find_unused_parameters are both true",
+                expected="one of them",
+                do="drop find_unused_parameters: with a static graph the first step finds them",
+            )
+
+    def preload(self, device_type: str) -> None:
+        engine.load(device_type)
+
+    # --- The model -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_connect(self, run: RunContext) -> None:
+        engine.load(run.device.type)
+
+    @hookimpl
+    def wrap_model(self, module: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        module = module.to(run.device)
+        self._num_bytes = 0
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if run.stage != "train" or not trained:
+            run.collectives.replicate((*module.parameters(), *module.buffers()))
+            return module
+        if self.static_graph and run.manual:
+            raise ConfigError(
+                f"{_PATH}.static_graph is true and the module uses manual optimization",
+                expected="false: the parameters that a loss depends on may change between calls",
+            )
+        from stratagem_colossalai.replica import replicated
+
+        replica = replicated(module, self._options(run), run.peers.group, run.collectives.traffic)
+        reducer = run.bucket_reducer()
+        if reducer is None:
+            self._num_bytes = sum(parameter.nbytes for parameter in trained)
+        else:
+            reducer.serve(replica.module)
+        return replica
+
+    def _options(self, run: RunContext) -> dict[str, Any]:
+        """Return the arguments of Colossal-AI's plugin."""
+        search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
+        return {
+            "broadcast_buffers": self.broadcast_buffers,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": search,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+        }
+
+    # --- The step ------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def step_context(self, stage: str, sync: bool, run: RunContext) -> AbstractContextManager[Any] | None:
+        replica = self._replica(run.model)
+        return replica.no_sync() if stage == "train" and not sync and replica is not None else None
+
+    @hookimpl
+    def backward(self, loss: torch.Tensor, module: torch.nn.Module, run: RunContext) -> bool:
+        replica = self._replica(module)
+        if replica is None:
+            run.differentiate(loss)
+            return True
+        averages = run.sync_gradients or replica.learns_its_graph
+        with replica.reducing(loss, prepare=run.manual and run.sync_gradients):
+            run.differentiate(loss)
+        if run.sync_gradients and run.owns_loop:
+            replica.check_complete(run.manual, run.rank)
+        if self._num_bytes and averages:
+            run.collectives.traffic.add("all_reduce", self._num_bytes, run.peers.world_size, sender="gradients")
+        return True
+
+    @hookimpl
+    def on_train_epoch_end(self, run: RunContext) -> None:
+        replica = self._replica(run.model)
+        if replica is not None:
+            replica.check_frozen()
+
+    @hookimpl
+    def on_validation_start(self, run: RunContext) -> None:
+        if self._replica(run.model) is not None:
+            assert run.module is not None, "wrap_model sets it"
+            run.peers.replicate(run.module.buffers())
+
+    @staticmethod
+    def _replica(model: Any) -> Any:
+        """Return `model` if it averages gradients, else None."""
+        return model if hasattr(model, "check_complete") else None
