@@ -41,7 +41,6 @@ OPTIONAL = {
     ("stratagem-callbacks", "plots", "matplotlib"),
     ("stratagem-devtools", "kit", "stratagem-testing"),
     ("stratagem-environments-schedulers", "mpi", "mpi4py"),
-    ("stratagem-ray", "tune", "ray"),
 }
 #: Of no use without a library that pip does not install: in no set.
 OF_ANOTHER_LIBRARY = {"mpi4py", "transformer-engine"}

@@ -151,7 +151,7 @@ def _tune() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"callback 'ray_tune' cannot import ray.tune ({str(error).splitlines()[0]})",
-            do="run `pip install 'stratagem-ray[tune]'`",
+            do="run `pip install 'ray[tune]'`",
         ) from error
     return tune
 
