@@ -38,7 +38,8 @@ test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests plugins
 
-# The packages of contrib/ that have an engine, each in its own environment, which is kept in the user's cache directory.
+# The packages of contrib/ that have an engine, each in its own environment, which is kept in the user's cache directory:
+# all, or some with ARGUMENTS="hivemind optuna". One that fails does not stop the others.
 test-engines: $(STAMP)-dev
 	$(BIN)/python scripts/engines.py $(ARGUMENTS)
 
