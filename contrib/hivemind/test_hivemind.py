@@ -51,12 +51,25 @@ class Peer(Scheduled if "--scheduled" in sys.argv else Net):
                 time.sleep(0.05)
         if batch_idx == given.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if "count_peers" in given:
+            seen.add(strategy.num_peers if self.trainer.is_global_zero else refusals())
         if batch_idx == given.get("fail_at"):
             raise ValueError("out of order")
 
 
+def refusals():
+    """Return the errors of what a process has not that is not rank 0 of its peer."""
+    errors = []
+    for name in ("dht", "num_peers"):
+        try:
+            errors.append(f"{name} is {getattr(strategy, name)}")
+        except stratagem.errors.ConfigError as error:
+            errors.append(str(error))
+    return "; ".join(errors)
+
+
 given = json.loads(Path(sys.argv[1]).read_text())
-kept = {}
+kept, seen = {}, set()
 strategy = HivemindStrategy(host_maddrs=["/ip4/127.0.0.1/tcp/0"], **given["strategy"])
 trainer = stratagem.Trainer(
     strategy=[strategy, given["inside"]] if "inside" in given else strategy, accelerator="cpu",
@@ -74,6 +87,8 @@ if "inside" in given:  # the trainer divides a loader over its processes
 model = Peer(given["seed"])
 trainer.fit(model, batches, ckpt_path=given.get("ckpt_path"))
 steps = strategy.state_dict()["steps"]
+if seen:
+    print("seen:", *seen, flush=True)
 if "save" in given:
     trainer.save_checkpoint(given["save"])
 if trainer.is_global_zero:
@@ -187,18 +202,23 @@ def test_two_peers_train_as_one_process_does(peers, accumulate, target, clip):
     for result in results:
         assert relative_difference(result["weights"], reference) < TOLERANCE
         assert result["skipped"] == (4 if target else 0)
-        assert "default_int_handler" in result["sigint"]
+        assert result["sigint"] == str(signal.getsignal(signal.SIGINT))
     peers.assert_nothing_is_left()
     assert re.search(r"first peer of 'stratagem'; others join with\n    INITIAL_PEERS=/ip4/127", peers.outputs())
 
 
 def test_a_peer_may_be_several_processes(peers):
     """A peer of two processes with 8 samples each, and one of one process with 16."""
-    peers.start(0, joined=32, strategy={"min_peers": 2}, inside="ddp", trainer={"devices": 2})
-    peers.start(1, joined=32, strategy={"min_peers": 2})
+    peers.start(0, joined=32, strategy={"min_peers": 2}, inside="ddp", trainer={"devices": 2}, count_peers=True)
+    peers.start(1, joined=32, strategy={"min_peers": 2}, count_peers=True)
     results = peers.results()
 
     reference = plainly(joined_batches(4, 32))
+    outputs = [(peers.folder / f"output{number}").read_text() for number in range(2)]
+    assert "seen: 2\n" in outputs[0]
+    assert "seen: 2\n" in outputs[1]
+    assert "dht of strategy 'hivemind' was read on rank 1 of a peer; expected rank 0" in outputs[0]
+    assert "num_peers of strategy 'hivemind' was read on rank 1; expected rank 0" in outputs[0]
     assert all(relative_difference(result["weights"], reference) < TOLERANCE for result in results)
     peers.assert_nothing_is_left()
 
@@ -374,6 +394,11 @@ def test_options_that_cannot_take_effect_are_refused(options, message):
 def test_combinations_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         stratagem.Trainer(accelerator="cpu", **QUIET, **arguments)
+
+
+def test_the_number_of_peers_is_known_while_it_trains():
+    with pytest.raises(ConfigError, match=r"num_peers of strategy 'hivemind' was read outside fit; expected rank 0 of"):
+        _ = HivemindStrategy().num_peers
 
 
 def test_too_few_peers_are_an_error_after_the_timeout(peers):

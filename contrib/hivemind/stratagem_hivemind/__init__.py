@@ -120,6 +120,7 @@ class HivemindStrategy(Strategy):
     _stop_dht: Callable[[], None] | None = field(init=False, default=None)
     _swarm: Swarm | None = field(init=False, default=None)
     _joined: bool = field(init=False, default=False)
+    _rank: int = field(init=False, default=0)
     _parameters: list[torch.nn.Parameter] = field(init=False, factory=list)
     #: Samples of a batch: the last one, and those since the last backward that may end in a step.
     _in_batch: int = field(init=False, default=0)
@@ -146,48 +147,50 @@ class HivemindStrategy(Strategy):
 
     @property
     def dht(self) -> Any:
-        """hivemind's DHT of this peer: ``strategy.dht.get_visible_maddrs()``. It starts on first use."""
+        """hivemind's DHT of this peer: ``strategy.dht.get_visible_maddrs()``. It starts on first use.
+
+        Raises:
+            ConfigError: this process is not rank 0 of its peer, which alone has a DHT.
+        """
+        if self._rank > 0:
+            raise ConfigError(
+                f"dht of strategy 'hivemind' was read on rank {self._rank} of a peer",
+                expected="rank 0, which alone talks to the other peers",
+                do="read it if trainer.is_global_zero",
+            )
         if self._dht is None:
             self._dht = self._start_dht()
         return self._dht
 
-    def _start_dht(self) -> Any:
-        try:
-            import hivemind  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"strategy is 'hivemind', and hivemind cannot be imported here ({error})",
-                expected="hivemind 1.1.12",
-                do="pip install hivemind 'setuptools<81', or use strategy.local_sgd for processes that start together",
-            ) from error
-        from stratagem_hivemind.processes import stop
-        from stratagem_hivemind.swarm import start_dht
+    @property
+    def num_peers(self) -> int:
+        """How many peers train together now, this one among them; it asks the DHT.
 
-        peers = [] if self.use_ipfs else addresses_of_peers(self.initial_peers)  # type: ignore[arg-type]
-        dht = start_dht(
-            peers,
-            15.0,
-            host_maddrs=self.host_maddrs,
-            announce_maddrs=self.announce_maddrs,
-            identity_path=self.identity_path,
-            use_ipfs=self.use_ipfs,
-            client_mode=self.client_mode,
-        )
-        self._stop_dht = functools.partial(stop, dht)
-        atexit.register(self._stop_dht)
-        if not peers and not self.use_ipfs:
-            addresses = ",".join(map(str, dht.get_visible_maddrs()))
-            print(
-                f"hivemind: this is the first peer of {self.run_id!r}; others join with\n"
-                f"    INITIAL_PEERS={addresses} python ...\n"
-                "or the same text as strategy.hivemind.initial_peers.",
-                flush=True,
+        Raises:
+            ConfigError: this process has not joined the others, or is not rank 0 of its peer.
+        """
+        if self._swarm is None or not self._joined:
+            raise ConfigError(
+                f"num_peers of strategy 'hivemind' was read {f'on rank {self._rank}' if self._rank else 'outside fit'}",
+                expected="rank 0 of a peer that trains",
+                do="read it in a hook such as on_train_batch_end, if trainer.is_global_zero",
             )
+        return len(self._swarm.records())
+
+    def _start_dht(self) -> Any:
+        from stratagem_hivemind.node import start_node
+
+        dht, self._stop_dht = start_node(
+            self.run_id, self.initial_peers, use_ipfs=self.use_ipfs, client_mode=self.client_mode,  # type: ignore[arg-type]
+            host_maddrs=self.host_maddrs, announce_maddrs=self.announce_maddrs, identity_path=self.identity_path,
+        )  # fmt: skip
+        atexit.register(self._stop_dht)
         return dht
 
     @hookimpl(wrapper=True)
     def connect(self, world: World, run: RunContext) -> Generator[None, Collectives, Collectives]:
         error: Exception | None = None
+        self._rank = world.rank
         if world.rank == 0:
             try:
                 _ = self.dht  # before there are threads: its process is a fork
@@ -260,7 +263,7 @@ class HivemindStrategy(Strategy):
         if self._stop_dht is not None:
             self._stop_dht()
             atexit.unregister(self._stop_dht)
-        self._dht, self._stop_dht = None, None
+        self._dht, self._stop_dht, self._rank = None, None, 0
         self._swarm, self._parameters, self._sum = None, [], None
 
     def _join(self, run: RunContext, batch_size: int | None, accumulated: int = 1) -> None:
