@@ -48,15 +48,19 @@ def build(folder: Path, chosen: dict[str, str]) -> Path:
     if missing := [what for name, what in TOOLS.items() if find_spec(name) is None]:
         raise SystemExit(f"the build of Horovod imports {', '.join(missing)}: run `pip install {shlex.join(missing)}`")
     compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
-    if lacking := [do for name, do in PROGRAMS.items() if shutil.which(compiler if name == "c++" else name) is None]:
+    # `pip install cmake` is found, too, where the environment is not active.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    programs = {name: shlex.split(compiler)[0] if name == "c++" else name for name in PROGRAMS}
+    if lacking := [PROGRAMS[name] for name, program in programs.items() if shutil.which(program, path=path) is None]:
         raise SystemExit(f"a program that builds Horovod is missing: {'; '.join(lacking)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         wrapper = Path(temporary, "cxx")
         wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" -std=gnu++20 -w\n')  # the last -std is used
         wrapper.chmod(0o755)
-        environment = os.environ | chosen | {"CXX": str(wrapper)}
+        environment = os.environ | chosen | {"CXX": str(wrapper), "PATH": path}
         environment.setdefault("MAKEFLAGS", "-j2")
+        environment.setdefault("CMAKE_POLICY_VERSION_MINIMUM", "3.5")  # CMake 4 refuses its third parties otherwise
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
         built = Path(temporary, "wheels")
         options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(built)]
