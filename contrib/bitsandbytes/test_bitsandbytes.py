@@ -329,6 +329,26 @@ def test_mistakes_are_refused(module, options, message):
         fit_of(module(), {"name": "nf4", "dtype": "32", **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "int8"},
+            "precision is 'int8', and net.0 of this Net was quantized by an earlier run, whose precision",
+        ),
+        ({"dtype": "bf16"}, "precision.nf4.dtype is 'bf16', and net.0 of this Net was quantized by an earlier run"),
+        ({"ignore_modules": ["net.0"]}, r"precision.nf4.ignore_modules is \['net.0'\], and net.0 of this Net was"),
+    ],
+)
+def test_a_model_that_is_quantized_in_another_way_is_refused(options, message):
+    module, chosen = Net(), {"name": "nf4", "dtype": "32", "ignore_modules": ["net.4"]}
+    fit_of(module, chosen)
+    fit_of(module, chosen)  # the same again is no mistake
+
+    with pytest.raises(ConfigError, match=message):
+        fit_of(module, chosen | options)
+
+
 def test_nothing_left_to_train_is_refused():
     module = Net().requires_grad_(False)
     with pytest.raises(ConfigError, match=r"no parameter of Net is left to train under precision 'nf4'"):

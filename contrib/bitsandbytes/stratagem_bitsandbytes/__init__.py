@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from stratagem.api import RunContext
 
+#: Attribute of a quantized layer: the options with which it was made.
+_MADE_WITH = "quantized_with"
 _DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -98,7 +100,10 @@ class _Quantized(Precision):
                 expected="'dequantized' where the launcher sends results back",
                 do='use checkpoint="dequantized", or a strategy that starts the script again, such as "ddp"',
             )
-        if not quantized_layers(module):
+        earlier = quantized_layers(module)
+        if earlier:
+            self._check_earlier(earlier, module)
+        else:
             self._quantize_all(module, run)
         _cast_rest(module, _DTYPES[self.dtype])
         if run.stage == "train" and not any(each.requires_grad for each in module.parameters()):
@@ -118,6 +123,7 @@ class _Quantized(Precision):
         froze = [name for name, layer in chosen.items() if layer.weight.requires_grad]
         for layer in chosen.values():
             self._quantize(layer)
+            layer.__dict__[_MADE_WITH] = self._made_with()
         if froze and self._is_frozen and run.stage == "train" and run.is_global_zero:
             warnings.warn(
                 f"precision {self._mode!r} froze the weights of {len(froze)} linear layers, such as {froze[0]}. To "
@@ -128,6 +134,26 @@ class _Quantized(Precision):
 
     def _quantize(self, layer: nn.Linear) -> None:
         raise NotImplementedError
+
+    def _made_with(self) -> dict[str, Any]:
+        """Return what a quantized layer cannot change any more."""
+        own = {"dtype": self.dtype, "ignore_modules": sorted(self.ignore_modules)}
+        return {"precision": self._mode} | own | ({"threshold": self.threshold} if isinstance(self, Int8) else {})
+
+    def _check_earlier(self, layers: Mapping[str, nn.Module], module: nn.Module) -> None:
+        """Refuse layers that an earlier run quantized in another way: they would stay as they are."""
+        mine = self._made_with()
+        for name, layer in layers.items():
+            made = layer.__dict__.get(_MADE_WITH, mine)
+            for option, value in mine.items():
+                if made.get(option) != value:
+                    path = option if option == "precision" else f"precision.{self._mode}.{option}"
+                    raise ConfigError(
+                        f"{path} is {value!r}, and {name} of this {type(module).__name__} was quantized by an earlier "
+                        f"run, whose {option} was {made.get(option)!r}",
+                        expected="the same options, or a model whose layers are plain",
+                        do="build a new model, and load its weights from a checkpoint",
+                    )
 
     def _choose(self, module: nn.Module) -> dict[str, nn.Linear]:
         """Return the layers to quantize by name. Subclasses of Linear may use their weight in another way: not those.
