@@ -35,6 +35,8 @@ class OptunaPruning(Callback):
     pruned: bool = field(init=False, default=False)
     #: Values that this process told the trial itself.
     _told: set[int] = field(init=False, factory=set)
+    #: The trial that `reported` belongs to.
+    _trial_of_values: Any = field(init=False, default=None)
 
     @hookimpl
     def setup(self, trainer: TrainerView, stage: str) -> None:
@@ -48,6 +50,8 @@ class OptunaPruning(Callback):
                 do='write {"name": "optuna_pruning", "trial": trial, "monitor": "val_loss"} in the objective',
             )
         trainer.run.collectives.fail_together(error)
+        if self.trial is not self._trial_of_values:  # an instance that served an earlier trial
+            self.reported, self.pruned, self._told, self._trial_of_values = {}, False, set(), self.trial
 
     @hookimpl
     def on_sanity_check_end(self, trainer: TrainerView) -> None:

@@ -221,3 +221,14 @@ def test_a_search_on_digits_ends_bad_trials_early(digits):
     assert [len(trial.intermediate_values) for trial in study.trials[2:]] == [1, 1]
     assert study.best_params["lr"] in (3e-3, 1e-2)
     assert study.best_value < 1.0
+
+
+def test_an_instance_that_served_an_earlier_trial_starts_again():
+    study = study_of()
+    first, second = study.ask(), study.ask()
+    callback = OptunaPruning(trial=first, monitor="val_loss")
+    fit(callback)
+    callback.trial = second
+    fit(callback)
+
+    assert list(intermediate(second)) == [0, 1, 2, 3, 4] == list(intermediate(first))
