@@ -111,7 +111,7 @@ def test_training_is_the_same(strategy, wanted, accumulate, max_norm):
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp_sharded", [{"name": "local_sgd", "period": 1}, "ddp"], {"name": "parallel", "pipeline": 2},
+        "ddp_sharded", [{"name": "local_sgd", "period": 1, "team_size": 1}, "ddp"], {"name": "parallel", "pipeline": 2},
         {"name": "parallel", "shard": 2, "auto_wrap_policy": {Block}}, {"name": "parallel", "replicate": 2},
     ],
     ids=["ddp_sharded", "local_sgd", "pipeline", "shard", "replicate"],
@@ -248,6 +248,44 @@ def test_validation_alone_is_compiled_too():
     assert graphs
 
 
+class Logging(Deep):
+    def training_step(self, batch, batch_idx):
+        loss = self.criterion(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("v", self.criterion(self.net(batch[0]), batch[1]))
+
+
+class Counting(Deep):
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self.net(batch[0]), batch[1]) * (1 + self.global_step / 100 + self.current_epoch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Logging, Counting, ByHand])
+def test_what_the_trainer_counts_does_not_compile_steps_again(make):
+    torch._dynamo.reset()
+    graphs, batches, model = [], joined_batches(12, 16), make()
+    trainer = sg.Trainer(max_epochs=2, compile={"backend": counting(graphs)}, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(model, batches, batches if make is Logging else None)
+    plain = make()
+    sg.Trainer(max_epochs=2, num_sanity_val_steps=0, **QUIET).fit(plain, batches, batches if make is Logging else None)
+
+    assert 0 < len(graphs) <= 2  # a step each of training and validation; a new one for each batch before
+    assert relative_difference(model.state_dict(), plain.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("wanted", "left"), [({"disable": True}, []), ({"modules": "net.1"}, ["net.1"]), ({}, [])])
+def test_a_later_run_compiles_only_what_it_chooses(wanted, left):
+    model = Deep()
+    fit({"backend": "eager", "per_block": True}, model)
+    fit({"backend": "eager"} | wanted, model)
+
+    assert [name for name, part in model.named_modules() if part._compiled_call_impl is not None] == left
+
+
 @pytest.mark.slow
 def test_a_loop_of_your_own():
     graphs, batches = [], joined_batches(4, 16)
@@ -332,6 +370,7 @@ def test_units_of_a_third_party():
         ({"bakend": "eager"}, r"option callback.compile.bakend is unknown; .*did you mean 'backend'"),
         ({"backend": "inducter"}, r"compile.backend is 'inducter'; .*did you mean 'inductor'"),
         ({"options": {"max_autotun": True}}, r"compile.options has 'max_autotun'.*did you mean 'max_autotune'"),
+        ({"options": {"max_autotune": "yes"}}, "compile.options.max_autotune is 'yes'; expected a value such as"),
         ({"dynamic": "maybe"}, "callback.compile.dynamic is 'maybe'; expected true or false or None"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "compile.mode is 'max-autotune' and compile.backend is"),
         ({"modules": []}, "compile.modules is "),
@@ -420,6 +459,27 @@ def test_a_module_that_is_compiled_already():
         sg.Trainer(max_epochs=1, compile={"backend": "eager"}, **QUIET).fit(
             torch.compile(Deep(), backend="eager"), joined_batches(1, 16)
         )
+
+
+def _no_backend(graph, example):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"mode": "reduce-overhead"}, "compile.mode is 'reduce-overhead', which is for CUDA graphs, and the device is"),
+        ({"backend": "cudagraphs"}, "compile.backend is 'cudagraphs', which is for CUDA graphs"),
+        ({"backend": _no_backend}, "compile.backend is the function _no_backend, which failed"),
+        ({"backend": "eager", "fullgraph": True}, "compile.fullgraph is True, and the code cannot be compiled as one"),
+    ],
+)
+def test_what_torch_would_ignore_or_refuse_at_a_step_is_one_sentence(wanted, told):
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=told) as error:
+        sg.Trainer(max_epochs=1, compile=wanted, **QUIET).fit(Deep(), joined_batches(1, 16))
+
+    assert "\n" not in str(error.value)
 
 
 def test_a_machine_without_a_compiler(monkeypatch):

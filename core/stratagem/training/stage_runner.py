@@ -18,6 +18,7 @@ from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
 from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
+from stratagem.runtime.step_module import keep_uncompiled
 from stratagem.training import lightning_names, restarts, trainer_state
 from stratagem.training.batches import ResumableBatches, agreed_size, length
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
@@ -27,6 +28,7 @@ from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.training.hyperparameters import logged_hyperparameters
 from stratagem.training.loops import TrainLoop
 from stratagem.training.module import Module, build, overrides
+from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.optimizers import read
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ _LOADERS = {
     "test": ("test_dataloader", "test"),
     "predict": ("predict_dataloader", "predict"),
 }
+
+keep_uncompiled(
+    Module, "log", "log_dict", "manual_backward", "optimizers", "clip_gradients", "toggle_optimizer",
+    "untoggle_optimizer", "lr_schedulers", "print", "trainer", "current_epoch", "global_step", "logger", "global_rank",
+)  # fmt: skip
+keep_uncompiled(OptimizerHandle, "step", "zero_grad")
 
 
 @define(eq=False)

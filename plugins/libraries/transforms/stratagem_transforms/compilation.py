@@ -21,6 +21,7 @@ from torch import nn
 from stratagem.api import COMPILATION, Callback, Capabilities, hookimpl
 from stratagem.errors import ConfigError, nearest, shown
 from stratagem_transforms.activation_checkpointing import RECOMPUTED
+from stratagem_transforms.compilation_errors import explained
 from stratagem_transforms.wrap_policy import check_policy, children_first, select
 
 if TYPE_CHECKING:
@@ -68,10 +69,14 @@ class Compile(Callback):
 
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
-        if self.disable:
-            return
-        _check_tools(self.backend, run)
-        for part in self._parts(module, run):
+        if not self.disable:
+            _check_tools(self, run)
+        parts = [] if self.disable else self._parts(module, run)
+        for part in module.modules():
+            if part in _COMPILED and part not in parts:  # compiled by an earlier run, which chose other parts
+                del _COMPILED[part]
+                part._compiled_call_impl = None
+        for part in parts:
             self._compile(part, module)
 
     @hookimpl(wrapper=True)
@@ -89,6 +94,11 @@ class Compile(Callback):
             if steps and part is not module and hasattr(part, "compile_steps"):
                 part.compile_steps(self.compiler())
         return model
+
+    @hookimpl(wrapper=True)
+    def explain_error(self) -> Generator[None, BaseException, BaseException]:
+        error = yield
+        return error if self.disable else explained(error, self.backend, fullgraph=self.fullgraph)
 
     def compiler(self, count: int = 1) -> Any:
         """Return a function that compiles a function; `count` is how many modules may share its code."""
@@ -309,12 +319,30 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 f"{_PATH}.options has {name!r}, which inductor does not", expected="an option of inductor's",
                 do=nearest(name, known) or "see torch._inductor.list_options()",
             )  # fmt: skip
+    for name, value in options.items():
+        try:
+            torch.compile(lambda: None, options={name: value})
+        except RuntimeError:
+            from torch._inductor import config
+
+            default = getattr(config, name.replace("-", "_"), None)
+            raise ConfigError(
+                f"{_PATH}.options.{name} is {shown(value)}", expected=f"a value such as inductor's own, {default!r}"
+            ) from None
 
 
-def _check_tools(backend: Any, run: RunContext) -> None:
-    """Refuse a machine that lacks what inductor writes code for, on all ranks. Collective."""
+def _check_tools(options: Compile, run: RunContext) -> None:
+    """Refuse a machine that lacks what inductor writes code for, or CUDA graphs, on all ranks. Collective."""
     problem = None
-    if backend == "inductor":
+    uses_graphs = [("mode", "reduce-overhead"), ("backend", "cudagraphs")]
+    useless = [(name, value) for name, value in uses_graphs if getattr(options, name) == value]
+    if useless and run.device.type == "cpu":
+        name, value = useless[0]
+        problem = ConfigError(
+            f"{_PATH}.{name} is {value!r}, which is for CUDA graphs, and the device is cpu",
+            expected=f"another {name}", do=f"drop {name}, or train on a GPU",
+        )  # fmt: skip
+    elif options.backend == "inductor":
         problem = _missing_cpp() if run.device.type == "cpu" else _missing_triton(run)
     run.collectives.fail_together(problem)
 
