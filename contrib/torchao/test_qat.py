@@ -125,3 +125,13 @@ def _convert_shards(rank, size):
 
 def test_sharded_weights_are_not_converted():
     run_in_processes(_convert_shards, 2)
+
+
+def test_a_later_run_rounds_what_it_chooses_with_its_own_bits():
+    module, batches = Net(), joined_batches(1, 8)
+    for options in ({}, {"weight_bits": 4, "skip": ["net.0"]}):
+        callback = Int8QAT(**options)
+        sg.Trainer(**(QUIET | CPU | {"devices": 1, "callbacks": [callback]})).fit(module, batches)
+
+    assert type(module.net[0]) is nn.Linear
+    assert module.net[2].weight_fake_quantizer.config.dtype is torch.int4

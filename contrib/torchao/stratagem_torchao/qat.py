@@ -43,10 +43,16 @@ class Int8QAT(Callback):
 
         configs = _infer_fake_quantize_configs(self._config())
         chosen = self._chosen(module, FakeQuantizedLinear)
+        layers = linear_layers(module, FakeQuantizedLinear)
+        for name in layers.keys() - chosen.keys():
+            restore(layers[name])  # an earlier run chose it
+        made_with = (self.weight_bits, self.activations, self.group_size)
         for layer in chosen.values():
-            if type(layer) is nn.Linear:
+            if layer.__dict__.get("made_with") != made_with:
                 shape = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-                replace(layer, FakeQuantizedLinear.from_linear(shape, *configs))
+                new = FakeQuantizedLinear.from_linear(shape, *configs)
+                new.__dict__["made_with"] = made_with
+                replace(layer, new)
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Make the chosen layers of `module` integer layers, in place; return `module`.
