@@ -343,7 +343,7 @@ def test_mistakes_are_refused(module, options, message):
 def test_a_model_that_is_quantized_in_another_way_is_refused(options, message):
     module, chosen = Net(), {"name": "nf4", "dtype": "32", "ignore_modules": ["net.4"]}
     fit_of(module, chosen)
-    fit_of(module, chosen)  # the same again is no mistake
+    fit_of(module, chosen)  # the same again is not a mistake
 
     with pytest.raises(ConfigError, match=message):
         fit_of(module, chosen | options)

@@ -428,7 +428,7 @@ def test_an_address_that_no_machine_can_have_is_refused_at_once(address):
     with pytest.raises(
         ConfigError, match=r"MASTER_ADDR is .*expected the name or the address of node 0, without a port"
     ):
-        rendezvous.check_address(world, limit_s=180)
+        rendezvous.check_address(world, limit_s=60)
 
 
 def test_a_name_that_cannot_be_resolved_is_told_while_nodes_wait(monkeypatch, capsys):
@@ -446,5 +446,5 @@ def test_one_machine_waits_for_its_own_resolver_but_does_not_try_again(monkeypat
     monkeypatch.setattr(rendezvous, "_resolve", lambda _, __, limit_s: limits.append(limit_s) or "no")
 
     with pytest.raises(ConfigError, match="which this machine cannot resolve"):
-        rendezvous.check_address(World(world_size=2, local_world_size=2, main_address="node1"), limit_s=180)
+        rendezvous.check_address(World(world_size=2, local_world_size=2, main_address="node1"), limit_s=60)
     assert limits == [60]

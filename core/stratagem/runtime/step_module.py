@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,7 @@ def _exclude_from_graphs() -> None:
     while _UNCOMPILED:
         owner, names = _UNCOMPILED.popitem()
         for name in names:
-            found = vars(owner)[name]
+            found = inspect.getattr_static(owner, name)  # a base class may define it
             if isinstance(found, property):
                 setattr(owner, name, property(torch.compiler.disable(found.fget), doc=found.__doc__))
             else:

@@ -46,7 +46,8 @@ _LOADERS = {
 
 keep_uncompiled(
     Module, "log", "log_dict", "manual_backward", "optimizers", "clip_gradients", "toggle_optimizer",
-    "untoggle_optimizer", "lr_schedulers", "print", "trainer", "current_epoch", "global_step", "logger", "global_rank",
+    "untoggle_optimizer", "lr_schedulers", "print", "trainer", "current_epoch", "global_step", "logger", "loggers",
+    "global_rank", "local_rank", "all_gather",
 )  # fmt: skip
 keep_uncompiled(OptimizerHandle, "step", "zero_grad")
 
