@@ -444,3 +444,28 @@ def test_policies():
 def test_bad_choices_are_refused(choice, message):
     with pytest.raises(sg.StratagemError, match=message):
         sg.Trainer(precision=choice, **QUIET)
+
+
+# --- Replaced layers ---------------------------------------------------------------------------------------------
+
+
+class _Rounds(sg.Precision):
+    """Replaces layers, as precisions of 8 and 4 bits do."""
+
+    replaces_layers = True
+
+    @sg.hookimpl
+    def prepare_module(self, module):
+        module.net[0] = torch.nn.Linear(16, 32)
+
+
+def test_layers_that_a_precision_replaced_train_with_it_or_not_at_all():
+    batches, model = joined_batches(2, 8), Net()
+    fit(batches, _Rounds(), model)
+
+    with pytest.raises(
+        ConfigError, match="'_Rounds' replaced layers of this Net in an earlier run, and precision is '3"
+    ):
+        fit(batches, "32-true", model)
+    fit(batches, _Rounds(), model)
+    sg.Trainer(**QUIET).predict(model, joined_batches(1, 8))
