@@ -48,10 +48,37 @@ def test_a_value_without_a_name_is_told_which_option_to_name(cls):
     with pytest.raises(
         ConfigError, match=f"^{cls.__name__} .*'value'.* without a name; expected options by name"
     ) as caught:
-        cls("value")
+        cls(*["value"] * (len(cls.positional) + 1))
 
     if required := required_options(cls):
         assert f"write {cls.__name__}({required[0]}='value')" in str(caught.value)
+
+
+def test_options_that_lightning_users_give_by_position():
+    from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+    from stratagem.loggers import CSVLogger
+
+    stops = EarlyStopping("val_loss", 0.1, mode="max")
+    assert (stops.monitor, stops.min_delta, stops.mode) == ("val_loss", 0.1, "max")
+    assert ModelCheckpoint("folder", "{epoch}").filename == "{epoch}"
+    assert CSVLogger("logs", "mine").name == "mine"
+    with pytest.raises(ConfigError, match="'val_loss' without a name"):
+        EarlyStopping("val_loss", monitor="loss")
+
+
+@pytest.mark.parametrize("cls", [cls for cls in plugin_classes() if cls.positional])
+def test_what_is_given_by_position_is_an_option(cls):
+    assert set(cls.positional) <= set(options(cls))
+
+
+def test_a_constructor_of_the_authors_own_gets_what_it_was_given():
+    class Mine(sg.Callback):
+        positional = ("first",)
+
+        def __init__(self, *values, **named):
+            self.given = values, named
+
+    assert Mine(1, second=2).given == ((1,), {"second": 2})
 
 
 def required_options(cls):

@@ -264,10 +264,13 @@ def test_fp16_on_a_cpu_and_the_default_logger_are_to_be_checked():
 # --- Callbacks, loggers, strategies ------------------------------------------------------------------------------
 
 
-def test_options_without_a_name_get_one():
-    script = 'from lightning.pytorch.callbacks import EarlyStopping\nEarlyStopping("val_loss", 0.1)\n'
+def test_options_without_a_name_get_one_where_the_plugin_needs_it():
+    head = "from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint\n"
 
-    assert news(script) == ["EarlyStopping(monitor='val_loss', min_delta=0.1)"]
+    assert news(head + 'EarlyStopping("val_loss", 0.1)\n') == []
+    assert news(head + 'ModelCheckpoint("folder", "{epoch}", "val_loss", True)\n') == [
+        "ModelCheckpoint(dirpath='folder', filename='{epoch}', monitor='val_loss', verbose=True)"
+    ]
 
 
 def test_options_are_compared_with_the_plugin_that_is_installed():
@@ -540,7 +543,7 @@ def test_the_old_script_of_the_page_must_change_and_the_new_one_runs(tmp_path, c
     assert main(["migrate", str(before)]) == 1
     said = capsys.readouterr().out
     for word in ("LightningModule", "validation_epoch_end", "gpus=-1", "accelerator='ddp'",
-                 "EarlyStopping('val_loss')", "progress_bar_refresh_rate=0", "is_global_zero"):  # fmt: skip
+                 "progress_bar_refresh_rate=0", "is_global_zero"):  # fmt: skip
         assert word in said
     assert main(["migrate", str(after)]) == 0
     assert capsys.readouterr().out.startswith("nothing to change, nothing to check")

@@ -44,6 +44,12 @@ def _set_state(plugin: Any, state: dict[str, Any]) -> None:
         object.__setattr__(plugin, name, value)  # attrs would validate it
 
 
+def _attrs_makes(cls: type) -> bool:
+    """Whether attrs has written the constructor of `cls`, rather than its author."""
+    owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
+    return "__attrs_attrs__" in vars(owner)
+
+
 class PluginType(ABCMeta):
     """Makes the constructor of every plugin raise the same errors for wrong options as a mapping of options.
 
@@ -57,6 +63,9 @@ class PluginType(ABCMeta):
         return super().__new__(mcs, name, bases, namespace, **options)
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
+        names = getattr(cls, "positional", ())
+        if 0 < len(values) <= len(names) and not options.keys() & set(names[: len(values)]) and _attrs_makes(cls):
+            values, options = (), dict(zip(names, values, strict=False)) | options
         try:
             return super().__call__(*values, **options)
         except TypeError as error:
@@ -81,6 +90,9 @@ class Plugin(metaclass=PluginType):
     kind: ClassVar[str] = "plugin"
     #: What it provides and requires; a property if that depends on options.
     capabilities: ClassVar[Capabilities] = Capabilities()
+
+    #: Options that may be given without their names, in this order.
+    positional: ClassVar[tuple[str, ...]] = ()
 
     #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
     identified_by_options: ClassVar[bool] = False

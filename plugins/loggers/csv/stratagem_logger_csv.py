@@ -8,7 +8,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 @define(eq=False, kw_only=True)
 class CSVLogger(Logger):
     """Write ``<save_dir>/<name>/version_N/metrics.csv`` on rank 0; create no folder before the first metric."""
+
+    positional: ClassVar[tuple[str, ...]] = ("save_dir", "name", "version")
 
     #: Root folder of all logs; ``default_root_dir`` if not given.
     save_dir: Path | None = None

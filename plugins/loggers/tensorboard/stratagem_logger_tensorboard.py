@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 from attrs import define, field
@@ -43,6 +43,8 @@ class TensorBoardLogger(Logger):
 
     A run that is resumed with the same `version` hides what the interrupted run logged after the checkpoint.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("save_dir", "name", "version")
 
     #: Root folder of all logs, or a URL that fsspec supports; ``default_root_dir`` if not given.
     save_dir: Path | None = None

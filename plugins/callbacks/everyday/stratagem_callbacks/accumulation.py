@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 @define(eq=False, kw_only=True)
 class GradientAccumulationScheduler(Callback):
     """Set ``accumulate_grad_batches`` by epoch: ``{0: 8, 5: 4}`` is 8 batches per step from epoch 0, 4 from epoch 5."""
+
+    positional: ClassVar[tuple[str, ...]] = ("scheduling",)
 
     #: Batches per step, by the first epoch (from 0) that uses the number; 1 before the first entry.
     scheduling: dict[int, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
@@ -158,6 +158,8 @@ class StochasticWeightAveraging(Callback):
     Izmailov et al., 2018, "Averaging Weights Leads to Wider Optima and Better Generalization". At the end the model has
     the average, with its BatchNorm statistics recomputed.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("swa_lrs", "swa_epoch_start")
 
     # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})

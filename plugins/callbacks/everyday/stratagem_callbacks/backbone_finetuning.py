@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import define, field
@@ -25,6 +25,8 @@ class BackboneFinetuning(Callback):
     `configure_optimizers` must leave out frozen parameters: ``filter(lambda p: p.requires_grad, self.parameters())``.
     Only for one process: distributed strategies need the trainable parameters to stay the same.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("unfreeze_backbone_at_epoch",)
 
     #: First epoch that trains the backbone, from 0.
     unfreeze_backbone_at_epoch: int = field(default=10, validator=at_least(1))

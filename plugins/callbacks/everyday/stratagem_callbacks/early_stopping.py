@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
@@ -21,6 +21,8 @@ class EarlyStopping(Callback):
 
     The metric must be equal on all ranks: log it with ``sync_dist=True``.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("monitor", "min_delta", "patience", "verbose", "mode")
 
     #: Name of the metric.
     monitor: str = field(validator=not_empty)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
@@ -19,6 +19,8 @@ class LearningRateMonitor(Callback):
 
     A scheduler's own ``name`` replaces ``lr-<optimizer>``.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("logging_interval", "log_momentum")
 
     #: Log after each step or each epoch; by default as often as the scheduler steps.
     logging_interval: Literal["step", "epoch"] | None = None

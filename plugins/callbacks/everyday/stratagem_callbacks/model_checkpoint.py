@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
@@ -33,6 +33,8 @@ class ModelCheckpoint(Callback):
     The metric must be equal on all ranks: log it with ``sync_dist=True``. Without `monitor` the newest checkpoint is
     kept. Only files of this run, and files of the run that it resumes in the same folder, are deleted or overwritten.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename", "monitor")
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None

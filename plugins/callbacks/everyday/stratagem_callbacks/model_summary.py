@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 from torch import nn
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 @define(eq=False, kw_only=True)
 class ModelSummary(Callback):
     """Print a table of modules on rank 0: class, full number of parameters (also if sharded), trainable or frozen."""
+
+    positional: ClassVar[tuple[str, ...]] = ("max_depth",)
 
     #: Levels of submodules to show; -1 shows all.
     max_depth: int = field(default=1, validator=at_least_or_unlimited(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define, field
 
@@ -26,6 +26,8 @@ class OnExceptionCheckpoint(OwnCheckpoint):
     ranks have died, or still train, a warning says that nothing was saved. An existing file that neither this run nor
     the run that it resumes wrote is kept: the name gets ``-v1``.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename")
 
     #: Folder to save in; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import define, field
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @define(eq=False, kw_only=True)
 class Timer(Callback):
     """End training on all ranks when one has trained for `duration`; the time before a resume counts, too."""
+
+    positional: ClassVar[tuple[str, ...]] = ("duration", "interval")
 
     #: Seconds, a timedelta, or "DD:HH:MM:SS"; None only measures.
     duration: timedelta | str | float | None = None

@@ -118,9 +118,16 @@ def plugin_calls(source: Source) -> Iterator[Finding]:
         counterpart = NAMES.get(theirs)
         if counterpart is None or counterpart.plugin is None or counterpart.is_missing:
             continue
-        if node.args:
+        if node.args and not _accepts(node, counterpart.plugin):
             yield _positional(source, node, theirs)
         yield from _options(source, node, theirs, counterpart.plugin)
+
+
+def _accepts(node: ast.Call, plugin: tuple[str, str]) -> bool:
+    """Return whether the plugin takes these values without names."""
+    return len(node.args) <= installed.num_positional(*plugin) and not any(
+        isinstance(value, ast.Starred) for value in node.args
+    )
 
 
 def _positional(source: Source, node: ast.Call, theirs: str) -> Finding:

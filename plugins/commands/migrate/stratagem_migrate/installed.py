@@ -221,3 +221,8 @@ def expression(kind: str, name: str) -> str:
     cls = plugin_class(kind, name)
     by_name = f'{ARGUMENTS[kind]}="{name}"'
     return by_name if cls is None else f"stratagem.{MODULES[kind]}.{cls.__name__}"
+
+
+def num_positional(kind: str, name: str) -> int:
+    """Return how many options of an installed plugin may be given without their names."""
+    return len(getattr(plugin_class(kind, name), "positional", ()))

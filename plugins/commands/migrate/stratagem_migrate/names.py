@@ -208,7 +208,7 @@ NAMES: Final[dict[str, Counterpart]] = {
     ),
 }  # fmt: skip
 
-#: Positional arguments of Lightning's classes, in order; plugins of stratagem accept only keywords.
+#: Positional arguments of Lightning's classes, in order.
 POSITIONS: Final = {
     "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode"),
     "ModelCheckpoint": ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"),
