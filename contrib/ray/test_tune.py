@@ -109,6 +109,15 @@ class _Fails(Dropped):
 
     how, resumed = "", False
 
+    def on_train_epoch_end(self):
+        self.losses = [*getattr(self, "losses", []), float(self.trainer.callback_metrics["val_loss"])]
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["losses"] = list(getattr(self, "losses", []))  # that of this epoch follows, also in a resumed run
+
+    def on_load_checkpoint(self, checkpoint):
+        self.losses = checkpoint["losses"]
+
     def on_train_epoch_start(self):
         if not self.resumed and self.trainer.current_epoch == 2:
             if self.how == "killed":
@@ -124,24 +133,26 @@ def _resumes(config):
     module = _Fails()
     module.how, module.resumed = config["case"], path is not None
     fit(RayTune(metrics={"loss": "val_loss"}, save_checkpoints=config["every"]), module, path)
-    torch.save(module.state_dict(), Path(config["folder"]) / config["case"])
+    torch.save((module.state_dict(), module.losses), Path(config["folder"]) / config["case"])
 
 
 @pytest.mark.parametrize("every", [True, 2])
 def test_a_trial_that_failed_is_resumed_to_the_bit(tuned, tmp_path, every):
-    """Each epoch is reported once, and the weights are those of a trial that did not fail."""
+    """Each epoch is trained and reported once, and the weights are those of a trial that did not fail."""
     cases = ["whole", "an error", "killed"]
     space = {"case": tune.grid_search(cases), "folder": str(tmp_path), "every": every}
 
     results = tuned(_resumes, space, failures=1)
 
     assert {case: result.error for case, result in results.items()} == dict.fromkeys(cases)
-    expected = _values(results["whole"], "loss")
-    assert len(expected) == 4
-    whole = torch.load(tmp_path / "whole")
-    for case in ("an error", "killed"):
-        assert _values(results[case], "loss") == expected
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in torch.load(tmp_path / case).items())
+    whole, losses = torch.load(tmp_path / "whole")
+    assert len(losses) == 4
+    for case in cases:
+        weights, own = torch.load(tmp_path / case)
+        assert own == losses
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights.items())
+        last = results[case].metrics
+        assert (last["training_iteration"], last["loss"]) == (4, pytest.approx(losses[-1]))
 
 
 def _reports(config):

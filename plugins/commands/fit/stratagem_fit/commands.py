@@ -109,7 +109,11 @@ class Predict(_RunFileCommand):
 
 def _receives_predictions(receiver: Any) -> bool:
     """Return whether `receiver` uses the outputs of predict batches; a progress bar does not."""
+    from stratagem import Module
+
     method = getattr(receiver, "on_predict_batch_end", None)
+    if getattr(method, "__func__", None) is Module.on_predict_batch_end:
+        return False  # it inherits the one that does nothing
     return method is not None and "outputs" in inspect.signature(method).parameters
 
 
