@@ -334,7 +334,7 @@ def test_mistakes_are_refused(module, options, message):
     [
         (
             {"name": "int8"},
-            "precision is 'int8', and net.0 of this Net was quantized by an earlier run, whose precision",
+            "precision 'nf4' replaced layers of this Net in an earlier run, and precision is 'int8'",
         ),
         ({"dtype": "bf16"}, "precision.nf4.dtype is 'bf16', and net.0 of this Net was quantized by an earlier run"),
         ({"ignore_modules": ["net.0"]}, r"precision.nf4.ignore_modules is \['net.0'\], and net.0 of this Net was"),
