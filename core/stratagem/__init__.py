@@ -20,6 +20,7 @@ _MODULES = {
     "Run": "runtime.run",
     "Module": "training.module",
     "DataModule": "training.datamodule",
+    "HyperparametersMixin": "training.hyperparameters",
     "seed_everything": "api.seeding",
     "find_usable_cuda_devices": "config.devices",
     "hookimpl": "api.markers",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.runtime.run import Run as Run
     from stratagem.training.datamodule import DataModule as DataModule
+    from stratagem.training.hyperparameters import HyperparametersMixin as HyperparametersMixin
     from stratagem.training.module import Module as Module
     from stratagem.training.trainer import Trainer as Trainer
 

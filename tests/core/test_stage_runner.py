@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.training.events import Events
-from stratagem.training.stage_runner import StageRequest, StageRunner, _tell_modes, _validation_interval
+from stratagem.training.request import StageRequest
+from stratagem.training.stage_runner import StageRunner, _tell_modes, _validation_interval
 from stratagem_testing.reference import Net, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -66,26 +67,26 @@ def runner(tmp_path):
     ("limit", "expected"), [(None, 8), (1.0, 8), (1, 1), (0, 0), (0.0, 0), (0.5, 4), (0.99, 7), (5, 5), (20, 8)]
 )
 def test_a_limit_is_a_number_or_a_share(runner, limit, expected):
-    assert runner()._limit("train", range(8), limit) == expected
+    assert runner().loaders.limited("train", range(8), limit) == expected
 
 
 def test_a_stream_is_limited_by_a_number_only(runner):
     stream = DataLoader(Stream())
 
-    assert runner()._limit("train", stream, None) == math.inf
-    assert runner()._limit("train", stream, 1.0) == math.inf
-    assert runner()._limit("train", stream, 2) == 2
+    assert runner().loaders.limited("train", stream, None) == math.inf
+    assert runner().loaders.limited("train", stream, 1.0) == math.inf
+    assert runner().loaders.limited("train", stream, 2) == 2
     with pytest.raises(ConfigError, match=r"limit_val_batches is 0.5 and the loader has no length"):
-        runner()._limit("val", stream, 0.5)
+        runner().loaders.limited("val", stream, 0.5)
 
 
 def test_a_share_of_less_than_a_batch_is_refused(runner):
     with pytest.raises(ConfigError, match=r"limit_train_batches is 0.1, and the loader has 8 batches: none of them"):
-        runner()._limit("train", range(8), 0.1)
+        runner().loaders.limited("train", range(8), 0.1)
 
 
 def test_a_fast_run_overrides_the_limit(runner):
-    assert runner(fast_dev_run=3)._limit("train", range(8), 0.5) == 3
+    assert runner(fast_dev_run=3).loaders.limited("train", range(8), 0.5) == 3
 
 
 @pytest.mark.parametrize(
@@ -117,20 +118,20 @@ def test_an_interval_that_never_comes_is_refused(interval, size, message):
 def test_loaders_that_are_passed_come_before_those_of_data_and_module(runner):
     module = WithLoaders()
 
-    assert runner(module=module, request={"loaders": ["passed"], "datamodule": Data()})._loaders() == [["passed"]]
-    assert runner(module=module, request={"datamodule": Data()})._loaders() == [["the data module's"]]
-    assert runner(module=module)._loaders() == [["the module's"]]
+    assert runner(module=module, request={"loaders": ["passed"], "datamodule": Data()}).loaders.given() == [["passed"]]
+    assert runner(module=module, request={"datamodule": Data()}).loaders.given() == [["the data module's"]]
+    assert runner(module=module).loaders.given() == [["the module's"]]
 
 
 def test_a_data_module_without_a_method_leaves_it_to_the_module(runner):
     made = runner("validate", WithLoaders(), {"datamodule": Data()})
 
-    assert made._loaders() == [FIRST, SECOND]
+    assert made.loaders.given() == [FIRST, SECOND]
 
 
 def test_a_list_of_batches_is_one_loader(runner):
-    assert runner("validate", request={"loaders": [[1], [2]]})._loaders() == [[[1], [2]]]
-    assert runner(request={"loaders": [[1], [2]]})._loaders() == [[[1], [2]]]
+    assert runner("validate", request={"loaders": [[1], [2]]}).loaders.given() == [[[1], [2]]]
+    assert runner(request={"loaders": [[1], [2]]}).loaders.given() == [[[1], [2]]]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_list_of_batches_is_one_loader(runner):
 )
 def test_a_call_without_its_loader_is_refused(runner, stage, request_, message):
     with pytest.raises(ConfigError) as refused:
-        runner(stage, request=request_)._loaders()
+        runner(stage, request=request_).loaders.given()
 
     assert message in str(refused.value)
 
@@ -153,10 +154,10 @@ def test_validation_loaders_need_a_step(runner):
         pass
 
     with pytest.raises(ConfigError, match="NoValidation has no validation_step"):
-        runner(module=NoValidation(), request={"val_loaders": [[1]]})._validation_loaders()
-    assert runner(request={"val_loaders": [[1]]}, limit_val_batches=0)._validation_loaders() == []
-    assert runner()._validation_loaders() == []
-    assert len(runner(module=WithLoaders())._validation_loaders()) == 2
+        runner(module=NoValidation(), request={"val_loaders": [[1]]}).loaders.validation()
+    assert runner(request={"val_loaders": [[1]]}, limit_val_batches=0).loaders.validation() == []
+    assert runner().loaders.validation() == []
+    assert len(runner(module=WithLoaders()).loaders.validation()) == 2
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,14 @@ def test_validation_loaders_need_a_step(runner):
 )
 def test_what_is_not_a_loader_is_refused(runner, loader, message):
     with pytest.raises(ConfigError) as refused:
-        runner()._share(loader, "train")
+        runner().loaders.share(loader, "train")
 
     assert message in str(refused.value)
 
 
 def test_overfitting_reads_in_order(runner):
     loader = DataLoader(TensorDataset(torch.arange(64)), shuffle=True)
-    shared = runner(overfit_batches=4)._share(loader, "train")
+    shared = runner(overfit_batches=4).loaders.share(loader, "train")
 
     assert [int(batch[0]) for batch in shared] == list(range(64))
 

@@ -51,6 +51,8 @@ def check_structure(state: Any, path: Any) -> None:
     for key in _MAPPINGS:
         if key in state:
             _check(path, key, state[key], Mapping, "a mapping")
+    if "hparams_left_out" in state:
+        _check(path, "hparams_left_out", state["hparams_left_out"], list | tuple, "a list of names")
     for key in _LISTS:
         if key in state:
             _check(path, key, state[key], list | tuple, "a list of mappings")

@@ -126,7 +126,10 @@ class TrainerSettings(RunSettings):
     limit_predict_batches: int | float | None = field(default=None, validator=batch_limit)
     #: Validate every n batches (int), or after each such share of an epoch (float).
     val_check_interval: int | float = field(default=1.0, validator=batch_limit)
-    check_val_every_n_epoch: int = field(default=1, validator=at_least(1))
+    #: Validate in every nth epoch; None counts the batches of `val_check_interval` over epochs.
+    check_val_every_n_epoch: int | None = field(default=1, validator=at_least(1))
+    #: Make the loaders of the module or the data module again for every nth epoch; 0 makes them once.
+    reload_dataloaders_every_n_epochs: int = field(default=0, validator=at_least(0))
     #: Validation batches that run before training, to find errors early; -1 means all.
     num_sanity_val_steps: int = field(default=2, validator=at_least_or_unlimited(0))
     #: Optimizer steps between two rows of step metrics.

@@ -100,12 +100,12 @@ class HookCaller:
             found = "None" if answer is None else f"a {type(answer).__name__}"
             wanted = " or ".join(f"a {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
             raise PluginError(
-                f"{self._answering_plugin(hook)} returned {found} from {hook}", expected=wanted,
+                f"{self.answering_plugin(hook)} returned {found} from {hook}", expected=wanted,
                 do="return what docs/hooks.md says for this hook",
             )  # fmt: skip
         return answer
 
-    def _answering_plugin(self, hook: str) -> str:
+    def answering_plugin(self, hook: str) -> str:
         for choice in self._stack.active():
             marker = hook_implementations(choice.plugin).get(hook)
             if marker is not None and not marker["wrapper"]:

@@ -181,10 +181,19 @@ class Step:
         if self._run.policy.loss_scaling and not self._run.stack.precision_absorbed:
             self.clip_gradients(optimizer, max_value=math.inf)  # it unscales first, and changes nothing else
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None) -> bool:
-        """Step; return False if the precision skipped it because gradients overflowed."""
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None = None, **options: Any) -> bool:
+        """Step; return False if the precision skipped it because gradients overflowed.
+
+        Args:
+            options: of the optimizer's own `step`.
+
+        Raises:
+            ConfigError: a plugin steps, which cannot pass `options` on.
+        """
         if self._run.saver.busy:
             self._run.saver.check()
+        if options:
+            return self._step_with(optimizer, closure, options)
         try:
             if self._hooks.optimizer_step is None and closure is None:
                 optimizer.step()
@@ -201,6 +210,16 @@ class Step:
                 expected="a closure: it evaluates the model itself, once or many times for each step",
                 do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
             ) from error
+
+    def _step_with(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None, options: dict[str, Any]) -> bool:
+        if self._hooks.optimizer_step is not None:
+            raise ConfigError(
+                f"optimizer.step got {', '.join(options)}, and {self._hooks.answering_plugin('optimizer_step')} steps "
+                "the optimizer",
+                expected="no options, which it does not pass on",
+            )
+        optimizer.step(**options if closure is None else {"closure": closure} | options)
+        return True
 
 
 def check_loss(output: Any, rank: int) -> None:

@@ -56,10 +56,8 @@ class ResumableBatches:
     """The batches of a fit's epochs, on this rank."""
 
     def __init__(self, loader: Any, num_batches: float, run: Context, module: nn.Module) -> None:
-        self.loader, self.num_batches, self.run, self.module = loader, num_batches, run, module
-        # A limit does not say that the loader has that many.
-        self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
-        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.run, self.module = run, module
+        self.use(loader, num_batches)
         #: Batches before this one were used by the run that is resumed, in a window that was still open.
         self.replay_until = 0
         self._window: Window | None = None
@@ -69,6 +67,13 @@ class ResumableBatches:
         self._replay_states: dict[int, dict[str, Any]] = {}
         self._accumulate = 1
         self._buffers = _Buffers(module)
+
+    def use(self, loader: Any, num_batches: float) -> None:
+        """Take `num_batches` of `loader` from the next epoch on."""
+        self.loader, self.num_batches = loader, num_batches
+        # A limit does not say that the loader has that many.
+        self.looks_ahead = math.isinf(num_batches) or math.isinf(length(loader))
+        self.stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
     # --- What a checkpoint holds -----------------------------------------------------------------------------------
 

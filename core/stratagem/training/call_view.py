@@ -40,6 +40,7 @@ class CallView:
     num_sanity_val_steps, overfit_batches = _of_settings("num_sanity_val_steps"), _of_settings("overfit_batches")
     val_check_interval = _of_settings("val_check_interval")
     check_val_every_n_epoch = _of_settings("check_val_every_n_epoch")
+    reload_dataloaders_every_n_epochs = _of_settings("reload_dataloaders_every_n_epochs")
     log_every_n_steps = _of_settings("log_every_n_steps")
     gradient_clip_val = _of_settings("gradient_clip_val")
     gradient_clip_algorithm = _of_settings("gradient_clip_algorithm")
@@ -116,7 +117,7 @@ class CallView:
         state, settings = self._state, self.settings
         if state.make_loaders is not None:
             state.make_loaders()
-        if not state.num_training_batches:
+        if not state.num_training_batches and self._loaders_of("train") is None:
             raise ConfigError(
                 "trainer.estimated_stepping_batches was read before a fit", expected="a training loader",
                 do="read it in configure_optimizers, or in a hook of the fit",

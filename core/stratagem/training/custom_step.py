@@ -96,22 +96,22 @@ class CustomStep:
                 self.loop.before_zero_grad(optimizer=self.optimizer)
             self.module.optimizer_zero_grad(self.loop.state.position.epoch, self._batch_idx, self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Do what ``optimizer.step(closure)`` of the handle does."""
+    def step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Do what ``optimizer.step(closure, **options)`` of the handle does."""
         loop, run, optimizer = self.loop, self.run, self.optimizer
         if loop.closes_over:
             if loop.before_step is not None:
                 loop.before_step(optimizer=optimizer)
             clip = None if loop.clip is None else functools.partial(loop.clip, optimizer)
             averaged = None if closure is None else averaging(closure, run.collectives, before=clip)
-            self._stepped = run.step.optimizer_step(optimizer, averaged)
+            self._stepped = run.step.optimizer_step(optimizer, averaged, **options)
             return None
         loss = None if closure is None else closure()
         if loop.before_step is not None:
             loop.before_step(optimizer=optimizer)
         if loop.clip is not None:
             loop.clip(optimizer)
-        self._stepped = run.step.optimizer_step(optimizer)
+        self._stepped = run.step.optimizer_step(optimizer, **options)
         return loss
 
     @contextmanager
@@ -161,9 +161,9 @@ class _Steps:
     def __init__(self, custom: CustomStep) -> None:
         self._custom, self.optimizer = custom, custom.optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `closure`, clip, step; return its loss."""
-        return self._custom.step(closure)
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Call `closure`, clip, step with the `options` of the optimizer's own `step`; return the loss."""
+        return self._custom.step(closure, options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

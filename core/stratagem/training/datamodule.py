@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from stratagem.errors import ConfigError
+from stratagem.training.hyperparameters import HyperparametersMixin
 from stratagem.training.module import Module
 
 
-class DataModule:
+class DataModule(HyperparametersMixin):
     """The loaders of one data set. Override the ones you need; each returns a DataLoader or a list of them."""
 
     #: False: `prepare_data` is called once in the whole run, rather than once on each node.
@@ -35,9 +36,6 @@ class DataModule:
     def on_exception(self, exception: BaseException) -> None:
         """Release resources when a call ends with `exception`."""
 
-    #: As of a `Module`; loggers get them.
-    save_hyperparameters = Module.save_hyperparameters
-    hparams = Module.hparams
     #: Called instead of the module's where they are defined.
     on_before_batch_transfer = Module.on_before_batch_transfer
     transfer_batch_to_device = Module.transfer_batch_to_device

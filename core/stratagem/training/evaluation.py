@@ -29,8 +29,10 @@ _STAGES = {
 }
 
 
-def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float]) -> list[Any]:
-    """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions) for each loader."""
+def evaluate(
+    state: FitState, stage: str, loaders: list[Any], limits: list[float], keep_predictions: bool = True
+) -> list[Any]:
+    """Run `stage` over `loaders`; return a dict of metrics (or a list of predictions, if kept) for each loader."""
     run, (method, event) = state.run, _STAGES[stage]
     before = run.stage, state.stage_metrics
     stage_metrics = StageMetrics(default_on_step=False, collectives=run.readers)
@@ -50,7 +52,8 @@ def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float
                 stage_metrics.loader = f"/dataloader_idx_{index}" if len(loaders) > 1 else ""
                 state.dataloader_idx = index
                 call = _step_caller(state, method, index, len(loaders))
-                results.append(_pass_over(state, stage, loader, limit, index, call, *listeners))
+                kept = _pass_over(state, stage, loader, limit, index, call, keep_predictions, *listeners)
+                results.append(kept)
             stage_metrics.loader, stage_metrics.without_steps = "", f"{event}_epoch_end"
             if stage != "predict":
                 state.events.emit(f"{event}_epoch_end")
@@ -70,7 +73,7 @@ def evaluate(state: FitState, stage: str, loaders: list[Any], limits: list[float
 
 def _pass_over(
     state: FitState, stage: str, loader: Any, limit: float, loader_idx: int, call: Callable[..., Any],
-    batch_start: Any, batch_end: Any,
+    keep_predictions: bool, batch_start: Any, batch_end: Any,
 ) -> list[Any]:  # fmt: skip
     run, outputs_kept, batch_idx = state.run, [], -1
     set_epoch(loader, state.position.epoch)
@@ -85,7 +88,7 @@ def _pass_over(
         with run.step.evaluate_context(stage):
             outputs = call(moved, batch_idx)
         state.stage_metrics.reduce_step(batch_idx)
-        if stage == "predict":
+        if stage == "predict" and keep_predictions:
             outputs_kept.append(outputs)
         if batch_end is not None:
             batch_end(outputs=outputs, batch=moved, batch_idx=batch_idx, dataloader_idx=loader_idx)

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 class TrainLoop:
     """Epochs of batches until a limit is reached."""
 
-    def __init__(self, state: FitState, train_batches: ResumableBatches, validate: Callable[[], None]) -> None:
+    def __init__(
+        self, state: FitState, train_batches: ResumableBatches, validate: Callable[[], None],
+        reload_loaders: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.state, self.validate, self.run, self.train_batches = state, validate, state.run, train_batches
+        self.reload_loaders = reload_loaders
         self.settings, self.position = state.settings, state.position
         module = state.module
         self.accumulate = state.accumulate_grad_batches
@@ -47,6 +51,8 @@ class TrainLoop:
         self.told_to_stop = False
         #: Batches between two validations; None validates at the end of an epoch of unknown length.
         self.validate_every: float | None = None
+        #: Batches of earlier epochs that count for it.
+        self.batches_before = 0
         self.batch_start = state.events.listener("on_train_batch_start")
         #: Whether the module defines on_train_batch_start, which may end the epoch; plugins cannot.
         self.module_may_skip = overrides(module, "on_train_batch_start")
@@ -124,6 +130,7 @@ class TrainLoop:
 
     def _begin(self, epoch: int) -> None:
         position = self.position
+        position.batches_of_earlier_epochs += position.batches_done
         position.epoch, position.batches_done, position.epoch_random_state = epoch, 0, None
         position.epoch_done, position.epoch_ended, position.validated = False, False, True
 
@@ -146,10 +153,13 @@ class TrainLoop:
     def _epoch(self) -> None:
         state, position = self.state, self.position
         self.accumulate = state.accumulate_grad_batches
+        self.reload_loaders()
         if position.batches_done == 0:
             state.events.emit("on_train_epoch_start")
         between = state.batches_between_validations
         self.validate_every = None if math.isinf(between) else between
+        counts_all = self.settings.check_val_every_n_epoch is None
+        self.batches_before = position.batches_of_earlier_epochs if counts_all else 0
         if position.batches_done and position.batches_done >= self.train_batches.num_batches:
             self._end_longer_epoch()  # an epoch had more batches in the run that is resumed
         if not position.validated:
@@ -250,7 +260,8 @@ class TrainLoop:
         position = self.position
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
         every = self.validate_every
-        position.validated = not (is_last if every is None else (batch_idx + 1) % every == 0)
+        count = self.batches_before + batch_idx + 1
+        position.validated = not (is_last if every is None else count % every == 0)
         if state.stage_metrics.metrics:
             state.stage_metrics.reduce_step(batch_idx)
             state.callback_metrics.update(state.stage_metrics.step_values())

@@ -13,6 +13,15 @@ from stratagem.training.metrics import StageMetrics
 if TYPE_CHECKING:
     from stratagem.training.fit_state import FitState
 
+#: What to do instead of Lightning's other options.
+_INSTEAD = {
+    "sync_dist_group": "values are reduced over all ranks: reduce over your group with "
+    "torch.distributed.all_reduce(value, group=...), and log the result without sync_dist",
+    "metric_attribute": "leave it out: the metric object itself is logged",
+    "enable_graph": "leave it out: values are logged without their graph",
+    "sync_dist_op": "name it reduce_fx",
+}
+
 
 def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) -> None:
     """Record what `Module.log` got."""
@@ -27,7 +36,7 @@ def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) 
         known = [p for p in inspect.signature(StageMetrics.log).parameters if p not in ("self", "name", "value")]
         unknown = next((option for option in options if option not in known), "")
         raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
-                          do=nearest(unknown, known)) from error  # fmt: skip
+                          do=_INSTEAD.get(unknown) or nearest(unknown, known)) from error  # fmt: skip
     if stage_metrics is not state.stage_metrics:
         _publish_late(state, name, stage_metrics)
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
-from stratagem.errors import CheckpointError, ConfigError, nearest, shown
+from stratagem.errors import ConfigError
 from stratagem.runtime.step_module import COMPILER
-from stratagem.training.hyperparameters import Hyperparameters, check_storable, constructor_arguments, items_of
+from stratagem.training.hyperparameters import Hyperparameters, HyperparametersMixin, arguments_from
 from stratagem.training.metric_log import log_metric
 from stratagem.training.module_access import ModuleAccess
 from stratagem.training.module_events import ModuleEvents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
 
 
-class Module(ModuleEvents, ModuleAccess):
+class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     """Override `training_step` and `configure_optimizers`, and other methods as needed.
 
     Methods that take part in events are those of `ModuleEvents`, such as ``on_train_epoch_end(self)``. A method of
@@ -222,61 +220,6 @@ class Module(ModuleEvents, ModuleAccess):
         option = "max_norm" if algorithm == "norm" else "max_value"
         return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **{option: float(limit)})
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Sequence[str] | None = (), logger: bool = True) -> None:
-        """Remember the arguments of ``__init__`` (all, or `names`): `hparams`, checkpoints and loggers get them.
-
-        What a derived class's ``__init__`` was given is remembered too; what a checkpoint cannot hold of that is left
-        out with a warning.
-
-        Args:
-            names: those to remember, rather than all; or one mapping, namespace or dataclass, whose items are
-                remembered instead. `load_from_checkpoint` hands them to the argument that it was.
-            ignore: those to leave out.
-            logger: False: loggers do not get them.
-
-        Raises:
-            ConfigError: no such argument, or one that a checkpoint cannot hold.
-        """
-        given, derived = constructor_arguments(self, inspect.currentframe())
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        objects = [each for each in names if not isinstance(each, str)]
-        if objects:
-            if len(names) > 1:
-                raise ConfigError(
-                    f"save_hyperparameters was given {len(names)} values", expected="names of arguments, or one object",
-                    do="merge them into one dictionary",
-                )  # fmt: skip
-            self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is objects[0]), "")
-            given, derived, names = items_of(objects[0]), set(), ()
-        for name in [*names, *ignored]:
-            if name not in given:
-                raise ConfigError(
-                    f"save_hyperparameters names {name!r}", expected=f"arguments of {type(self).__name__}.__init__",
-                    do=nearest(name, given),
-                )  # fmt: skip
-        chosen = {name: given[name] for name in (names or given) if name not in ignored}
-        for name, value in list(chosen.items()):
-            try:
-                check_storable(type(self).__name__, name, value)
-            except ConfigError:
-                if name in names or name not in derived:
-                    raise
-                del chosen[name]
-                warnings.warn(
-                    f"{type(self).__name__}.__init__ was given {name}={shown(value)}, which a checkpoint cannot hold: "
-                    f"save_hyperparameters leaves it out; pass load_from_checkpoint(path, {name}=...)",
-                    stacklevel=2,
-                )
-        self.hparams.update(chosen)
-        unlogged = self.__dict__.setdefault("_unlogged", set())
-        unlogged.difference_update(chosen) if logger else unlogged.update(chosen)
-
-    @property
-    def hparams(self) -> Hyperparameters:
-        """What `save_hyperparameters` remembered: a dictionary, its items attributes as well."""
-        hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
-        return hparams
-
     @classmethod
     def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **arguments: Any) -> Module:
         """Build the module with its saved hyper-parameters (overridden by `arguments`) and load its weights on the CPU.
@@ -289,17 +232,7 @@ class Module(ModuleEvents, ModuleAccess):
         from stratagem.stack.formats import read_any
 
         state = read_any(path)
-        accepted = inspect.signature(cls.__init__).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-        kept = state.get("hyper_parameters", {})
-        whole = str(state.get("hparams_name", ""))
-        if whole in accepted and whole not in kept and accepted[whole].kind is not inspect.Parameter.VAR_KEYWORD:
-            others = {name: arguments.pop(name) for name in [*arguments] if name in kept}
-            saved: dict[str, Any] = {whole: Hyperparameters(kept | others)}
-        else:
-            saved = {name: value for name, value in kept.items() if takes_any or name in accepted}
-        _check_complete(cls, saved | arguments, path)
-        module = cls(**(saved | arguments))
+        module = cls(**arguments_from(cls, state, arguments, path))
         build(module)
         strict = check_part(state, module.state_dict(), strict, path)
         load_weights(module, state["state_dict"], strict)
@@ -340,19 +273,6 @@ def build(module: Any) -> None:
             )  # fmt: skip
         module.configure_sharded_model()
     module.configure_model()
-
-
-def _check_complete(cls: type[Module], arguments: dict[str, Any], path: Any) -> None:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    wanted = [each for each in parameters if each.kind in named][1:]
-    missing = [each.name for each in wanted if each.default is each.empty and each.name not in arguments]
-    if missing:
-        raise CheckpointError(
-            f"{cls.__name__} needs {missing[0]!r}, which is not a hyper-parameter in {path}",
-            expected="what save_hyperparameters() remembered, or an argument",
-            do=f"pass {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)",
-        )
 
 
 def _missing(module: Module, method: str, stage: str) -> ConfigError:

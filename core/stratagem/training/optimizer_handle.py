@@ -20,12 +20,17 @@ class OptimizerHandle:
     def __init__(self, optimizer: Optimizer, state: FitState) -> None:
         self.optimizer, self._state = optimizer, state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """Step, counting one optimizer step; return False if an overflow skipped it."""
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> bool:
+        """Step, counting one optimizer step; return False if an overflow skipped it.
+
+        Args:
+            closure: computes the loss and its gradients; the optimizer calls it, once or more often.
+            options: of the optimizer's own `step`.
+        """
         state, run = self._state, self._state.run
         state.events.emit("on_before_optimizer_step", optimizer=self.optimizer)
         averaged = None if closure is None else averaging(closure, run.collectives)
-        stepped = run.step.optimizer_step(self.optimizer, averaged)
+        stepped = run.step.optimizer_step(self.optimizer, averaged, **options)
         state.position.global_step += 1
         state.position.skipped_steps += not stepped
         return stepped

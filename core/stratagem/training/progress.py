@@ -20,6 +20,7 @@ class Position:
     epoch: int = 0
     global_step: int = 0
     batches_done: int = 0
+    batches_of_earlier_epochs: int = 0
     #: The current epoch ran all its batches.
     epoch_done: bool = False
     #: Callbacks have seen its end, and schedulers stepped; resuming begins the next one.
@@ -37,6 +38,7 @@ class Position:
         return {
             "epoch": self.epoch, "global_step": self.global_step, "batches_done": self.batches_done,
             "epoch_done": self.epoch_done, "epoch_ended": self.epoch_ended, "validated": self.validated,
+            "batches_of_earlier_epochs": self.batches_of_earlier_epochs,
             "skipped_steps": self.skipped_steps, "evaluated_batches": dict(self.evaluated_batches),
         }  # fmt: skip
 

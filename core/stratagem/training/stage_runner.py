@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
 
 from stratagem.api.capabilities import CLOSURE_OPTIMIZERS, MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS
 from stratagem.api.optimizers import needs_closure
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime import state_io
-from stratagem.runtime.data import in_order, seed_loader_workers, several
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.step_module import keep_uncompiled
 from stratagem.training import lightning_names, restarts, trainer_state
-from stratagem.training.batches import ResumableBatches, agreed_size, length
+from stratagem.training.batches import ResumableBatches, agreed_size
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
 from stratagem.training.evaluation import evaluate
@@ -30,19 +27,12 @@ from stratagem.training.loops import TrainLoop
 from stratagem.training.module import Module, build, overrides
 from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.optimizers import read
+from stratagem.training.request import RequestLoaders, StageRequest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stratagem.training.fit_state import FitState
-
-#: The method that returns the loaders of a stage, and its name in ``limit_*_batches``.
-_LOADERS = {
-    "fit": ("train_dataloader", "train"),
-    "validate": ("val_dataloader", "val"),
-    "test": ("test_dataloader", "test"),
-    "predict": ("predict_dataloader", "predict"),
-}
 
 keep_uncompiled(
     Module, "log", "log_dict", "manual_backward", "optimizers", "clip_gradients", "toggle_optimizer",
@@ -52,27 +42,17 @@ keep_uncompiled(
 keep_uncompiled(OptimizerHandle, "step", "zero_grad")
 
 
-@define(eq=False)
-class StageRequest:
-    """What the user called; sent to the processes that do it."""
-
-    stage: str
-    loaders: Any = None
-    val_loaders: Any = None
-    datamodule: Any = None
-    ckpt_path: str | Path | None = None
-    #: Optimizer states of an earlier fit of the same module, to go on with.
-    worker_state: dict[str, Any] | None = None
-
-
 class StageRunner:
     """Does a request in this process."""
 
     def __init__(self, state: FitState, request: StageRequest) -> None:
         self.state, self.run, self.settings, self.request = state, state.run, state.settings, request
         self.module: Module = state.module
+        self.loaders = RequestLoaders(state, request)
         self.train_loader: Any = None
         self.val_loaders: list[Any] = []
+        #: The epoch that the loaders of a fit were made for.
+        self.loaders_epoch = 0
         #: The checkpoint that the request begins with.
         self.read_from: Path | None = None
 
@@ -160,14 +140,20 @@ class StageRunner:
         state.events.emit("on_fit_start")
         if resumed is None:
             self._sanity_check()
-        state.fitting = True
-        try:
-            with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-                TrainLoop(state, train_batches, self.validate).fit()
-        finally:
-            state.fitting = False
+        if state.num_training_batches:
+            self._train(train_batches)
+        elif run.is_global_zero:
+            warnings.warn("limit_train_batches is 0: nothing is trained", stacklevel=2)
         run.saver.wait()
         state.events.emit("on_fit_end")
+
+    def _train(self, train_batches: ResumableBatches) -> None:
+        self.state.fitting = True
+        try:
+            with torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+                TrainLoop(self.state, train_batches, self.validate, self.reload_loaders).fit()
+        finally:
+            self.state.fitting = False
 
     def _hyperparameters(self) -> dict[str, Any]:
         """Return those of the module and of the data module."""
@@ -210,24 +196,48 @@ class StageRunner:
     def _make_fit_loaders(self) -> None:
         """Make the loaders of a fit, once: `configure_optimizers` may ask how long training is. Collective."""
         if self.train_loader is None:
-            self.train_loader = self._share(self._loaders()[0], "train")
-            self.val_loaders = self._validation_loaders()
+            if self.settings.reload_dataloaders_every_n_epochs and self.request.loaders is not None:
+                raise ConfigError(
+                    f"reload_dataloaders_every_n_epochs is {self.settings.reload_dataloaders_every_n_epochs} and fit "
+                    "got a training loader, which cannot be made again",
+                    expected="a datamodule, or a module, with train_dataloader",
+                )
+            self.train_loader, self.val_loaders = self.loaders.training(), self.loaders.validation()
             self.state.loaders = {"train": [self.train_loader], "validate": self.val_loaders}
             self._size_epochs(self.train_loader)
+
+    def reload_loaders(self) -> None:
+        """Make the loaders again, if the current epoch is to have others than the last. Collective."""
+        position, every = self.state.position, self.settings.reload_dataloaders_every_n_epochs
+        epoch = position.epoch
+        due = epoch - epoch % every if every else 0
+        if due == self.loaders_epoch:
+            return
+        # A run that resumes makes them as they were made in the epoch that was due, without random numbers of this one.
+        before = random_state(self.run.devices) if due != epoch else None
+        self.loaders_epoch, position.epoch = due, due
+        try:
+            self.train_loader = None
+            self._make_fit_loaders()
+            self.use_loader(self.train_loader)
+        finally:
+            position.epoch = epoch
+        if before is not None:
+            restore_random_state(before, self.run.devices)
 
     def use_loader(self, loader: Any) -> None:
         """Train with `loader`, this process's share, instead of the present one."""
         state = self.state
         self._size_epochs(loader)
         assert state.train_batches is not None
-        state.train_batches.loader, state.train_batches.num_batches = loader, state.num_training_batches
+        state.train_batches.use(loader, state.num_training_batches)
 
     def _size_epochs(self, loader: Any) -> None:
         """Find how many batches an epoch has, and how many lie between two validations."""
         state, settings = self.state, self.settings
-        size = self._limit("train", loader, settings.overfit_batches or settings.limit_train_batches)
+        size = self.loaders.limited("train", loader, settings.overfit_batches or settings.limit_train_batches)
         size = agreed_size(size, self.run, "training")
-        if size == 0:
+        if size == 0 and (settings.overfit_batches or settings.limit_train_batches != 0):
             raise ConfigError(
                 "the training loader has no batches",
                 expected="at least one for each process",
@@ -236,11 +246,12 @@ class StageRunner:
         limit = settings.overfit_batches or settings.limit_val_batches
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
         if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
-            state.num_val_batches = [self._limit("val", loader, None) for loader in self.val_loaders]
+            state.num_val_batches = [self.loaders.limited("val", loader, None) for loader in self.val_loaders]
             state.batches_between_validations = size
             return
-        state.num_val_batches = [self._limit("val", loader, limit) for loader in self.val_loaders]
-        state.batches_between_validations = _validation_interval(settings.val_check_interval, size)
+        state.num_val_batches = [self.loaders.limited("val", loader, limit) for loader in self.val_loaders]
+        across = settings.check_val_every_n_epoch is None
+        state.batches_between_validations = _validation_interval(settings.val_check_interval, size, across)
 
     def _sanity_check(self) -> None:
         """Try validation before training; random state and metrics are as before afterwards."""
@@ -262,9 +273,8 @@ class StageRunner:
     def validate(self) -> None:
         """Validate, if this epoch does. Called by the training loop."""
         state = self.state
-        if self.val_loaders and (
-            self.settings.fast_dev_run or (state.position.epoch + 1) % self.settings.check_val_every_n_epoch == 0
-        ):
+        every = self.settings.check_val_every_n_epoch or 1
+        if self.val_loaders and (self.settings.fast_dev_run or (state.position.epoch + 1) % every == 0):
             if overrides(self.module, "on_validation_model_zero_grad") and state.at_step_boundary:
                 self.module.on_validation_model_zero_grad()
             evaluate(state, "validate", self.val_loaders, state.num_val_batches)
@@ -280,83 +290,13 @@ class StageRunner:
         if checkpoint is not None:
             strict, frozen = self.module.strict_loading, checkpoint.get("frozen")
             state_io.load_model(run, checkpoint["state_dict"], self.module, strict, self.read_from, frozen)
-        loaders = [self._share(loader, stage) for loader in self._loaders()]
-        word = _LOADERS[stage][1]
-        limit = getattr(self.settings, f"limit_{word}_batches")
-        limits = [self._limit(word, loader, limit) for loader in loaders]
+        loaders = self.loaders.of_stage()
+        word, limits = self.loaders.limits(loaders)
         setattr(state, f"num_{word}_batches", limits)
         state.loaders[stage] = loaders
-        return evaluate(state, stage, loaders, limits)
+        return evaluate(state, stage, loaders, limits, self.request.keep_predictions)
 
-    # --- Loaders -------------------------------------------------------------------------------------------------
-
-    def _loaders(self) -> list[Any]:
-        """Return the loaders of this request: those given, else the data module's, else the module's own."""
-        method, _ = _LOADERS[self.request.stage]
-        given = self.request.loaders if self.request.loaders is not None else self._ask_for(method)
-        if given is None:
-            raise ConfigError(
-                f"{self.request.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
-            )
-        if self.request.stage != "fit":
-            return several(given)
-        if isinstance(given, list | tuple) and len(several(given)) > 1:
-            raise ConfigError(
-                f"fit got {len(given)} training loaders", expected="one", do="combine them in one iterable"
-            )
-        return [given]
-
-    def _validation_loaders(self) -> list[Any]:
-        given = self.request.val_loaders if self.request.val_loaders is not None else self._ask_for("val_dataloader")
-        if given is None or self.settings.limit_val_batches == 0:
-            return []
-        if not overrides(self.module, "validation_step"):
-            raise ConfigError(
-                f"fit got validation loaders and {type(self.module).__name__} has no validation_step",
-                expected="both or neither",
-                do="define it, or leave the loaders out",
-            )
-        return [self._share(loader, "validate") for loader in several(given)]
-
-    def _ask_for(self, method: str) -> Any:
-        data = self.request.datamodule
-        left_out = data is None or (isinstance(data, DataModule) and not overrides(data, method, DataModule))
-        source = self.module if left_out and (data is None or overrides(self.module, method)) else data
-        return getattr(source, method)() if callable(getattr(source, method, None)) else None
-
-    def _share(self, loader: Any, stage: str) -> Any:
-        if isinstance(loader, Mapping):
-            raise ConfigError(
-                f"the {stage} loader is a mapping ({', '.join(map(str, loader))})",
-                expected="a loader, or a list of them",
-            )
-        if not hasattr(loader, "__iter__"):
-            raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")
-        if stage == "train" and self.settings.overfit_batches:
-            loader = in_order(loader)
-        shared = self.run.share(loader, stage)
-        seed_loader_workers(shared, self.run.rank)
-        return shared
-
-    def _limit(self, word: str, loader: Any, limit: float | None) -> float:
-        """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
-        if self.settings.fast_dev_run:
-            limit = int(self.settings.fast_dev_run)
-        size = length(loader)
-        if limit is None or (limit == 1.0 and isinstance(limit, float)):
-            return size
-        if isinstance(limit, int):
-            return min(size, limit)
-        if math.isinf(size):
-            raise ConfigError(
-                f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
-            )
-        if limit and int(size * limit) == 0:
-            raise ConfigError(
-                f"limit_{word}_batches is {limit}, and the loader has {int(size)} batches: none of them",
-                expected="a share that is at least one batch, or a whole number",
-            )
-        return int(size * limit)
+    # --- Checkpoints ---------------------------------------------------------------------------------------------
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         found = self._find_checkpoint()
@@ -405,10 +345,22 @@ def _tell_modes(module: Module) -> None:
         )
 
 
-def _validation_interval(interval: float, epoch_size: float) -> float:
-    """Return after how many batches to validate; inf means at the end of an epoch of unknown length."""
+def _validation_interval(interval: float, epoch_size: float, across_epochs: bool = False) -> float:
+    """Return after how many batches to validate; inf means at the end of an epoch of unknown length.
+
+    Args:
+        epoch_size: batches of an epoch; inf if unknown.
+        across_epochs: batches are counted from the start of training, rather than of the epoch.
+    """
     if interval == 0:
         raise ConfigError("val_check_interval is 0", expected="at least one batch, or a share above 0.0")
+    if across_epochs:
+        if isinstance(interval, float):
+            raise ConfigError(
+                f"val_check_interval is {interval} with check_val_every_n_epoch=None",
+                expected="a whole number of batches, counted over epochs",
+            )
+        return interval
     if isinstance(interval, float):
         if math.isinf(epoch_size) and interval != 1.0:
             raise ConfigError(
@@ -420,6 +372,6 @@ def _validation_interval(interval: float, epoch_size: float) -> float:
         raise ConfigError(
             f"val_check_interval is {interval} and an epoch has {int(epoch_size)} batches",
             expected="at most that many",
-            do="use check_val_every_n_epoch to validate more rarely than once an epoch",
+            do="set check_val_every_n_epoch=None to count batches over epochs, or to n for each nth epoch",
         )
     return interval

@@ -30,7 +30,11 @@ from stratagem.training.view import View
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from stratagem.training.stage_runner import StageRequest
+    from stratagem.training.request import StageRequest
+
+
+#: What each stage that measures calls on the module.
+_STEPS = {"validate": "validation_step", "test": "test_step"}
 
 
 def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None]:
@@ -90,13 +94,14 @@ class Trainer(View):
         limit_test_batches: float | None = None,
         limit_predict_batches: float | None = None,
         val_check_interval: float = 1.0,
-        check_val_every_n_epoch: int = 1,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         log_every_n_steps: int = 50,
         default_root_dir: str | Path | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
         enable_model_summary: bool | None = None,
+        reload_dataloaders_every_n_epochs: int = 0,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
         deterministic: bool | str = False,
@@ -208,24 +213,31 @@ class Trainer(View):
 
     def validate(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: str | Path | None = None, verbose: bool = True,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Validate `model` (or the one trained last); return a dict of metrics for each loader."""
-        return self._evaluate("validate", "validation_step", model, dataloaders, datamodule, ckpt_path)
+        """Validate `model` (or the one trained last); return (and, if `verbose`, print) the metrics of each loader."""
+        return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: str | Path | None = None, verbose: bool = True,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Test `model` (or the one trained last); return a dict of metrics for each loader."""
-        return self._evaluate("test", "test_step", model, dataloaders, datamodule, ckpt_path)
+        """Test `model` (or the one trained last); return (and, if `verbose`, print) the metrics of each loader."""
+        return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: str | Path | None = None, return_predictions: bool = True,
     ) -> list[Any]:  # fmt: skip
-        """Return what `predict_step` returned for each batch of this process's share; for several loaders, lists."""
-        results = self._evaluate("predict", "predict_step", model, dataloaders, datamodule, ckpt_path)
+        """Return what `predict_step` returned for each batch of this process's share; for several loaders, lists.
+
+        Args:
+            return_predictions: False keeps none of them and returns an empty list; a callback may write them.
+        """
+        request = (model, dataloaders, datamodule, ckpt_path)
+        results = self._evaluate("predict", *request, keep_predictions=return_predictions)
+        if not return_predictions:
+            return []
         return results[0] if len(results) == 1 else results
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
@@ -243,24 +255,37 @@ class Trainer(View):
 
     # --- Launching -----------------------------------------------------------------------------------------------
 
+    def _measure(
+        self, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None,
+        verbose: bool,
+    ) -> list[dict[str, float]]:  # fmt: skip
+        results = self._evaluate(stage, model, loaders, datamodule, ckpt_path)
+        if verbose and not self.settings.barebones:
+            for number, metrics in enumerate(results):
+                which = f"{stage} {number}" if len(results) > 1 else stage
+                self.print(f"{which}: " + ("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or "-"))
+        return results
+
     def _evaluate(
-        self, stage: str, step: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
-    ) -> list[Any]:
+        self, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None,
+        keep_predictions: bool = True,
+    ) -> list[Any]:  # fmt: skip
         model = self._state.module if model is None else original(model)
         if model is None:
             raise ConfigError(f"{stage} got no model and none was trained before", expected="a model")
         if stage != "predict":
-            require(model, step, stage)
-        results: list[Any] = self._call(stage, model, loaders, datamodule, ckpt_path)
+            require(model, _STEPS[stage], stage)
+        results: list[Any] = self._call(stage, model, loaders, datamodule, ckpt_path, keep_predictions=keep_predictions)
         return results
 
     def _call(
-        self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None
-    ) -> Any:
+        self, stage: str, model: Module, loaders: Any, datamodule: Any, ckpt_path: Any, val_loaders: Any = None,
+        keep_predictions: bool = True,
+    ) -> Any:  # fmt: skip
         # The launch, the loops, evaluation and checkpoints are imported by the first call.
         from stratagem.runtime.launching import launch
         from stratagem.training import lightning_names, trainer_state
-        from stratagem.training.stage_runner import StageRequest
+        from stratagem.training.request import StageRequest
 
         if self._call_at_work is not None:
             raise ConfigError(
@@ -275,7 +300,7 @@ class Trainer(View):
             loaders, datamodule = None, loaders
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
-        request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path)
+        request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path, keep_predictions)
         state = self._state
         if model is not state.module:
             state.worker_state = None

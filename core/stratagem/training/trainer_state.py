@@ -33,6 +33,7 @@ from stratagem.stack import identity
 from stratagem.stack.formats import format_of, newest_whole, read_with, saved_at
 from stratagem.stack.identity import warn_of_differences
 from stratagem.training.datamodule import DataModule
+from stratagem.training.hyperparameters import stored_hyperparameters
 from stratagem.training.module import build, overrides
 from stratagem.training.rank_states import check_meshes, mesh_of, with_the_same_samples
 
@@ -60,8 +61,7 @@ def dump(fit: FitState, weights_only: bool = False, trainable_only: bool = False
     state: dict[str, Any] = {
         "state_dict": ask(module=fit.module),
         "format": format_tag(run.stack),
-        "hyper_parameters": dict(fit.module.hparams),
-        **_hparams_name(fit.module),
+        **stored_hyperparameters(fit.module),
     }
     if trainable_only:
         state |= trained_part(state["state_dict"], fit.module)
@@ -174,8 +174,9 @@ def _continue_at_another_size(fit: FitState, ranks: list[dict[str, Any]]) -> Non
     window = ranks[0]["feed"].get("window")
     if window is not None:
         position.batches_done = window["start"]  # its gradients were other ranks'
+    before, now = mesh_of(ranks).num_data_shards, fit.run.mesh.num_data_shards
+    position.batches_of_earlier_epochs = position.batches_of_earlier_epochs * before // now
     if not position.epoch_done:
-        before, now = mesh_of(ranks).num_data_shards, fit.run.mesh.num_data_shards
         position.batches_done = position.batches_done * before // now
     saved, known = ranks[0]["epoch_start"] or ranks[0]["random"], True
     if fit.train_batches is not None:
@@ -278,12 +279,6 @@ def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
 def restore_plugins(fit: FitState, state: dict[str, Any]) -> None:
     """Apply the states of the plugins that both this run and the saved one have."""
     identity.restore(fit.run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
-
-
-def _hparams_name(module: Any) -> dict[str, str]:
-    """Return which argument of the module was the object with all hyper-parameters, if one was."""
-    name = module.__dict__.get("_hparams_name")
-    return {"hparams_name": name} if name else {}
 
 
 # --- Finding a checkpoint ----------------------------------------------------------------------------------------

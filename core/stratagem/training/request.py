@@ -1,0 +1,131 @@
+"""`StageRequest`: what the user called; `RequestLoaders`: the loaders for it, shared among the processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from stratagem.errors import ConfigError
+from stratagem.runtime.data import in_order, seed_loader_workers, several
+from stratagem.training.batches import length
+from stratagem.training.datamodule import DataModule
+from stratagem.training.module import overrides
+
+if TYPE_CHECKING:
+    from stratagem.training.fit_state import FitState
+
+#: The method that returns the loaders of a stage, and its name in ``limit_*_batches``.
+_LOADERS = {
+    "fit": ("train_dataloader", "train"),
+    "validate": ("val_dataloader", "val"),
+    "test": ("test_dataloader", "test"),
+    "predict": ("predict_dataloader", "predict"),
+}
+
+
+@define(eq=False)
+class StageRequest:
+    """What the user called; sent to the processes that do it."""
+
+    stage: str
+    loaders: Any = None
+    val_loaders: Any = None
+    datamodule: Any = None
+    ckpt_path: str | Path | None = None
+    #: Keep what `predict_step` returns.
+    keep_predictions: bool = True
+    #: Optimizer states of an earlier fit of the same module, to go on with.
+    worker_state: dict[str, Any] | None = None
+
+
+class RequestLoaders:
+    """Makes the loaders of a request in this process."""
+
+    def __init__(self, state: FitState, request: StageRequest) -> None:
+        self.run, self.settings, self.request, self.module = state.run, state.settings, request, state.module
+
+    def training(self) -> Any:
+        """Return the training loader, which yields this process's share."""
+        return self.share(self.given()[0], "train")
+
+    def of_stage(self) -> list[Any]:
+        """Return the loaders to validate, test or predict on."""
+        return [self.share(loader, self.request.stage) for loader in self.given()]
+
+    def limits(self, loaders: list[Any]) -> tuple[str, list[float]]:
+        """Return the word of the stage in ``limit_*_batches``, and how many batches of each loader to use."""
+        word = _LOADERS[self.request.stage][1]
+        limit = getattr(self.settings, f"limit_{word}_batches")
+        return word, [self.limited(word, loader, limit) for loader in loaders]
+
+    def given(self) -> list[Any]:
+        """Return the loaders of this request: those given, else the data module's, else the module's own."""
+        method, _ = _LOADERS[self.request.stage]
+        given = self.request.loaders if self.request.loaders is not None else self._ask_for(method)
+        if given is None:
+            raise ConfigError(
+                f"{self.request.stage} got no loader", expected=f"a DataLoader, a datamodule, or a module with {method}"
+            )
+        if self.request.stage != "fit":
+            return several(given)
+        if isinstance(given, list | tuple) and len(several(given)) > 1:
+            raise ConfigError(
+                f"fit got {len(given)} training loaders", expected="one", do="combine them in one iterable"
+            )
+        return [given]
+
+    def validation(self) -> list[Any]:
+        given = self.request.val_loaders if self.request.val_loaders is not None else self._ask_for("val_dataloader")
+        if given is None or self.settings.limit_val_batches == 0:
+            return []
+        if not overrides(self.module, "validation_step"):
+            raise ConfigError(
+                f"fit got validation loaders and {type(self.module).__name__} has no validation_step",
+                expected="both or neither",
+                do="define it, or leave the loaders out",
+            )
+        return [self.share(loader, "validate") for loader in several(given)]
+
+    def _ask_for(self, method: str) -> Any:
+        data = self.request.datamodule
+        left_out = data is None or (isinstance(data, DataModule) and not overrides(data, method, DataModule))
+        source = self.module if left_out and (data is None or overrides(self.module, method)) else data
+        return getattr(source, method)() if callable(getattr(source, method, None)) else None
+
+    def share(self, loader: Any, stage: str) -> Any:
+        if isinstance(loader, Mapping):
+            raise ConfigError(
+                f"the {stage} loader is a mapping ({', '.join(map(str, loader))})",
+                expected="a loader, or a list of them",
+            )
+        if not hasattr(loader, "__iter__"):
+            raise ConfigError(f"the {stage} loader is a {type(loader).__name__}", expected="an iterable of batches")
+        if stage == "train" and self.settings.overfit_batches:
+            loader = in_order(loader)
+        shared = self.run.share(loader, stage)
+        seed_loader_workers(shared, self.run.rank)
+        return shared
+
+    def limited(self, word: str, loader: Any, limit: float | None) -> float:
+        """Return how many batches of `loader` to use; inf where its length is unknown and unlimited."""
+        if self.settings.fast_dev_run:
+            limit = int(self.settings.fast_dev_run)
+        size = length(loader)
+        if limit is None or (limit == 1.0 and isinstance(limit, float)):
+            return size
+        if isinstance(limit, int):
+            return min(size, limit)
+        if math.isinf(size):
+            raise ConfigError(
+                f"limit_{word}_batches is {limit} and the loader has no length", expected="a whole number of batches"
+            )
+        if limit and int(size * limit) == 0:
+            raise ConfigError(
+                f"limit_{word}_batches is {limit}, and the loader has {int(size)} batches: none of them",
+                expected="a share that is at least one batch, or a whole number",
+            )
+        return int(size * limit)
