@@ -86,7 +86,7 @@ class HyperparametersMixin:
 
 
 def logged_hyperparameters(owner: HyperparametersMixin) -> dict[str, Any]:
-    """Return the hyper-parameters of `owner` that loggers get; names stand for what is not a number, text or container."""
+    """Return the hyper-parameters of `owner` that loggers get; names for what is not a number, text or container."""
     unlogged = owner.__dict__.get("_unlogged", ())
     chosen = {name: value for name, value in owner.hparams.items() if name not in unlogged}
     return {name: value if _is_storable(value) else _name_of(value) for name, value in chosen.items()}
