@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.api import hooks
 from stratagem.errors import ConfigError, PluginError
 from stratagem.stack.lightning_callbacks import CALLBACK
 from stratagem.stack.plugin_hooks import hook_specifications
@@ -310,17 +311,34 @@ def test_every_method_of_a_callback_is_called_or_refused(tmp_path):
     assert seen["setup"]["stage"] == "fit"
 
 
-@pytest.mark.parametrize("name", [name for name in CALLBACK_API if name not in ("state_dict", "load_state_dict")])
-def test_an_unmarked_method_of_a_callback_is_refused_with_what_to_add(name):
-    marked_on_class = callback_with([name], marked=False)
-    on_instance = callback_with([], marked=False)
-    setattr(on_instance, name, lambda *_: None)
+UNMARKED = [name for name in CALLBACK_API if name not in ("state_dict", "load_state_dict", "teardown")]
 
-    for callback in (marked_on_class, on_instance):
-        with pytest.raises(PluginError) as refusal:
-            sg.Trainer(callbacks=[callback], plugins=[Acts()], **QUIET)
-        assert name in str(refusal.value)
-        assert "@hookimpl above it, and arguments out of (" in str(refusal.value)
+
+def test_every_unmarked_method_of_a_callback_is_called(tmp_path):
+    seen = []
+    methods = {name: lambda self, *given, name=name: seen.append((name, len(given))) for name in UNMARKED}
+    trainer = live(tmp_path, Base(), callbacks=[type("Recorder", (sg.Callback,), methods)()])
+    trainer.close()
+
+    assert {name for name, _ in seen} == {*UNMARKED}
+    for name, count in seen:
+        assert count == len(inspect.signature(getattr(hooks, name)).parameters) - 1, name  # all but `run`
+
+
+@pytest.mark.parametrize("name", [*UNMARKED, "teardown"])
+def test_an_unmarked_attribute_of_a_callback_is_refused_with_what_to_add(name):
+    callback = callback_with([], marked=False)
+    setattr(callback, name, lambda *_: None)
+
+    with pytest.raises(PluginError) as refusal:
+        sg.Trainer(callbacks=[callback], plugins=[Acts()], **QUIET)
+    assert name in str(refusal.value)
+    assert "@hookimpl above it, and arguments out of (" in str(refusal.value)
+
+
+def test_an_unmarked_teardown_is_refused():
+    with pytest.raises(PluginError, match="teardown that is not marked as a hook; expected @hookimpl above it"):
+        sg.Trainer(callbacks=[callback_with(["teardown"], marked=False)], plugins=[Acts()], **QUIET)
 
 
 class Acts:

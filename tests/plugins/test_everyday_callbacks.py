@@ -693,18 +693,3 @@ class Watched(Net):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self(batch[0]).mean())
-
-
-# --- A method that forgot its mark -------------------------------------------------------------------------------
-
-
-class Forgetful(sg.Callback):
-    def on_train_start(self, trainer):
-        raise AssertionError
-
-
-def test_a_method_called_like_a_hook_without_its_mark_is_refused(tmp_path):
-    with pytest.raises(
-        sg.StratagemError, match="has a method on_train_start that is not marked as a hook; expected @hookimpl"
-    ):
-        trainer(tmp_path, Forgetful(), logger=False)

@@ -19,6 +19,7 @@ from attrs import define, fields, frozen
 
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
 from stratagem.api.evidence import Evidence
+from stratagem.api.hook_methods import CallbackEvents, LoggerMethods
 from stratagem.api.paths import modified_at
 from stratagem.api.values import PrecisionPolicy
 from stratagem.api.world import Mesh, World
@@ -361,16 +362,29 @@ class CheckpointFormat(Plugin):
 
 
 @define(eq=False, repr=False, kw_only=True)
-class Callback(Plugin):
-    """Implements event hooks (`on_*`) around the loop."""
+class Callback(CallbackEvents, Plugin):
+    """Implements event hooks (`on_*`) around the loop; its methods with their names need no mark."""
 
     kind: ClassVar[str] = "callback"
     identified_by_options: ClassVar[bool] = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints store; nothing unless overridden."""
+        return {}
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """(state): restore what `state_dict` returned."""
+
+
+def keeps_state(plugin: Any, method: str = "state_dict") -> bool:
+    """Whether `plugin` defines `method`, rather than inheriting that of `Callback`, which does nothing."""
+    own = getattr(plugin, method, None)
+    return callable(own) and getattr(type(plugin), method, None) is not getattr(Callback, method, None)
+
 
 @define(eq=False, repr=False, kw_only=True)
-class Logger(Plugin):
-    """Writes metrics: implements `log_metrics` (rank 0 only)."""
+class Logger(LoggerMethods, Plugin):
+    """Writes metrics: implements `log_metrics` and `log_hyperparams` (rank 0 only), which need no mark."""
 
     kind: ClassVar[str] = "logger"
     identified_by_options: ClassVar[bool] = True

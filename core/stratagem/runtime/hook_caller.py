@@ -11,6 +11,7 @@ import pluggy
 import torch
 
 from stratagem.api import hooks
+from stratagem.api.hook_methods import belongs_to
 from stratagem.api.world import Collectives, World
 from stratagem.errors import PluginError
 from stratagem.runtime import default_hooks
@@ -64,6 +65,8 @@ class HookCaller:
     def __init__(self, stack: Stack, run: RunContext) -> None:
         self._stack, self._run = stack, run
         self._manager = _hook_manager(stack)
+        for choice in stack.loggers:
+            belongs_to(choice.plugin, run)
         #: Pluggy's callers, by name.
         self.hook = self._manager.hook
         self.bind()
@@ -163,7 +166,8 @@ def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
             raise lightning_callbacks.refuse(str(choice), name, instead)
     for name in vars(hooks):
         method = getattr(choice.plugin, name, None)
-        if name in implementations or name.startswith("_") or not callable(method) or hasattr(base, name):
+        inherited = hasattr(base, name) and name not in getattr(choice.plugin, "__dict__", {})
+        if name in implementations or name.startswith("_") or not callable(method) or inherited:
             continue
         if hasattr(getattr(hooks, name), "stratagem_spec"):
             arguments = ", ".join(inspect.signature(getattr(hooks, name)).parameters)

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.kinds import keeps_state
 from stratagem.api.state_keys import options_key
 from stratagem.checkpoint.state_checks import applying, check_similar
 from stratagem.errors import ConfigError
@@ -59,7 +60,7 @@ def keyed(stack: Stack, method: str) -> list[tuple[str, Any]]:
     found: dict[str, Any] = {}
     for choice in stack.active():
         plugin = choice.plugin
-        if not callable(getattr(plugin, method, None)):
+        if not keeps_state(plugin, method):
             continue
         # A callback may be any object with hooks.
         own = getattr(plugin, "state_key", None)

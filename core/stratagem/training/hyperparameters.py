@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import inspect
-import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
-
+from stratagem.api.items import items_of
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
 
@@ -58,7 +54,7 @@ class HyperparametersMixin:
                     do="merge them into one dictionary",
                 )  # fmt: skip
             self.__dict__["_hparams_name"] = next((name for name, value in given.items() if value is objects[0]), "")
-            given, names = items_of(objects[0]), ()
+            given, names = items_of(objects[0], "save_hyperparameters"), ()
         for name in [*names, *ignored]:
             if name not in given:
                 raise ConfigError(
@@ -178,26 +174,6 @@ def _name_of(value: Any) -> str:
     """Return a name for what loggers get of `value`: of a class or function its own, otherwise of its type."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def items_of(value: Any) -> dict[str, Any]:
-    """Return what a mapping, a namespace or a dataclass holds, by name."""
-    if isinstance(value, Mapping):
-        items = dict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        items = dict(vars(value))
-    elif attrs.has(type(value)):
-        items = {each.name: getattr(value, each.name) for each in attrs.fields(type(value))}
-    else:
-        raise ConfigError(
-            f"save_hyperparameters was given {shown(value)}",
-            expected="names of arguments, a mapping, a namespace or a dataclass",
-        )
-    if odd := next((name for name in items if not isinstance(name, str)), None):
-        raise ConfigError(f"save_hyperparameters was given a mapping with the key {shown(odd)}", expected="names")
-    return items
 
 
 def constructor_arguments(owner: Any, frame: Any) -> dict[str, Any]:

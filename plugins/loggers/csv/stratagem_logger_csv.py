@@ -48,7 +48,9 @@ class CSVLogger(Logger):
 
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
-        self._hparams = params
+        self._hparams = {**self._hparams, **params}
+        if self._folder is not None:
+            self._write_hparams(self._folder)
 
     @hookimpl
     def on_fit_start(self, run: RunContext) -> None:
@@ -107,14 +109,17 @@ class CSVLogger(Logger):
             if self.version is None:
                 folder = _new_version(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            if self._hparams:
-                (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
+            self._write_hparams(folder)
         except OSError as error:
             raise self._not_writable(folder, error.strerror or str(error)) from error
         self._folder = folder
         if self._file.exists():
             with self._file.open(newline="") as file:
                 self._columns = next(csv.reader(file), [])
+
+    def _write_hparams(self, folder: Path) -> None:
+        if self._hparams:
+            (folder / "hparams.json").write_text(json.dumps(self._hparams, indent=2, default=str) + "\n")
 
     def _destination(self, root: Path) -> Path:
         """Return the folder of this run, or the parent of all versions if `version` is not set."""

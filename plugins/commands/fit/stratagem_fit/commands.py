@@ -73,7 +73,7 @@ class _Evaluate(_RunFileCommand):
     stage: ClassVar[str]
 
     def act(self, trainer: sg.Trainer, model: sg.Module, data: sg.DataModule | None, ckpt_path: str | None) -> None:
-        results = getattr(trainer, self.stage)(model, datamodule=data, ckpt_path=ckpt_path)
+        results = getattr(trainer, self.stage)(model, datamodule=data, ckpt_path=ckpt_path, verbose=False)
         if trainer.is_global_zero:
             print(table(results))
 

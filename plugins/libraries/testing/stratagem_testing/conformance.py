@@ -21,7 +21,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.api.capabilities import Capabilities
-from stratagem.api.kinds import KINDS
+from stratagem.api.kinds import KINDS, keeps_state
 from stratagem.api.options import convert_options, options
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError, StratagemError
@@ -202,7 +202,7 @@ class Conformance:
 
     def _state_methods(self) -> list[str]:
         plugin = self.choice().plugin
-        return [method for method in ("state_dict", "rank_state") if callable(getattr(plugin, method, None))]
+        return [method for method in ("state_dict", "rank_state") if keeps_state(plugin, method)]
 
     def _with_state(self) -> Any:
         """Return the plugin; skip the check if it has no state."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import stratagem as sg
+from stratagem.api.kinds import keeps_state
 from stratagem.stack import lock
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
@@ -48,7 +49,7 @@ class _ObserverConformance(Conformance):
 
     def test_its_state_can_be_saved(self) -> None:
         """`state_dict` has plain values only, and `load_state_dict` accepts them."""
-        if not hasattr(self.choice().plugin, "state_dict"):
+        if not keeps_state(self.choice().plugin):
             pytest.skip("it has no state")
         before, after = self.run_in(_resume, 1, self._arguments(1))[0]
 
