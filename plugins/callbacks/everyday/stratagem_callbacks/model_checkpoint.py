@@ -6,8 +6,10 @@ import functools
 import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,13 +19,24 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.monitored import monitored
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
-from stratagem.api.validators import at_least, at_least_or_unlimited, not_empty
+from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
+from stratagem.checkpoint.files import sidecar
 from stratagem.distributed.launched import interrupted_by_launcher
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_callbacks.occupied import occupy, vacate
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
+
+_FILENAME = "{epoch}-{step}"
+
+
+def _name_or_default(value: Any) -> Any:
+    return _FILENAME if value is None else value
+
+
+def _or_false(value: Any) -> Any:
+    return False if value is None else value
 
 
 @define(eq=False, kw_only=True)
@@ -34,24 +47,29 @@ class ModelCheckpoint(Callback):
     kept. Only files of this run, and files of the run that it resumes in the same folder, are deleted or overwritten.
     """
 
-    positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename", "monitor")
+    positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k")
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
     #: File name, with metrics in braces and their formats: ``"{epoch:02d}-{val_loss:.2f}"``.
-    filename: str = field(default="{epoch}-{step}", validator=not_empty)
-    #: Metric to compare by.
+    filename: str | None = field(default=_FILENAME, converter=_name_or_default, validator=not_empty)
+    #: Metric to compare by, or "epoch" or "step".
     monitor: str | None = field(default=None, validator=not_empty)
     #: "min" if smaller values of `monitor` are better, "max" if larger ones are.
     mode: Literal["min", "max"] = "min"
     #: Number of checkpoints to keep: -1 all, 0 none; without `monitor`, 1 keeps the newest.
     save_top_k: int = field(default=1, validator=at_least_or_unlimited(0))
-    #: Also save the newest as ``last``, to resume from when the best is old.
-    save_last: bool = False
+    #: Also save the newest as ``last``, to resume from when the best is old. "link" makes ``last`` a symbolic link to
+    #: the newest of the checkpoints that are kept, which takes no space.
+    save_last: bool | Literal["link"] | None = field(default=False, converter=_or_false)
+    #: Print each checkpoint that is saved, on rank 0.
+    verbose: bool = False
     #: Save every n epochs.
     every_n_epochs: int | None = field(default=None, validator=at_least(1))
     #: Save every n optimizer steps instead of epochs.
     every_n_train_steps: int | None = field(default=None, validator=at_least(1))
+    #: Save each time that this much time has passed, instead of epochs: seconds, a timedelta, or "DD:HH:MM:SS".
+    train_time_interval: timedelta | str | None = field(default=None, validator=duration_or_text)
     #: Leave out optimizers and all other state that only resuming needs.
     save_weights_only: bool = False
     #: Leave out frozen parameters, such as those of a base model with adapters; loading needs a model that has them.
@@ -71,6 +89,10 @@ class ModelCheckpoint(Callback):
     last_model_path: str = field(init=False, default="")
     #: Value of `monitor` by path, of the kept checkpoints.
     best_k_models: dict[str, float] = field(init=False, factory=dict)
+    #: Value of `monitor` when a checkpoint was last due.
+    current_score: float | None = field(init=False, default=None)
+    #: When a checkpoint is due next, on the clock of this process.
+    _next_save: float = field(init=False, default=math.inf)
     _last_step: int = field(init=False, default=-1)
     #: The folder of `best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
@@ -83,12 +105,15 @@ class ModelCheckpoint(Callback):
     _written: tuple[str, int] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        if self.every_n_epochs is not None and self.every_n_train_steps is not None:
+        intervals = ("every_n_epochs", "every_n_train_steps", "train_time_interval")
+        given = [f"{name}={getattr(self, name)}" for name in intervals if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"model_checkpoint has {' and '.join(given)}", expected="one of them")
+        if self.save_last == "link" and self.save_top_k == 0:
             raise ConfigError(
-                f"model_checkpoint has every_n_epochs={self.every_n_epochs} and "
-                f"every_n_train_steps={self.every_n_train_steps}",
-                expected="one of the two",
-            )
+                'model_checkpoint.save_last is "link" with save_top_k=0', expected="a checkpoint to link to",
+                do="set save_last=True, or keep one",
+            )  # fmt: skip
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
                 f"model_checkpoint.save_top_k is {self.save_top_k} without a monitor",
@@ -108,6 +133,7 @@ class ModelCheckpoint(Callback):
         error = None
         if trainer.is_global_zero:
             try:
+                self._check_links(trainer)
                 occupy(self.folder(trainer))
                 self._occupied = self.folder(trainer)
             except ConfigError as caught:
@@ -126,6 +152,23 @@ class ModelCheckpoint(Callback):
             self.last_model_path = _within(folder, self.last_model_path)
         self._folder = here
 
+    def _check_links(self, trainer: TrainerView) -> None:
+        if self.save_last == "link" and is_remote(self.folder(trainer)):
+            raise ConfigError(
+                f'model_checkpoint.save_last is "link", and the folder is {str(self.folder(trainer))!r}',
+                expected="a folder of a file system, which can hold links", do="set save_last=True",
+            )  # fmt: skip
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Path of the worst checkpoint that is kept; "" before there is one."""
+        return self._worst() if self.best_k_models else ""
+
+    @property
+    def kth_value(self) -> float | None:
+        """Its value of `monitor`."""
+        return self.best_k_models[self._worst()] if self.best_k_models and self.monitor is not None else None
+
     @hookimpl
     def on_fit_end(self) -> None:
         self._vacate()
@@ -133,6 +176,7 @@ class ModelCheckpoint(Callback):
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         self._training, self._first_step = True, trainer.global_step
+        self._start_interval()
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
@@ -170,11 +214,21 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer: TrainerView) -> None:
+        step = trainer.global_step
+        if self.train_time_interval is not None and trainer.run.collectives.unchecked.any(
+            time.monotonic() >= self._next_save
+        ):
+            if step != self._last_step:
+                self._save(trainer)
+            self._start_interval()
         if self.every_n_train_steps is None:
             return
-        step = trainer.global_step
         if step != self._last_step and step % self.every_n_train_steps == 0 and step:
             self._save(trainer)
+
+    def _start_interval(self) -> None:
+        interval = read_duration(self.train_time_interval, "model_checkpoint.train_time_interval")
+        self._next_save = math.inf if interval is None else time.monotonic() + interval.total_seconds()
 
     @hookimpl(trylast=True)
     def on_validation_end(self, trainer: TrainerView) -> None:
@@ -190,12 +244,12 @@ class ModelCheckpoint(Callback):
     @hookimpl(trylast=True)
     def on_train_end(self, trainer: TrainerView) -> None:
         """Save the final state if training ended within an epoch."""
-        newest = self.monitor is None and self.every_n_train_steps is None and (self.save_top_k != 0 or self.save_last)
+        newest = self.monitor is None and self._saves_by_epoch and (self.save_top_k != 0 or self.save_last)
         within = trainer.position.batches_done and not trainer.position.epoch_ended
         if within and trainer.global_step != self._last_step:
             if newest:
                 self._save(trainer)
-            elif self.save_last and not trainer.fast_dev_run:
+            elif self.save_last and self.save_last != "link" and not trainer.fast_dev_run:
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
                 self._write(trainer, self.last_model_path)
@@ -208,8 +262,12 @@ class ModelCheckpoint(Callback):
 
     def _save_if_due(self, trainer: TrainerView) -> None:
         due = (trainer.current_epoch + 1) % (self.every_n_epochs or 1) == 0
-        if self.every_n_train_steps is None and due and trainer.global_step != self._last_step:
+        if self._saves_by_epoch and due and trainer.global_step != self._last_step:
             self._save(trainer)
+
+    @property
+    def _saves_by_epoch(self) -> bool:
+        return self.every_n_train_steps is None and self.train_time_interval is None
 
     # --- What ----------------------------------------------------------------------------------------------------
 
@@ -217,23 +275,37 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self._last_step = trainer.global_step
-        score = None if self.monitor is None else monitored(trainer, "model_checkpoint", self.monitor)
+        self.current_score = score = self._score(trainer)
         plan = trainer.run.collectives.broadcast_object(self._plan(trainer, score) if trainer.is_global_zero else None)
         if isinstance(plan, ConfigError):
             raise plan
         path, score, obsolete, last = plan
+        self.last_model_path = last or self.last_model_path
         if path:
             self._record(path, score, obsolete)
             self._write(trainer, path)
-        if last:
-            self.last_model_path = last
-            self._write(trainer, self.last_model_path)
+        if last and self.save_last != "link":
+            self._write(trainer, last)
         if trainer.is_global_zero:
+            if last and self.save_last == "link":
+                trainer.run.after_save(functools.partial(_link, trainer.run.format_of, as_path(last), as_path(path)))
+            if self.verbose and (path or last):
+                trainer.print(self._said_of(trainer, score, path or last))
             if path or last:
                 self._requested = (last or path, trainer.global_step)
                 trainer.run.after_save(functools.partial(setattr, self, "_written", self._requested))
             for old in obsolete:  # deleted only after the new one is written
                 trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
+
+    def _score(self, trainer: TrainerView) -> float | None:
+        counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        if self.monitor in counts and self.monitor not in trainer.callback_metrics:
+            return float(counts[self.monitor])
+        return None if self.monitor is None else monitored(trainer, "model_checkpoint", self.monitor)
+
+    def _said_of(self, trainer: TrainerView, score: float | None, path: str) -> str:
+        value = "" if score is None else f", {self.monitor} {score:.5g}"
+        return f"epoch {trainer.current_epoch}, step {trainer.global_step}{value}: saving {path}"
 
     def _write(self, trainer: TrainerView, path: str) -> None:
         trainer.save_checkpoint(
@@ -246,7 +318,7 @@ class ModelCheckpoint(Callback):
         """Return path, score, paths to delete afterwards and path of ``last``, on rank 0; a path of "" is not saved."""
         last = self._path_of_last(trainer) if self.save_last else ""
         if self.save_top_k == 0 or not self._is_better(score):
-            return "", score, [], last
+            return "", score, [], "" if self.save_last == "link" else last
         obsolete = []
         if self.monitor is None:
             obsolete = list(self.best_k_models) if self.save_top_k == 1 else []
@@ -322,7 +394,7 @@ class ModelCheckpoint(Callback):
             return f"{name}={text}".replace("/", "_") if self.auto_insert_metric_name else text
 
         try:
-            return re.sub(r"\{([^}:]+)(?::([^}]*))?\}", fill, self.filename)
+            return re.sub(r"\{([^}:]+)(?::([^}]*))?\}", fill, self.filename or _FILENAME)
         except ValueError as error:
             raise ConfigError(
                 f"model_checkpoint.filename is {self.filename!r} ({error})", expected="formats that fit numbers"
@@ -352,8 +424,22 @@ def _within(folder: Path, path: str) -> str:
     """Return `path` as a path under `folder`; "" if it is not below it."""
     if not path or is_remote(folder):
         return path if path.startswith(f"{folder}/") else ""
-    below = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+    # The folder's own links are followed, and not that of ``last``.
+    below = os.path.relpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)),
+                            os.path.realpath(folder))  # fmt: skip
     return "" if below.startswith(os.pardir) else str(folder / below)
+
+
+def _link(format_of: Callable[[Path], Any], link: Path, target: Path) -> None:
+    """Make `link` a symbolic link to `target`, and so the checksum beside it; a checkpoint of that name is removed."""
+    if link.exists() and not link.is_symlink():
+        _remove(format_of, link)
+    for name, file in ((link, target), (sidecar(link), sidecar(target))):
+        staged = name.with_name(f"{name.name}.link")
+        if file.exists():
+            staged.unlink(missing_ok=True)
+            staged.symlink_to(os.path.relpath(file, name.parent))
+            staged.replace(name)
 
 
 def _remove(format_of: Callable[[Path], Any], path: Path) -> None:
