@@ -57,7 +57,7 @@ def _ema(rank, world_size, strategy, keep, folder):
     callback, module = EMA(decay=DECAY, keep=keep), Watching()
     trainer = sg.Trainer(max_epochs=2, callbacks=callback, **arguments)
     trainer.fit(module, share(trainer, BATCHES), share(trainer, BATCHES[:1]))
-    straight = weights_of(trainer), callback.state_dict(), module.seen
+    straight = weights_of(trainer), callback.state_dict()["average"], module.seen
 
     half = sg.Trainer(max_epochs=1, callbacks=EMA(decay=DECAY, keep=False), **arguments)
     half.fit(Net(), share(half, BATCHES))
@@ -65,7 +65,7 @@ def _ema(rank, world_size, strategy, keep, folder):
     resumed = EMA(decay=DECAY)
     trainer = sg.Trainer(max_epochs=2, callbacks=resumed, **arguments)
     trainer.fit(Net(), share(trainer, BATCHES), ckpt_path=f"{folder}/half.ckpt")
-    return (*straight, resumed.state_dict())
+    return (*straight, resumed.state_dict()["average"])
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -39,39 +39,68 @@ def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @define(eq=False, kw_only=True)
-class EMA(Callback):
-    """Keep an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
+class WeightAveraging(Callback):
+    """Average the weights while they are trained: derive from it to say when and how.
 
     Validation during training uses the average; training continues with the weights. At the end the model has the
-    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
+    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy). Buffers are not
+    averaged: they are those of the model.
     """
 
     # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
-    #: Weight of the old average at each update: closer to 1 is smoother and slower.
-    decay: float = field(default=0.999, validator=between(0, 1))
-    #: Update the average every n optimizer steps.
-    every_n_steps: int = field(default=1, validator=at_least(1))
-    #: First optimizer step to average.
-    start_step: int = field(default=0, validator=at_least(0))
     #: Validate with the average while training.
     evaluate: bool = True
     #: Leave the average in the model when training ends.
     keep: bool = True
+    #: Returns the new average of a parameter: ``avg_fn(average, weight, num_averaged)``, as for torch's AveragedModel.
+    #: By default all updates count equally.
+    avg_fn: Callable[..., Any] | None = None
+    #: Updates lists of averages in place: ``multi_avg_fn(averages, weights, num_averaged)``.
+    multi_avg_fn: Callable[..., Any] | None = None
 
     #: The averages, by parameter name.
     average: dict[str, Any] = field(init=False, factory=dict)
+    #: How often they were updated.
+    num_averaged: int = field(init=False, default=0)
     _saved: dict[str, Any] = field(init=False, factory=dict)
     _pending: dict[str, Any] | None = field(init=False, default=None)
     _last_step: int = field(init=False, default=-1)
+
+    def __attrs_post_init__(self) -> None:
+        if self.avg_fn is not None and self.multi_avg_fn is not None:
+            raise ConfigError(f"{self._name} has avg_fn and multi_avg_fn", expected="one of the two")
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average now; the same on all ranks. After each optimizer step unless overridden.
+
+        Args:
+            step_idx: number of the optimizer step that has just been done, from 0; None at the end of an epoch.
+            epoch_idx: number of the epoch that has just ended, from 0; None after a step.
+        """
+        return step_idx is not None
+
+    def update(self, averages: list[Any], weights: list[Any]) -> None:
+        """Average `weights` into `averages`, in place; both are on one device, or shards on one mesh."""
+        if self.multi_avg_fn is not None:
+            self.multi_avg_fn(averages, weights, self.num_averaged)
+        elif self.avg_fn is not None:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(self.avg_fn(average, weight, self.num_averaged))
+        else:
+            torch._foreach_lerp_(averages, weights, 1 / (self.num_averaged + 1))
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView, module: nn.Module) -> None:
         self._last_step = trainer.global_step
         if any(parameter.is_meta for parameter in module.parameters()):
             raise ConfigError(
-                "ema averages the parameters of a process, and "
+                f"{self._name} averages the parameters of a process, and "
                 f"{trainer.run.title_of(trainer.run.strategy)} has some of them on other processes only",
                 expected="a strategy of which every process holds all parameters, or shards of them",
                 do="drop the callback, or set strategy.parallel.pipeline to 1",
@@ -80,19 +109,29 @@ class EMA(Callback):
             parameters = dict(module.named_parameters())
             unknown = set(self._pending) - set(parameters)
             if unknown:
-                raise ConfigError(f"ema has an average of {min(unknown)!r}", expected="parameters of this model")
+                raise ConfigError(
+                    f"{self._name} has an average of {min(unknown)!r}", expected="parameters of this model"
+                )
             self.average = {name: _like(value, parameters[name]) for name, value in self._pending.items()}
             self._pending = None
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView, module: nn.Module) -> None:
-        step = trainer.global_step
-        if step == self._last_step or step < self.start_step or step % self.every_n_steps:
-            return
-        self._last_step = step
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            if self.should_update(step_idx=trainer.global_step - 1):
+                self._update(module)
+
+    @hookimpl
+    def on_train_epoch_end(self, trainer: TrainerView, module: nn.Module) -> None:
+        if trainer.position.epoch_ended and self.should_update(epoch_idx=trainer.current_epoch):
+            self._update(module)
+
+    def _update(self, module: nn.Module) -> None:
         trained = {name: parameter.detach() for name, parameter in module.named_parameters()}
         if not self.average:
             self.average = {name: parameter.clone() for name, parameter in trained.items()}
+            self.num_averaged = 1
             return
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}  # one call for each mesh, and one for plain tensors
         for name, parameter in trained.items():
@@ -101,7 +140,8 @@ class EMA(Callback):
             weights.append(parameter)
         with torch.no_grad():
             for averages, weights in groups.values():
-                torch._foreach_lerp_(averages, weights, 1 - self.decay)
+                self.update(averages, weights)
+        self.num_averaged += 1
 
     @hookimpl(tryfirst=True)
     def on_validation_start(self, trainer: TrainerView) -> None:
@@ -144,11 +184,43 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages as full tensors. Collective with a sharded strategy."""
-        return {name: _whole(value).cpu() for name, value in self.average.items()}
+        average = {name: _whole(value).cpu() for name, value in self.average.items()}
+        return {"average": average, "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averages; they are moved to the device when training begins."""
-        self._pending = dict(state)
+        self._pending, self.num_averaged = dict(state["average"]), state["num_averaged"]
+
+
+@define(eq=False, kw_only=True)
+class EMA(WeightAveraging):
+    """Keep an exponential moving average of the weights: ``average += (1 - decay) * (weight - average)``.
+
+    Validation during training uses the average; training continues with the weights. At the end the model has the
+    average. Costs one more copy of the parameters (of each rank's shards with a sharded strategy).
+    """
+
+    #: Weight of the old average at each update: closer to 1 is smoother and slower.
+    decay: float = field(default=0.999, validator=between(0, 1))
+    #: Update the average every n optimizer steps.
+    every_n_steps: int = field(default=1, validator=at_least(1))
+    #: First optimizer step to average.
+    start_step: int = field(default=0, validator=at_least(0))
+    avg_fn: None = field(init=False, default=None)
+    multi_avg_fn: None = field(init=False, default=None)
+
+    @property
+    def _name(self) -> str:
+        return "ema"
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether this is one of every `every_n_steps` from `start_step` on."""
+        done = None if step_idx is None else step_idx + 1
+        return done is not None and done >= self.start_step and done % self.every_n_steps == 0
+
+    def update(self, averages: list[Any], weights: list[Any]) -> None:
+        """Move `averages` towards `weights`."""
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
 
 @define(eq=False, kw_only=True)

@@ -11,6 +11,8 @@ from torch import nn
 from stratagem.api import Callback, hookimpl
 from stratagem.api.validators import at_least, more_than, not_empty
 from stratagem.errors import ConfigError, nearest
+from stratagem_callbacks.finetuning import BaseFinetuning as BaseFinetuning
+from stratagem_callbacks.finetuning import follow_new_group
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -126,16 +128,7 @@ class BackboneFinetuning(Callback):
             )
         rate = float(optimizer.param_groups[0]["lr"]) * self.backbone_initial_ratio_lr
         optimizer.add_param_group({"params": new, "lr": rate, "initial_lr": rate})
-        for config in run.lr_scheduler_configs:
-            scheduler = config.scheduler
-            if hasattr(scheduler, "max_lrs") or "max_lr" in optimizer.param_groups[0]:
-                raise ConfigError(
-                    f"backbone_finetuning adds a parameter group, which {type(scheduler).__name__} does not support",
-                    expected="another scheduler",
-                )
-            for name in ("base_lrs", "lr_lambdas"):
-                if isinstance(getattr(scheduler, name, None), list):
-                    getattr(scheduler, name).append(rate if name == "base_lrs" else scheduler.lr_lambdas[-1])
+        follow_new_group(run, optimizer, rate, "backbone_finetuning")
 
     def state_dict(self) -> dict[str, bool]:
         """Return whether the backbone is unfrozen."""
