@@ -385,7 +385,6 @@ class Absent(nn.Module):
             "chooses no part of Net",
         ),
         ({"auto_wrap_policy": 5}, "auto_wrap_policy is 5; expected a set of classes"),
-        ({"sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD on one node; expected device_mesh"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "device_mesh is \\(2, 2\\) and the run has 2"),
     ],
 )

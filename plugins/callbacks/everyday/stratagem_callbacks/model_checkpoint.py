@@ -8,7 +8,6 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,9 +19,9 @@ from stratagem.api.monitored import monitored
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
-from stratagem.checkpoint.files import sidecar
 from stratagem.distributed.launched import interrupted_by_launcher
-from stratagem.errors import CheckpointError, ConfigError
+from stratagem.errors import ConfigError
+from stratagem_callbacks.kept_files import link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
 
 if TYPE_CHECKING:
@@ -147,9 +146,9 @@ class ModelCheckpoint(Callback):
             self.best_k_models, self.last_model_path = {}, ""
         else:
             # Paths relative to the folder as this run names it.
-            kept = {_within(folder, path): score for path, score in self.best_k_models.items()}
+            kept = {within(folder, path): score for path, score in self.best_k_models.items()}
             self.best_k_models = {path: score for path, score in kept.items() if path}
-            self.last_model_path = _within(folder, self.last_model_path)
+            self.last_model_path = within(folder, self.last_model_path)
         self._folder = here
 
     def _check_links(self, trainer: TrainerView) -> None:
@@ -288,14 +287,14 @@ class ModelCheckpoint(Callback):
             self._write(trainer, last)
         if trainer.is_global_zero:
             if last and self.save_last == "link":
-                trainer.run.after_save(functools.partial(_link, trainer.run.format_of, as_path(last), as_path(path)))
+                trainer.run.after_save(functools.partial(link_to, trainer.run.format_of, as_path(last), as_path(path)))
             if self.verbose and (path or last):
                 trainer.print(self._said_of(trainer, score, path or last))
             if path or last:
                 self._requested = (last or path, trainer.global_step)
                 trainer.run.after_save(functools.partial(setattr, self, "_written", self._requested))
             for old in obsolete:  # deleted only after the new one is written
-                trainer.run.after_save(functools.partial(_remove, trainer.run.format_of, as_path(old)))
+                trainer.run.after_save(functools.partial(remove, trainer.run.format_of, as_path(old)))
 
     def _score(self, trainer: TrainerView) -> float | None:
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -418,34 +417,3 @@ class ModelCheckpoint(Callback):
         self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
         self.last_model_path, self._last_step = state["last_model_path"], state["last_step"]
         self._folder = state["folder"]
-
-
-def _within(folder: Path, path: str) -> str:
-    """Return `path` as a path under `folder`; "" if it is not below it."""
-    if not path or is_remote(folder):
-        return path if path.startswith(f"{folder}/") else ""
-    # The folder's own links are followed, and not that of ``last``.
-    below = os.path.relpath(os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)),
-                            os.path.realpath(folder))  # fmt: skip
-    return "" if below.startswith(os.pardir) else str(folder / below)
-
-
-def _link(format_of: Callable[[Path], Any], link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to `target`, and so the checksum beside it; a checkpoint of that name is removed."""
-    if link.exists() and not link.is_symlink():
-        _remove(format_of, link)
-    for name, file in ((link, target), (sidecar(link), sidecar(target))):
-        staged = name.with_name(f"{name.name}.link")
-        if file.exists():
-            staged.unlink(missing_ok=True)
-            staged.symlink_to(os.path.relpath(file, name.parent))
-            staged.replace(name)
-
-
-def _remove(format_of: Callable[[Path], Any], path: Path) -> None:
-    try:
-        written_in = format_of(path)
-        if written_in.recognises(path):
-            written_in.remove(path)
-    except (OSError, CheckpointError) as error:
-        warnings.warn(f"{path} could not be deleted ({error})", stacklevel=2)

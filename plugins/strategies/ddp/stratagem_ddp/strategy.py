@@ -60,6 +60,11 @@ class DDPStrategy(ProcessGroupStrategy):
     find_unused_parameters: bool | None = None
     #: Larger buckets mean fewer messages, smaller ones overlap better with backward; megabytes, fractions allowed.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
+    #: Send rank 0's buffers, such as the statistics of batch normalization, to all ranks before each training step and
+    #: each validation. False: each rank keeps its own, and checkpoints have rank 0's.
+    broadcast_buffers: bool = True
+    #: Compare the parameters' shapes on all ranks, and send rank 0's values. False: the ranks made equal models.
+    init_sync: bool = True
     #: A DDP communication hook: a callable of (state, bucket) that returns a future of the averaged bucket. The
     #: trainer's ``comm_hook=`` takes names instead, and works with other strategies, too.
     ddp_comm_hook: Any = None
@@ -145,6 +150,8 @@ class DDPStrategy(ProcessGroupStrategy):
             find_unused_parameters=search,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
+            broadcast_buffers=self.broadcast_buffers,
+            init_sync=self.init_sync,
         )
         reducer = run.bucket_reducer()
         if reducer is not None:
@@ -196,7 +203,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def on_validation_start(self, run: RunContext) -> None:
-        if isinstance(run.model, DistributedDataParallel):
+        if self.broadcast_buffers and isinstance(run.model, DistributedDataParallel):
             assert run.module is not None, "wrap_model sets it"
             run.peers.replicate(run.module.buffers())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
@@ -30,6 +31,19 @@ if TYPE_CHECKING:
     from stratagem.api import PrecisionPolicy, World
 
 
+def _name_of(value: Any) -> Any:
+    """Return the name of one of torch's enumeration; anything else as it is."""
+    return value.name if isinstance(value, enum.Enum) else value
+
+
+def _offloads(value: Any) -> Any:
+    """Return whether torch's CPUOffload, or one of its policies of FSDP2, offloads; anything else as it is."""
+    if hasattr(value, "offload_params"):
+        return bool(value.offload_params)
+    policies = {"OffloadPolicy": False, "CPUOffloadPolicy": True}
+    return policies.get(type(value).__name__, value)
+
+
 @define(eq=False, kw_only=True, field_transformer=group_options_after("mixed_precision"))
 class FSDPOptions(ProcessGroupStrategy):
     """The options, checked when they are set, and the answers that depend on them alone."""
@@ -41,11 +55,15 @@ class FSDPOptions(ProcessGroupStrategy):
     activation_checkpointing_policy: Any = None
     #: FULL_SHARD shards everything. SHARD_GRAD_OP keeps units whole between forward and backward: fewer messages, more
     #: memory. HYBRID_SHARD shards within a group of processes and replicates over groups. NO_SHARD replicates.
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    #: For HYBRID_SHARD: (replicas, processes that share one). By default a replica for each node.
+    #: _HYBRID_SHARD_ZERO2 is HYBRID_SHARD that keeps units whole. A torch ShardingStrategy may be given, too.
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] = (
+        field(default="FULL_SHARD", converter=_name_of)
+    )
+    #: For HYBRID_SHARD: (replicas, processes that share one). By default a replica for each node, so that one node is
+    #: as with FULL_SHARD.
     device_mesh: tuple[int, int] | None = None
     #: Keep shards, gradients and optimizer on the CPU, and step there: very little device memory, very slow.
-    cpu_offload: bool = False
+    cpu_offload: bool = field(default=False, converter=_offloads)
     #: "sharded" saves with the checkpoint format of that name, each rank its part; "full" makes one file. By default
     #: what ``Trainer(checkpoint=)`` chooses.
     state_dict_type: Literal["full", "sharded"] | None = None
@@ -74,11 +92,16 @@ class FSDPOptions(ProcessGroupStrategy):
                 expected="a torch.distributed.fsdp.MixedPrecisionPolicy",
                 do="drop it: Trainer(precision=...) decides otherwise",
             )
-        if self.device_mesh is not None and self.sharding_strategy != "HYBRID_SHARD":
+        if self.device_mesh is not None and not self.is_hybrid:
             raise ConfigError(
                 f"strategy.fsdp.device_mesh is {self.device_mesh} with sharding_strategy={self.sharding_strategy!r}",
                 expected="HYBRID_SHARD, which alone has replicas of shards",
             )
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether groups of processes share a replica each."""
+        return self.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # an option decides
@@ -87,7 +110,7 @@ class FSDPOptions(ProcessGroupStrategy):
             CLIP_BY_NORM, CLIP_BY_VALUE, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE, MANUAL_OPTIMIZATION, MULTI_PROCESS,
             MULTIPLE_OPTIMIZERS, NO_SYNC, SHARDED_PARAMETERS, WITHIN_TEAM,
         }  # fmt: skip
-        replicates = self.sharding_strategy in ("HYBRID_SHARD", "NO_SHARD")
+        replicates = self.is_hybrid or self.sharding_strategy == "NO_SHARD"
         return Capabilities(provides=provides | {GRADIENT_BUCKETS} if replicates else provides)
 
     def how_to_provide(self, word: str) -> str:
@@ -111,7 +134,7 @@ class FSDPOptions(ProcessGroupStrategy):
         """Return how many replicas there are, and how many processes share each."""
         if self.sharding_strategy == "NO_SHARD":
             return world.world_size, 1
-        if self.sharding_strategy != "HYBRID_SHARD":
+        if not self.is_hybrid:
             return 1, world.world_size
         if self.device_mesh is None:
             hybrid = "strategy.fsdp.sharding_strategy is HYBRID_SHARD, so a node shares a replica"
@@ -121,11 +144,5 @@ class FSDPOptions(ProcessGroupStrategy):
             raise ConfigError(
                 f"strategy.fsdp.device_mesh is {(replicas, shards)} and the run has {world.world_size} processes",
                 expected="a product equal to the number of processes",
-            )
-        if self.device_mesh is None and replicas == 1:
-            raise ConfigError(
-                "strategy.fsdp.sharding_strategy is HYBRID_SHARD on one node",
-                expected="device_mesh=(replicas, processes that share one)",
-                do="give one, or use FULL_SHARD",
             )
         return replicas, shards
