@@ -1,8 +1,8 @@
-"""Data parallelism with Colossal-AI's TorchDDPPlugin: a replica of the model in every process."""
+"""The strategy `colossalai`, and its plugin "ddp": a replica of the model in every process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from attrs import define, field
@@ -24,45 +24,28 @@ from stratagem.api import (
     Capabilities,
     hookimpl,
 )
-from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
 from stratagem_colossalai import engine
-from stratagem_process_group import ProcessGroupStrategy, group_options_after
+from stratagem_colossalai.options import PATH, ColossalAIOptions
+from stratagem_process_group import group_options_after
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from stratagem.api import RunContext
 
-_PATH = "strategy.colossalai"
-#: Plugins of Colossal-AI that need CUDA, and what does their job.
-_INSTEAD = {
-    "low_level_zero": 'strategy="ddp_sharded" or strategy="deepspeed_stage_2"',
-    "gemini": 'strategy="fsdp"',
-}
+#: The classes of plugins that are engines, by plugin; `sharded.py` adds them.
+ENGINES: dict[str, type[Any]] = {}
 
 
-@define(eq=False, kw_only=True, field_transformer=group_options_after("broadcast_buffers"))
-class ColossalAIStrategy(ProcessGroupStrategy):
-    """Replicate the model with Colossal-AI's TorchDDPPlugin; average gradients while backward runs.
+@define(eq=False, kw_only=True, field_transformer=group_options_after("min_chunk_size"))
+class ColossalAIStrategy(ColossalAIOptions):
+    """Train with a plugin of Colossal-AI's Booster: TorchDDPPlugin, LowLevelZeroPlugin or GeminiPlugin.
+
+    With `plugin` "low_level_zero" or "gemini" the instance is of a subclass, whose hooks run that engine.
 
     Li et al., "Colossal-AI: A Unified Deep Learning System For Large-Scale Parallel Training", ICPP 2023.
     """
-
-    #: The plugin of Colossal-AI's Booster. The two others shard state on CUDA devices; they are refused, and the
-    #: message names strategies that do the same on every device.
-    plugin: Literal["ddp", "low_level_zero", "gemini"] = "ddp"
-    #: Size of the buckets in which gradients are sent: larger means fewer messages, smaller more overlap.
-    bucket_cap_mb: int = field(default=25, validator=at_least(1))
-    #: Find parameters that the loss does not depend on: needed if there are any, costs a graph traversal each step.
-    #: None does so only with manual optimization, where a loss may train a part of the model.
-    find_unused_parameters: bool | None = None
-    #: Set it if every step uses the same parameters in the same order: more overlap, wrong gradients if steps differ.
-    static_graph: bool = False
-    #: Gradients are views into the buckets: saves a copy of all gradients; `detach_()` on them fails.
-    gradient_as_bucket_view: bool = False
-    #: Broadcast buffers before each training forward. False sends less; buffers of ranks then differ while training.
-    broadcast_buffers: bool = True
 
     #: Bytes of gradients that are sent in a step without comm hooks.
     _num_bytes: int = field(init=False, default=0)
@@ -75,23 +58,14 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         }
     )  # fmt: skip
 
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.plugin in _INSTEAD:
-            raise ConfigError(
-                f"{_PATH}.plugin is {self.plugin!r}, which needs CUDA and which this package does not run yet",
-                expected="'ddp'",
-                do=f"leave it out, or choose {_INSTEAD[self.plugin]}",
-            )
-        if self.static_graph and self.find_unused_parameters:
-            raise ConfigError(
-                f"{_PATH}.static_graph and {_PATH}.find_unused_parameters are both true",
-                expected="one of them",
-                do="drop find_unused_parameters: with a static graph the first step finds them",
-            )
+    def __new__(cls, *_: Any, plugin: str = "ddp", **__: Any) -> Self:
+        made: Any = ENGINES.get(plugin, cls) if cls is ColossalAIStrategy else cls
+        instance: Self = object.__new__(made)
+        return instance
 
     def preload(self, device_type: str) -> None:
-        engine.load(device_type)
+        if device_type == "cpu":  # the import asks for the current GPU, which initializes it
+            engine.load(device_type)
 
     # --- The model -----------------------------------------------------------------------------------------------
 
@@ -109,7 +83,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return module
         if self.static_graph and run.manual:
             raise ConfigError(
-                f"{_PATH}.static_graph is true and the module uses manual optimization",
+                f"{PATH}.static_graph is true and the module uses manual optimization",
                 expected="false: the parameters that a loss depends on may change between calls",
             )
         from stratagem_colossalai.replica import replicated

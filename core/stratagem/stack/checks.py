@@ -143,8 +143,9 @@ def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
     wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
     for word, who, asker in wanted:
         if word not in provided:
+            lacking = stack.accelerator if word.startswith("device:") else stack.strategies[-1]
             raise ConfigError(
-                f"{who} needs {word!r}, which {stack.strategies[-1]} does not provide",
+                f"{who} needs {word!r}, which {lacking} does not provide",
                 do=stack.strategy.how_to_provide(word) or _alternatives(word, asker),
             )
     for choice in choices:

@@ -139,7 +139,8 @@ NAMES: Final[dict[str, Counterpart]] = {
         "IPUStrategy", "HPUParallelStrategy", "SingleHPUStrategy", note="not available",
     ),
     "ColossalAIStrategy": Counterpart(
-        text='strategy="fsdp"', note="it shards as Gemini did; `pip install stratagem-colossalai` has its DDP plugin"
+        text='strategy="fsdp"',
+        note='it shards as Gemini did; `pip install stratagem-colossalai` has Gemini itself, as plugin="gemini"',
     ),
     "Strategy": Counterpart("Strategy", note=_BY_HAND),
     "ParallelStrategy": Counterpart("Strategy", note=_BY_HAND),
