@@ -270,6 +270,30 @@ def test_accumulation_that_was_not_asked_for_is_refused():
         run_in_processes(two_backwards, 1)
 
 
+def step_without_gradients(rank, size):
+    with stratagem.Run(strategy=host_gemini(**SHARDED), accelerator="cpu", devices=size, precision="bf16-mixed") as run:
+        module = AdamNet()
+        model, optimizer = run.setup(module, module.configure_optimizers()[0][0])
+        run.backward(loss_of(model(BATCHES[0][0]), BATCHES[0][1]))
+        optimizer.zero_grad()
+        run.optimizer_step(optimizer)
+
+
+def test_a_step_without_gradients_is_refused():
+    with pytest.raises(ProcessesFailed, match="requested without a backward since the last one; expected a backward"):
+        run_in_processes(step_without_gradients, 1)
+
+
+class ClipsInStep(AdamNet):
+    def on_before_optimizer_step(self, optimizer):
+        self.trainer.run.clip_gradients(optimizer, max_norm=0.5)
+
+
+def test_clipping_that_was_not_asked_for_is_refused():
+    with pytest.raises(ProcessesFailed, match=r"clipped and gradient_clip_val is not set: .*; expected gradient_clip"):
+        trained(ClipsInStep, size=1)
+
+
 # --- Options and refusals ----------------------------------------------------------------------------------------
 
 

@@ -230,6 +230,25 @@ def test_what_cannot_be_sharded_is_refused(make, message):
         trained(make)
 
 
+def compared_after_rank_1_lost_a_gradient(rank, size):
+    with stratagem.Run(strategy=ZERO, accelerator="cpu", devices=size) as run:
+        module = Net()
+        model, _ = run.setup(module, module.configure_optimizers())
+        x, y = BATCHES[0]
+        run.backward(loss_of(model(x), y))
+        zero = run.context.stack.strategy._engine
+        zero._compare(run.context)
+        if rank == 1:
+            (store,) = zero.optimizer.pg_to_grad_store.values()
+            del store._grads_of_params[0][id(module.net[0].weight)]
+        zero._compare(run.context)
+
+
+def test_ranks_that_use_different_parameters_with_overlap_are_told():
+    with pytest.raises(ProcessesFailed, match=r"'net.0.weight' got a gradient on 1 of 2 ranks, and .*overlap_comm"):
+        run_in_processes(compared_after_rank_1_lost_a_gradient, 2)
+
+
 def test_overlap_is_refused_on_a_cpu():
     with pytest.raises(ProcessesFailed, match="overlap_communication is true, and the device is a CPU; expected false"):
         trained(options={"overlap_communication": True})

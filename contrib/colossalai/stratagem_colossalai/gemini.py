@@ -38,6 +38,9 @@ _STATE = {"step", "exp_avg", "exp_avg_sq"}
 class GeminiEngine:
     """GeminiPlugin's model and optimizer."""
 
+    #: Parameters are gathered when they are used.
+    num_bytes_of_step = 0
+
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, arguments: dict[str, Any],
         originals: Originals, run: RunContext,
@@ -47,8 +50,7 @@ class GeminiEngine:
         self.originals = originals
         self._frozen = {name for name, each in self.user.named_parameters() if not each.requires_grad}
         self._accumulates: bool = arguments["enable_gradient_accumulation"]
-        #: Whether there was a backward since the last step.
-        self._pending = False
+        self.pending = False
         clips = not run.owns_loop or getattr(run.settings, "gradient_clip_val", None) is not None
         exact = {name: value.detach() for name, value in self.user.named_parameters()}
         self._given = optimizer
@@ -75,7 +77,7 @@ class GeminiEngine:
                 expected="a training step first, in which Gemini measures memory",
                 do="set num_sanity_val_steps=0, or placement_policy='static'",
             )
-        if self._pending and not self._accumulates:
+        if self.pending and not self._accumulates:
             raise ConfigError(
                 "the model is called between backward and the optimizer step, where Gemini keeps gradients in place of "
                 "parameters",
@@ -99,9 +101,18 @@ class GeminiEngine:
             run.differentiate(loss)
         self._check_reached()
         model._post_backward()
-        self._pending = True
-        size = sum(parameter.numel() * 2 for parameter in model.fp16_params)
-        run.collectives.traffic.add("reduce_scatter", size, run.world_size, sender="gradients")
+        self.pending = True
+        self._count(run)
+
+    def _count(self, run: RunContext) -> None:
+        """Count what forward and backward of a batch sent."""
+        for chunk in self.optimizer.chunk16_set:
+            size, traffic = chunk.chunk_mem, run.collectives.traffic
+            if chunk.keep_gathered:
+                traffic.add("all_reduce", size, run.world_size, sender="gradients")
+            else:
+                traffic.add("reduce_scatter", size, run.world_size, sender="gradients")
+                traffic.add("all_gather", 2 * size, run.world_size, 2, sender="parameters")
 
     def _check_reached(self) -> None:
         """Refuse a parameter without a gradient: the engine would step it with its own values as the gradient."""
@@ -118,6 +129,12 @@ class GeminiEngine:
 
     def clip(self, max_norm: float) -> float:
         """Clip in the next step; return the norm before clipping."""
+        if not self.optimizer.clipping_flag:
+            raise ConfigError(
+                "gradients are clipped and gradient_clip_val is not set: Gemini measures them in backward if it is",
+                expected="gradient_clip_val",
+                do="set it in place of a call of clip_gradients",
+            )
         chunks = [self._gradients(chunk) for chunk in self.optimizer.chunk16_set]
         squares = [chunk.l2_norm for chunk in chunks]
         norm: float = self.optimizer._calc_global_norm()
@@ -132,7 +149,7 @@ class GeminiEngine:
     def step(self) -> bool:
         """Step; return False if gradients overflowed."""
         self.optimizer.step()
-        self._pending = False
+        self.pending = False
         vars(self._given)["_opt_called"] = True  # schedulers warn if they see no step of theirs
         if self.optimizer.clipping_flag:
             self.optimizer.max_norm = math.inf
@@ -143,10 +160,10 @@ class GeminiEngine:
     def drop_gradients(self) -> None:
         """Forget gradients that were not stepped, and fill the parameters that they replaced."""
         optimizer = self.optimizer
-        if not self._pending:
+        if not self.pending:
             optimizer.zero_grad()
             return
-        self._pending = False
+        self.pending = False
         optimizer._set_grad_ptr()
         optimizer._clear_global_norm()
         optimizer.zero_grad()

@@ -51,6 +51,13 @@ class Engine(Protocol):
     #: The engine's optimizer, and its model to call.
     optimizer: Any
     model: Any
+    #: Whether there are gradients: a backward since the last step or `drop_gradients`.
+    pending: bool
+
+    @property
+    def num_bytes_of_step(self) -> int:
+        """Bytes of parameters that all ranks gather after a step."""
+        ...
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]: ...
 
@@ -96,7 +103,6 @@ class ShardedStrategy(ColossalAIStrategy):
 
     _engine: Any = field(init=False, default=None)
     _originals: Originals | None = field(init=False, default=None)
-    _differentiated: bool = field(init=False, default=False)
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """The engine itself computes in 16 bits, with fp32 masters."""
@@ -147,8 +153,10 @@ class ShardedStrategy(ColossalAIStrategy):
 
     def _stop(self, run: RunContext) -> None:
         """Put the weights back into the module that the engine trained. Collective."""
-        engine, self._engine = self._engine, None
-        state = engine.model_state(engine.user, _everywhere(run))
+        engine: Any = self._engine
+        everywhere: Any = _Everywhere(run)
+        self._engine = None
+        state = engine.model_state(engine.user, everywhere)
         engine.release()
         for name, value in engine.user.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
@@ -170,7 +178,6 @@ class ShardedStrategy(ColossalAIStrategy):
         check_parameters(run.module, self._dtype(run))
         check_optimizer(optimizers[0])
         self._originals = Originals(run.module, self._dtype(run))
-        self._differentiated = False
         model: Any = module
         try:
             self._engine = self._make(model.module, optimizers[0], run)
@@ -208,7 +215,6 @@ class ShardedStrategy(ColossalAIStrategy):
                 do="return the usual loss multiplied by zero to skip a batch",
             )
         self._engine.backward(loss, run)
-        self._differentiated = True
         return True
 
     @hookimpl
@@ -217,15 +223,16 @@ class ShardedStrategy(ColossalAIStrategy):
         return torch.tensor(self._engine.clip(max_norm))
 
     @hookimpl
-    def optimizer_step(self) -> bool:
-        if not self._differentiated:
+    def optimizer_step(self, run: RunContext) -> bool:
+        if not self._engine.pending:
             raise ConfigError(
                 "an optimizer step was requested without a backward since the last one",
                 expected="a backward before each step",
                 do="call backward of the run first, or skip the step",
             )
-        self._differentiated = False
         stepped: bool = self._engine.step()
+        if stepped and (num_bytes := self._engine.num_bytes_of_step):
+            run.collectives.traffic.add("all_gather", num_bytes, run.world_size, sender="parameters")
         return stepped
 
     @hookimpl
@@ -300,10 +307,6 @@ class _Everywhere:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
-
-
-def _everywhere(run: RunContext) -> Any:
-    return _Everywhere(run)
 
 
 class _Cast(nn.Module):

@@ -24,6 +24,7 @@ from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
 from stratagem.errors import ConfigError
+from stratagem_colossalai.options import PATH
 from stratagem_colossalai.weights import Originals, group_names
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ZeroEngine:
         self._overlaps = arguments["overlap_communication"]
         self._is_partitioned = self.optimizer._partition_grads
         self._syncs = True
+        self.pending = False
         self._put_masters(exact)  # the engine made them from 16 bits
 
     def _put_masters(self, exact: dict[int, torch.Tensor]) -> None:
@@ -83,6 +85,7 @@ class ZeroEngine:
                 run.differentiate(loss)
         finally:
             optimizer.require_grad_sync = True
+        self.pending = True
         if not self._syncs:
             return
         if not self._overlaps:
@@ -90,9 +93,13 @@ class ZeroEngine:
         optimizer._sync_grad()
         if self._overlaps:
             get_accelerator().synchronize()
-        run.collectives.traffic.add("all_reduce", self._num_bytes(), run.world_size, sender="gradients")
+            self._compare(run)
+        operation = "reduce_scatter" if self._is_partitioned else "all_reduce"
+        run.collectives.traffic.add(operation, self.num_bytes_of_step, run.world_size, sender="gradients")
 
-    def _num_bytes(self) -> int:
+    @property
+    def num_bytes_of_step(self) -> int:
+        """Bytes of the parameters that are trained: all ranks gather them after a step."""
         return sum(each.nbytes for group in self.optimizer._working_param_groups.values() for each in group)
 
     def _agree(self, run: RunContext) -> None:
@@ -105,6 +112,20 @@ class ZeroEngine:
         for parameter, used in zip(trained, everywhere, strict=True):
             if used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _compare(self, run: RunContext) -> None:
+        """Refuse gradients that were reduced while ranks used different parameters. Collective."""
+        trained = [each for group in self.optimizer._working_param_groups.values() for each in group]
+        reduced = [self.optimizer.get_working_grad_by_param_id(id(each)) is not None for each in trained]
+        counts = run.collectives.all_reduce(torch.tensor(reduced, dtype=torch.int32), "sum").tolist()
+        for parameter, count in zip(trained, counts, strict=True):
+            if count not in (0, run.world_size):
+                raise ConfigError(
+                    f"{self.names[id(parameter)]!r} got a gradient on {count} of {run.world_size} ranks, and "
+                    f"{PATH}.overlap_communication is true",
+                    expected="the same parameters on all ranks in each batch",
+                    do="drop overlap_communication",
+                )
 
     def clip(self, max_norm: float) -> float:
         """Clip in the next step; return the norm before clipping."""
@@ -120,11 +141,14 @@ class ZeroEngine:
     def step(self) -> bool:
         """Step; return False if gradients overflowed."""
         self.optimizer.step()
+        self.pending = False
         self.optimizer._clip_grad_norm = 0.0
         overflow = getattr(self.mixin, "found_overflow", None)
         return overflow is None or overflow.item() == 0
 
     def drop_gradients(self) -> None:
+        """Forget gradients that were not stepped."""
+        self.pending = False
         self.optimizer.zero_grad()
 
     def check_thawed(self) -> None:
