@@ -228,6 +228,11 @@ class RunContext(Protocol):
     is_worker: bool
 
     @property
+    def hands_over(self) -> bool:
+        """Whether the state goes to another process rather than to a file, so that nothing may be left out of it."""
+        ...
+
+    @property
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for the user's own loop."""
 

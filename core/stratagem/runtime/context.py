@@ -119,6 +119,11 @@ class Context(Choices):
         return self.is_global_zero or self._whole_everywhere
 
     @property
+    def hands_over(self) -> bool:
+        """Whether the state goes to another process rather than to a file, so that nothing may be left out of it."""
+        return self._whole_everywhere
+
+    @property
     def owns_loop(self) -> bool:
         """Whether a `Trainer` drives this run; False for the user's own loop."""
         return self.progress is not None

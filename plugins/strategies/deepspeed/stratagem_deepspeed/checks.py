@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,11 +164,11 @@ def check_tested(optimizer: Any, config: dict[str, Any], origin: str) -> None:
         )
 
 
-def the_only(optimizers: list[Any], configured: str | None) -> Any:
-    """Return the optimizer of a run; None if DeepSpeed makes it.
+def the_only(optimizers: list[Any], configured: str | None, run: RunContext) -> Any:
+    """Return the optimizer of a run; None if DeepSpeed makes it, as its configuration says, which goes first.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several, or a scheduler of the one that is dropped.
     """
     if len(optimizers) > 1:
         raise ConfigError(
@@ -175,8 +176,14 @@ def the_only(optimizers: list[Any], configured: str | None) -> Any:
             expected="one optimizer, with a parameter group instead of each",
         )
     if optimizers and configured is not None:
-        raise ConfigError(
-            f"there are two optimizers: {type(optimizers[0]).__name__} of configure_optimizers, and {configured}",
-            expected="one of the two",
-        )
+        dropped = f"{type(optimizers[0]).__name__} of configure_optimizers"
+        if schedulers := run.lr_scheduler_configs:
+            raise ConfigError(
+                f"there are two optimizers: {dropped}, with {type(schedulers[0].scheduler).__name__}, and {configured}",
+                expected="a scheduler of the optimizer that trains",
+                do="drop the optimizer of the configuration, or put its scheduler there, too",
+            )
+        if run.is_global_zero:
+            warnings.warn(f"{dropped} is not used: {configured} is", stacklevel=2)
+        return None
     return optimizers[0] if optimizers else None

@@ -17,6 +17,7 @@ from stratagem.api.json_tree import encode
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import read_any
 from stratagem_deepspeed import folder, start
 
 #: The key of the run's state besides weights and optimizer.
@@ -45,7 +46,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     weights_only=True)["state_dict"]`` are the weights, which every strategy reads; the optimizer is not included.
 
     Args:
-        checkpoint_dir: the folder with the file ``latest``, of any stage, by any program.
+        checkpoint_dir: the folder with the file ``latest``, of any stage, by any program; or a checkpoint of the
+            trainer's, which is whole under every strategy and every stage.
         output_file: where to write.
         tag: the name of the subfolder; by default the one in ``latest``.
         exclude_frozen_parameters: leave out parameters that are not trained.
@@ -58,9 +60,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     from stratagem.checkpoints import FullCheckpoint
 
-    state = consolidate(as_path(checkpoint_dir), tag, exclude_frozen_parameters)
+    path = as_path(checkpoint_dir)
+    state = _whole_already(path, tag, exclude_frozen_parameters) or consolidate(path, tag, exclude_frozen_parameters)
     FullCheckpoint().save_checkpoint(state=state, path=as_path(output_file), run=SingleProcessRun())
     return state
+
+
+def _whole_already(path: Path, tag: str | None, exclude_frozen: bool) -> dict[str, Any] | None:
+    """Return what is to be written of `path`, if it is a checkpoint that has whole weights; None if it is not."""
+    if folder.is_ours(path) or (path.is_dir() and ((path / "latest").exists() or tag is not None)):
+        return None
+    try:
+        state = read_any(path)
+    except CheckpointError:
+        if path.is_dir() or not path.exists():
+            return None  # what is missing from a folder of DeepSpeed's is told by who reads it
+        raise
+    if tag is not None or exclude_frozen:
+        option = "tag" if tag is not None else "exclude_frozen_parameters"
+        raise CheckpointError(f"{path} is not a folder of DeepSpeed's, and {option} was given", expected="neither",
+                              do="leave it out: the checkpoint has whole weights already")  # fmt: skip
+    kept = ("state_dict", "hyper_parameters", "hparams_name", "hparams_left_out", "format")
+    whole = {n: value.float() if value.is_floating_point() else value for n, value in state["state_dict"].items()}
+    return {name: state[name] for name in kept if name in state} | {"state_dict": whole}
 
 
 def consolidate(path: Path, tag: str | None = None, exclude_frozen: bool = False) -> dict[str, Any]:

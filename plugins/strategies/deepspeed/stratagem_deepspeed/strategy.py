@@ -212,8 +212,8 @@ class DeepSpeedStrategy(DeepSpeedOptions):
     ) -> list[torch.optim.Optimizer]:
         assert run.module is not None, "wrapped before"
         check_same_optimizers(optimizers, run.module, run)
-        optimizer = the_only(optimizers, self.configured_optimizer)
         self._check_schedulers(run)
+        optimizer = the_only(optimizers, self.configured_optimizer, run)
         self._start(optimizer, run)
         engine: Any = module.engine
         if engine is None or engine.optimizer is None:
@@ -353,10 +353,10 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             self._model.manual_writes.take_over()
         if native.takes_over(run):
             return engine_state.of_model(self, self._engine, self._zero, self._groups, module, run)
-        return logical.model_state(module, self._zero, self._keeps(module), run)
+        return logical.model_state(module, self._zero, self._keeps(module, run), run)
 
-    def _keeps(self, module: nn.Module) -> Callable[[str], bool]:
-        if not self.exclude_frozen_parameters:
+    def _keeps(self, module: nn.Module, run: RunContext) -> Callable[[str], bool]:
+        if not self.exclude_frozen_parameters or run.hands_over:
             return lambda _: True
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         return lambda name: name not in frozen
@@ -371,7 +371,7 @@ class DeepSpeedStrategy(DeepSpeedOptions):
             return True
         if self.zero_stage == 3 and self._engine is not None:
             self._engine.optimizer.empty_partition_cache()  # drop parameters that a forward has gathered
-        keeps = self._keeps(module)
+        keeps = self._keeps(module, run)
         optional = {name for name in module.state_dict() if not keeps(name)}
         logical.load_model_state(state, module, self._zero, strict, optional)
         self._record_weights()
