@@ -68,10 +68,25 @@ def test_without_fit_no_trial_is_needed():
     sg.Trainer(**QUIET, accelerator="cpu", callbacks=["ray_tune"]).validate(Net(), joined_batches(1, 8))
 
 
-@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("value", [0, -1, "yes", None])
 def test_options_are_checked(value):
     with pytest.raises(ConfigError, match="save_checkpoints is"):
         RayTune(save_checkpoints=value)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ([], r"metrics is \[\]; expected names of metrics"),
+        ({}, "metrics is {}; expected names"),
+        ("", "metrics is ''; expected names"),
+        (["val_loss", "done"], "metrics reports 'done', a name that Ray Tune uses itself"),
+        ({"training_iteration": "val_loss"}, "metrics reports 'training_iteration', a name that"),
+    ],
+)
+def test_metrics_that_report_nothing_or_replace_rays_own_are_refused(metrics, told):
+    with pytest.raises(ConfigError, match=f"callbacks.ray_tune.{told}"):
+        RayTune(metrics=metrics)
 
 
 # --- Trials ------------------------------------------------------------------------------------------------------
@@ -155,6 +170,21 @@ def test_a_trial_that_failed_is_resumed_to_the_bit(tuned, tmp_path, every):
         assert (last["training_iteration"], last["loss"]) == (4, pytest.approx(losses[-1]))
 
 
+class _Logs(Net):
+    """Logs one metric of this name, or none."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        if self.name:
+            self.log(self.name, 1.0)
+
+
 def _reports(config):
     case = config["case"]
     if case == "all metrics":
@@ -169,6 +199,8 @@ def _reports(config):
     else:
         said = {
             "a wrong name": lambda: fit(RayTune(metrics={"loss": "val_los"})),
+            "no metric": lambda: fit(RayTune(), _Logs("")),
+            "a name of Ray's": lambda: fit(RayTune(), _Logs("done")),
             "a late name": lambda: fit(RayTune(metrics=["val_loss", "train_los"])),
             "processes": lambda: fit(RayTune(), strategy="ddp_spawn", devices=2),
             "a new trial": lambda: print(resume_path() is None or 1 / 0),
@@ -179,7 +211,7 @@ def _reports(config):
 def test_what_trials_report_and_refuse(tuned):
     cases = [
         "all metrics", "a list", "without validation", "a trial run", "a wrong name", "a late name", "processes",
-        "a new trial",
+        "a new trial", "no metric", "a name of Ray's",
     ]  # fmt: skip
     results = tuned(_reports, {"case": tune.grid_search(cases)})
 
@@ -190,13 +222,18 @@ def test_what_trials_report_and_refuse(tuned):
     assert len(_values(results["without validation"], "train_loss")) == 2
     assert _values(results["a trial run"], "nothing") == [1]
     said = {case: result.metrics.get("said", "") for case, result in results.items()}
-    assert "'val_los', which nobody logged; expected one of val_loss; did you mean 'val_loss'" in said["a wrong name"]
+    assert (
+        "'val_los', which nobody logged in validation; expected one of val_loss; did you mean 'val_loss'"
+        in said["a wrong name"]
+    )
     assert "'train_los', which nobody logged" in said["a late name"]
     assert (
         "callbacks.ray_tune reports from the trial's process, and the launcher would start 2 others"
         in (said["processes"])
     )
     assert said["a new trial"] == "nothing"
+    assert "reports all metrics that are logged, and there are none; expected at least one" in said["no metric"]
+    assert "and 'done' is a name that Ray Tune uses itself" in said["a name of Ray's"]
 
 
 # --- A search ----------------------------------------------------------------------------------------------------

@@ -84,11 +84,15 @@ def test_with_another_precision():
     assert 1e-6 < relative_difference(module.state_dict(), plain.state_dict()) < 0.02
 
 
-def test_with_fp8_it_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"found no linear layer in Net; expected a plain nn.Linear that no precision"
-    ):
-        fit(Int8QAT(modules=[], skip=["net.4"]), precision="fp8")
+@pytest.mark.parametrize("precision", ["fp8", {"name": "fp8", "skip": ["net.4"]}])
+def test_with_fp8_it_is_refused(precision):
+    with pytest.raises(ConfigError, match="'int8_qat' cannot be used with precision 'fp8': both replace layers"):
+        fit(Int8QAT(), precision=precision)
+
+
+def test_two_of_them_are_refused():
+    with pytest.raises(ConfigError, match="'int8_qat' cannot be used with callback 'int8_qat': both replace layers"):
+        fit(None, callbacks=[Int8QAT(modules=["net.0"]), Int8QAT(modules=["net.2"], weight_bits=4)])
 
 
 @pytest.mark.parametrize(
@@ -135,3 +139,24 @@ def test_a_later_run_rounds_what_it_chooses_with_its_own_bits():
 
     assert type(module.net[0]) is nn.Linear
     assert module.net[2].weight_fake_quantizer.config.dtype is torch.int4
+
+
+def test_a_later_run_without_it_is_refused_unless_the_layers_are_plain():
+    _, module = fit(Int8QAT())
+    with pytest.raises(ConfigError, match="callback 'int8_qat' replaced layers of this Net in an earlier run"):
+        sg.Trainer(**(QUIET | CPU | {"devices": 1})).fit(module, joined_batches(1, 8))
+
+    sg.Trainer(**(QUIET | CPU | {"devices": 1})).fit(restore(module), joined_batches(1, 8))
+
+
+def test_a_converted_module_is_not_converted_or_trained_again():
+    callback = Int8QAT(skip=["net.4"])
+    trainer, module = fit(callback)
+    callback.convert(module)
+    told = "'int8_qat' found that net.0 of this Net is converted to integers; expected layers whose weights"
+
+    with pytest.raises(ConfigError, match=told):
+        callback.convert(module)
+    with pytest.raises(ConfigError, match=told):
+        trainer.fit(module, joined_batches(1, 8))
+    sg.Trainer(**(QUIET | CPU | {"devices": 1})).predict(module, joined_batches(1, 8))

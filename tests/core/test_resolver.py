@@ -7,7 +7,7 @@ import torch
 from attrs import define
 
 import stratagem as sg
-from stratagem.api import Accelerator, Callback, Capabilities, PrecisionPolicy, hookimpl
+from stratagem.api import SHARDED_PARAMETERS, Accelerator, Callback, Capabilities, PrecisionPolicy, hookimpl
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.config.settings import TrainerSettings, gather
 from stratagem.config.sources import Source
@@ -301,6 +301,33 @@ def test_a_precision_that_replaces_layers_stays_active(strategy):
     assert stack.precision in stack.active()
 
 
+class _OwnState(sg.Precision):
+    @hookimpl
+    def load_model_state(self):
+        return True
+
+
+class _NoShards(sg.Precision):
+    capabilities = Capabilities(conflicts={SHARDED_PARAMETERS})
+
+
+@pytest.mark.parametrize(
+    ("precision", "found"),
+    [
+        (_OwnState(), r"'_OwnState' cannot be used with strategy 'fsdp': both answer hook 'load_model_state'; expected a "
+         r"strategy that leaves it to precision '_OwnState'"),
+        (_NoShards(), r"'_NoShards' cannot be used with strategy 'fsdp', which provides 'sharded-parameters'"),
+    ],
+)  # fmt: skip
+def test_a_precision_and_a_strategy_that_exclude_each_other_name_other_strategies(precision, found):
+    with pytest.raises(ConfigError, match=rf"precision {found}; choose strategy 'ddp' or ") as refused:
+        resolved(strategy="fsdp", precision=precision, devices=2)
+
+    assert "'fsdp'" not in refused.value.do
+    assert "'single_device'" not in refused.value.do  # two processes
+    assert refused.value.do.endswith(f"or drop precision '{type(precision).__name__}'")
+
+
 def test_options_of_an_absorbed_precision_are_refused():
     with pytest.raises(ConfigError, match="applies the precision itself"):
         resolved(strategy="deepspeed_stage_1", precision={"name": "16-mixed", "init_scale": 2.0}, devices=2)
@@ -310,3 +337,27 @@ def test_the_trainer_has_what_was_resolved():
     trainer = sg.Trainer(**LOCAL, strategy="ddp", devices=2, logger=False, enable_progress_bar=False)
 
     assert type(trainer.strategy) is DDPStrategy
+
+
+# --- Paths of options --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        ({"compile": {"bakend": "eager"}}, "option compile.bakend is unknown"),
+        ({"compile": {"dynamic": "maybe"}}, "compile.dynamic is 'maybe'"),
+        ({"profiler": {"name": "simple", "wrte": True}}, "option profiler.wrte is unknown"),
+        (
+            {"callbacks": [{"name": "early_stopping", "monitr": "a"}]},
+            "option callbacks.early_stopping.monitr is unknown",
+        ),
+        ({"callbacks": {"name": "early_stopping", "monitor": 3}}, "callbacks.early_stopping.monitor is 3"),
+        ({"logger": {"name": "csv", "folder": "x"}}, "option logger.csv.folder is unknown"),
+    ],
+)
+def test_errors_name_options_as_the_user_typed_them(arguments, path):
+    with pytest.raises(ConfigError) as refused:
+        resolved(**arguments)
+
+    assert str(refused.value).startswith(path)

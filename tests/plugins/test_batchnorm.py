@@ -46,6 +46,21 @@ def test_it_trains_as_one_process(strategy, options):
         assert relative_difference(weights, plain) < 1e-5
 
 
+def _train_twice(rank, world_size, strategy):
+    module, batches = Normalized(), [tuple(each[rank::2] for each in batch) for batch in BATCHES]
+    for chosen in ({"sync_batchnorm": True}, {}):
+        trainer = sg.Trainer(strategy=strategy, devices=world_size, max_epochs=1, **chosen, **QUIET)
+        trainer.fit(module, batches)
+        if rank == 0 and strategy == "ddp":
+            module(BATCHES[0][0])  # needs no other rank
+    return type(module.net[1]).__name__
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "BatchNorm1d"), ("fsdp", "BatchNorm1d")])
+def test_after_the_run_each_rank_has_its_own_statistics(strategy, kind):
+    assert run_in_processes(_train_twice, 2, strategy, limit_s=60) == [kind, kind]
+
+
 def _dims(x):
     return [dim for dim in range(x.dim()) if dim != 1]
 

@@ -367,11 +367,11 @@ def test_units_of_a_third_party():
     [
         ("max-autotun", r"compile.mode is 'max-autotun'; expected .*; did you mean 'max-autotune'"),
         ({"mode": "max-autotune", "options": {"max_autotune": True}}, "compile.mode and compile.options are both set"),
-        ({"bakend": "eager"}, r"option callback.compile.bakend is unknown; .*did you mean 'backend'"),
+        ({"bakend": "eager"}, r"option compile.bakend is unknown; .*did you mean 'backend'"),
         ({"backend": "inducter"}, r"compile.backend is 'inducter'; .*did you mean 'inductor'"),
         ({"options": {"max_autotun": True}}, r"compile.options has 'max_autotun'.*did you mean 'max_autotune'"),
         ({"options": {"max_autotune": "yes"}}, "compile.options.max_autotune is 'yes'; expected a value such as"),
-        ({"dynamic": "maybe"}, "callback.compile.dynamic is 'maybe'; expected true or false or None"),
+        ({"dynamic": "maybe"}, "compile.dynamic is 'maybe'; expected true or false or None"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "compile.mode is 'max-autotune' and compile.backend is"),
         ({"modules": []}, "compile.modules is "),
         ({"modules": {Block}, "per_block": True}, "compile.modules and compile.per_block are both set"),

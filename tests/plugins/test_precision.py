@@ -469,3 +469,43 @@ def test_layers_that_a_precision_replaced_train_with_it_or_not_at_all():
         fit(batches, "32-true", model)
     fit(batches, _Rounds(), model)
     sg.Trainer(**QUIET).predict(model, joined_batches(1, 8))
+
+
+class _HalvesInputs(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x / 2)
+
+
+class _Halves(sg.Callback):
+    """Replaces layers in place, as a callback for quantization-aware training does."""
+
+    replaces_layers = True
+
+    @sg.hookimpl
+    def prepare_module(self, module):
+        module.net[0].__class__ = _HalvesInputs
+
+
+def test_layers_that_a_callback_replaced_train_with_it_or_not_at_all(tmp_path):
+    batches, model = joined_batches(2, 8), Net()
+    fit(batches, "32-true", model, callbacks=[_Halves()])
+    torch.save(model, tmp_path / "model.pt")
+
+    for kept in (model, torch.load(tmp_path / "model.pt", weights_only=False)):
+        with pytest.raises(
+            ConfigError, match="callback '_Halves' replaced layers of this Net in an earlier run, and this run has no"
+        ):
+            fit(batches, "32-true", kept)
+    fit(batches, "32-true", model, callbacks=[_Halves()])
+    with pytest.raises(ConfigError, match="no such callback"):  # known after a second run, too
+        fit(batches, "32-true", model)
+    sg.Trainer(**QUIET).predict(model, joined_batches(1, 8))
+    model.net[0].__class__ = torch.nn.Linear
+    fit(batches, "32-true", model)
+
+
+def test_two_plugins_that_replace_layers_are_refused():
+    with pytest.raises(ConfigError, match="'_Halves' cannot be used with precision '_Rounds': both replace layers"):
+        sg.Trainer(precision=_Rounds(), callbacks=[_Halves()], **QUIET)
+    with pytest.raises(ConfigError, match="callback '_Halves' cannot be used with callback '_Halves': both replace"):
+        sg.Trainer(callbacks=[_Halves(), _Halves()], **QUIET)

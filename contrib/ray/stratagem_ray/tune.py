@@ -11,7 +11,7 @@ from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.readback import as_numbers
-from stratagem.errors import ConfigError, nearest
+from stratagem.errors import ConfigError, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 #: Name of the checkpoint in the folder that Tune gets; the format's suffix is added.
 _NAME = "checkpoint"
+#: Names in a result that Ray Tune computes, and by which it schedules and ends trials.
+_TAKEN = (
+    "training_iteration",
+    "time_total_s",
+    "done",
+    "config",
+    "trial_id",
+    "checkpoint_dir_name",
+    "should_checkpoint",
+)
 
 
 def resume_path() -> Path | None:
@@ -42,8 +52,29 @@ def resume_path() -> Path | None:
 
 
 def _check_every(_instance: Any, _attribute: Any, value: Any) -> None:
-    if not isinstance(value, bool) and value < 1:
-        raise ConfigError(f"callbacks.ray_tune.save_checkpoints is {value}", expected="true, false or at least 1")
+    if not isinstance(value, int) or (not isinstance(value, bool) and value < 1):
+        raise ConfigError(
+            f"callbacks.ray_tune.save_checkpoints is {shown(value)}", expected="true, false or an integer of at least 1"
+        )
+
+
+def _check_metrics(_instance: Any, _attribute: Any, value: Any) -> None:
+    if not isinstance(value, str | list | dict):
+        return  # the type is checked elsewhere
+    names = [value] if isinstance(value, str) else list(value)
+    if not names or not all(names):
+        raise ConfigError(
+            f"callbacks.ray_tune.metrics is {shown(value)}",
+            expected="names of metrics",
+            do="leave it out to report all that are logged",
+        )
+    for name in names:
+        if name in _TAKEN:
+            raise ConfigError(
+                f"callbacks.ray_tune.metrics reports {name!r}, a name that Ray Tune uses itself",
+                expected="another name",
+                do='map another name to the metric, as in {"loss": "val_loss"}',
+            )
 
 
 @define(eq=False, kw_only=True)
@@ -55,7 +86,7 @@ class RayTune(Callback):
     """
 
     #: Names of metrics, or names to report mapped to names of metrics. None: all that are logged.
-    metrics: str | list[str] | dict[str, str] | None = None
+    metrics: str | list[str] | dict[str, str] | None = field(default=None, validator=_check_metrics)
     #: Report a checkpoint with each report, or with every nth, such that the trial can be paused and resumed.
     save_checkpoints: bool | int = field(default=False, validator=_check_every)
 
@@ -87,7 +118,7 @@ class RayTune(Callback):
         """Refuse names of which validation logged none; others may be of training, and are looked for in a report."""
         missing = self._missing(trainer)
         if missing and len(missing) == len(self._names(trainer)):
-            self._refuse(trainer, missing)
+            self._refuse(trainer, missing, " in validation")
 
     @hookimpl(trylast=True)
     def on_validation_end(self, trainer: TrainerView) -> None:
@@ -126,15 +157,34 @@ class RayTune(Callback):
     def _missing(self, trainer: TrainerView) -> list[str]:
         return [name for name in self._names(trainer).values() if name not in trainer.callback_metrics]
 
-    def _refuse(self, trainer: TrainerView, missing: list[str]) -> None:
-        known, error = sorted(trainer.callback_metrics), None
+    def _refuse(self, trainer: TrainerView, missing: list[str], where: str = "") -> None:
+        known, error = sorted(trainer.callback_metrics), self._problem(trainer)
         if missing:
             error = ConfigError(
-                f"callbacks.ray_tune.metrics has {missing[0]!r}, which nobody logged",
+                f"callbacks.ray_tune.metrics has {missing[0]!r}, which nobody logged{where}",
                 expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
                 do=nearest(missing[0], known) or f"log it with self.log({missing[0]!r}, ...)",
             )
         trainer.run.collectives.fail_together(error)
+
+    def _problem(self, trainer: TrainerView) -> ConfigError | None:
+        """Return what is wrong with metrics that are all reported: there are none, or one has a name of Ray's."""
+        known = sorted(trainer.callback_metrics)
+        taken = [name for name in known if name in _TAKEN]
+        if self.metrics is not None or (known and not taken):
+            return None
+        if not known:
+            return ConfigError(
+                "callbacks.ray_tune reports all metrics that are logged, and there are none",
+                expected="at least one",
+                do='log one, as in self.log("loss", loss)',
+            )
+        return ConfigError(
+            f"callbacks.ray_tune reports all metrics that are logged, and {taken[0]!r} is a name that Ray Tune uses "
+            "itself",
+            expected="other names",
+            do="log it under another name, or name the metrics to report in callbacks.ray_tune.metrics",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of reports."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 from torch import nn
@@ -23,6 +23,8 @@ class Int8QAT(Callback):
     Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR
     2018. Parameters stay in their dtype, under their names.
     """
+
+    replaces_layers: ClassVar[bool] = True
 
     #: Bits of the weights: 4 halve the converted model again, and cost accuracy.
     weight_bits: Literal[4, 8] = 8
@@ -61,7 +63,8 @@ class Int8QAT(Callback):
             module: one that was trained with this callback, or a new one with the weights of its checkpoint.
 
         Raises:
-            ConfigError: the module is sharded over processes, or a pattern matches none of its layers.
+            ConfigError: the module is sharded over processes, it is converted already, or a pattern matches none of its
+                layers.
         """
         load("callback 'int8_qat'", "drop the callback", "torchao.quantization.qat")
         from torchao.quantization import quantize_
@@ -90,6 +93,12 @@ class Int8QAT(Callback):
                 do="drop the callback, or the precision that replaces layers",
             )
         for name in chosen:
+            if type(layers[name].weight).__module__.startswith("torchao."):
+                raise ConfigError(
+                    f"callback 'int8_qat' found that {name} of this {type(module).__name__} is converted to integers",
+                    expected="layers whose weights are floating point",
+                    do="use the converted module without it, or load a checkpoint into a new module",
+                )
             inputs = layers[name].in_features
             if self.group_size is not None and inputs % self.group_size:
                 raise ConfigError(

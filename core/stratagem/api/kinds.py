@@ -95,6 +95,10 @@ class Plugin(metaclass=PluginType):
     #: Options that may be given without their names, in this order.
     positional: ClassVar[tuple[str, ...]] = ()
 
+    #: It replaces layers of the module: a run has one such plugin at most, and what it prepared is not trained without
+    #: it.
+    replaces_layers: ClassVar[bool] = False
+
     #: A run may have several of one class: `state_key` then contains the options that are not at their defaults.
     identified_by_options: ClassVar[bool] = False
 
@@ -192,11 +196,12 @@ class Strategy(Plugin):
 
 @define(eq=False, repr=False, kw_only=True)
 class Precision(Plugin):
-    """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself."""
+    """Sets dtypes: a policy, and hooks that are called unless the strategy applies the policy itself.
+
+    The hooks of one with `replaces_layers` are always called, since no strategy does that for it.
+    """
 
     kind: ClassVar[str] = "precision"
-    #: It replaces layers, which no strategy does for it: its hooks are called even if a strategy absorbs its policy.
-    replaces_layers: ClassVar[bool] = False
 
     def policy(self) -> PrecisionPolicy:
         return PrecisionPolicy()

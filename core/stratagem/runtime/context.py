@@ -23,7 +23,7 @@ from stratagem.runtime.connection import check_world, join, mesh_of, peers_world
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
-from stratagem.runtime.replaced_layers import check_replaced, note_replaced
+from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
 from stratagem.stack.plugins import Choice, Stack
@@ -229,9 +229,10 @@ class Context(Choices):
     ) -> None:
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
         self.module, self.stage = module, stage
-        check_replaced(module, self.stack.precision, stage)
+        check_replaced(module, self.stack, stage)
+        parts = parts_of(module, self.stack)
         self.hooks.hook.prepare_module(module=module, run=self)
-        note_replaced(module, self.stack.precision)
+        note_replaced(module, self.stack, parts)
         if not self.shards_parameters and any(parameter.is_meta for parameter in module.parameters()):
             self.materializer(module).fill(module)
         if self.world_size > 1:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
@@ -15,7 +15,9 @@ from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
+    from stratagem.api.kinds import Strategy
     from stratagem.stack.plugins import Choice, Stack
+
 #: The hooks that a plugin of each kind must implement.
 _DUTIES = {
     "strategy": ("wrap_model",),
@@ -40,6 +42,7 @@ def check_hooks(stack: Stack) -> None:
                 answers.setdefault(hook, []).append(choice)
     for hook, choices in answers.items():
         if len(choices) > 1:
+            _explain_answers(hook, choices, stack)
             raise PluginError(
                 f"hook {hook!r} is answered by {' and by '.join(str(choice) for choice in choices)}",
                 expected="one plugin to answer and the others to wrap",
@@ -55,6 +58,18 @@ def check_hooks(stack: Stack) -> None:
                 expected=f"every {choice.kind} to do so",
                 do="its author should add it; docs/hooks.md has the signature",
             )
+
+
+def _explain_answers(hook: str, choices: list[Choice], stack: Stack) -> None:
+    """Refuse a strategy and another plugin that both answer `hook`, if another strategy leaves it to that plugin."""
+    strategies = [choice for choice in choices if choice.kind == "strategy"]
+    others = [choice for choice in choices if choice.kind != "strategy"]
+    if strategies and others and (advice := _fitting_strategies(others[0], stack)):
+        raise ConfigError(
+            f"{others[0]} cannot be used with {strategies[0]}: both answer hook {hook!r}",
+            expected=f"a strategy that leaves it to {others[0]}",
+            do=advice,
+        )
 
 
 def check_order(stack: Stack) -> None:
@@ -138,6 +153,7 @@ def _capabilities(choice: Choice) -> Capabilities:
 
 def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
     choices = stack.active()
+    _check_replaced_layers(choices)
     provided = {word for choice in choices for word in _capabilities(choice).provides}
     wanted: list[tuple[str, str, Choice | None]] = [(word, reason, None) for word, reason in needs.items()]
     wanted += [(word, str(choice), choice) for choice in choices for word in sorted(_capabilities(choice).requires)]
@@ -152,11 +168,24 @@ def check_capabilities(stack: Stack, needs: Mapping[str, str]) -> None:
         for other in choices:
             clash = sorted(_capabilities(choice).conflicts & _capabilities(other).provides)
             if clash and other is not choice:
-                advice = choice.plugin.how_to_avoid(clash[0]) if choice.kind == "strategy" else ""
+                if choice.kind == "strategy":
+                    advice = choice.plugin.how_to_avoid(clash[0])
+                else:
+                    advice = _fitting_strategies(choice, stack) if other is stack.strategies[-1] else ""
                 raise ConfigError(
                     f"{choice} cannot be used with {other}, which provides {clash[0]!r}",
                     do=advice or "drop one of the two",
                 )
+
+
+def _check_replaced_layers(choices: Sequence[Choice]) -> None:
+    """Refuse two plugins that replace layers: the second finds none, or those that the first left out."""
+    found = [choice for choice in choices if getattr(choice.plugin, "replaces_layers", False)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{found[1]} cannot be used with {found[0]}: both replace layers of the module", expected="one of the two",
+            do=f"drop {found[1]}, or {found[0]}",
+        )  # fmt: skip
 
 
 def _alternatives(word: str, asker: Choice | None) -> str:
@@ -168,10 +197,46 @@ def _alternatives(word: str, asker: Choice | None) -> str:
     return f"choose a strategy that does: {', '.join(able)}"
 
 
-@functools.cache
-def _provided_without_options(entry: registry.Entry, generation: int) -> frozenset[str]:  # noqa: ARG001 - a cache's key
+def _fitting_strategies(asker: Choice, stack: Stack) -> str:
+    """Advise strategies that go with `asker`, which the strategy of `stack` does not; "" if none is installed."""
+    several = stack.num_processes * stack.num_nodes > 1
+    names = [
+        entry.name for entry in registry.entries("strategy") if _fits(entry, asker, several, registry.generation())
+    ]
+    return f"choose strategy {' or '.join(map(repr, names))}, or drop {asker}" if names else ""
+
+
+def _fits(entry: registry.Entry, asker: Choice, several: bool, generation: int) -> bool:
+    """Whether the strategy of `entry`, without options, can be used with `asker`, in several processes if asked."""
+    strategy = _made_without_options(entry, generation)
+    if strategy is None or strategy.outer:
+        return False
+    own, others = strategy.capabilities, _capabilities(asker)
+    clashes = own.conflicts & others.provides or own.provides & others.conflicts or others.requires - own.provides
+    return (
+        not clashes
+        and (not several or MULTI_PROCESS in own.provides)
+        and not _answers(strategy) & _answers(asker.plugin)
+    )
+
+
+def _answers(plugin: Any) -> set[str]:
+    """Return the hooks that `plugin` answers."""
+    specifications, own = hook_specifications(), hook_implementations(plugin)
+    known = own.keys() & specifications.keys()
+    return {hook for hook in known if specifications[hook]["firstresult"] and not own[hook]["wrapper"]}
+
+
+def _provided_without_options(entry: registry.Entry, generation: int) -> frozenset[str]:
     """Return what a strategy provides; empty for a preset, or a package that cannot be imported or needs options."""
+    strategy = _made_without_options(entry, generation)
+    return frozenset() if strategy is None else frozenset(strategy.capabilities.provides)
+
+
+@functools.cache
+def _made_without_options(entry: registry.Entry, generation: int) -> Strategy | None:  # noqa: ARG001 - a cache's key
+    """Return a strategy with its defaults; None for a preset, a package that is broken, or one that needs options."""
     try:
-        return make(entry, {}).capabilities.provides if isinstance(entry.load(), type) else frozenset()
+        return cast("Strategy", make(entry, {})) if isinstance(entry.load(), type) else None
     except Exception:  # noqa: BLE001 - a broken package is not an alternative
-        return frozenset()
+        return None

@@ -9,14 +9,19 @@ import attrs
 
 from stratagem.api.kinds import KINDS
 from stratagem.api.options import build, convert_options
+from stratagem.config.settings import argument_of
 from stratagem.errors import PluginError, StratagemError
 from stratagem.stack import registry
 
 
-def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = ()) -> Any:
-    """Load the plugin of `entry` and build it with the options in `values`, parsing those named in `texts`."""
+def make(entry: registry.Entry, values: Mapping[str, Any], texts: Iterable[str] = (), path: str = "") -> Any:
+    """Load the plugin of `entry` and build it with the options in `values`, parsing those named in `texts`.
+
+    Args:
+        path: what the user typed for the plugin, for messages, if that is not its kind and name.
+    """
     target = entry.load()
-    path = f"{entry.kind}.{entry.name}"
+    path = path or f"{argument_of(entry.kind)}.{entry.name}"
     if isinstance(target, type):
         return _check_kind(build(target, _convert(target, values, path, texts), path), entry)
     try:

@@ -11,9 +11,11 @@ from stratagem.stack.construction import make
 from stratagem.stack.plugins import Choice
 
 
-def default(kind: str, role: str, reason: str = "the default", **values: Any) -> Choice:
+def default(kind: str, role: str, reason: str = "the default", /, **values: Any) -> Choice:
+    """Return the plugin of `role`; an argument of that name, such as ``compile=``, has its options in `values`."""
     entry = registry.find(kind, catalog.default(role))
-    return Choice(kind=kind, name=entry.name, plugin=make(entry, values), reason=reason, entry=entry)
+    plugin = make(entry, values, path=role if values else "")
+    return Choice(kind=kind, name=entry.name, plugin=plugin, reason=reason, entry=entry)
 
 
 def default_strategy(accelerator: Choice, processes: int, num_nodes: int, environment: Environment) -> Choice:

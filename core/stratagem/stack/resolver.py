@@ -85,9 +85,9 @@ def resolve(settings: Any) -> Stack:
     chooser.check_all_used()
     check_absorbed(stack)
     check_order(stack)
-    check_hooks(stack)
     check_sync_batchnorm(settings, stack)
     check_capabilities(stack, needs_of(settings, stack))
+    check_hooks(stack)
     return stack
 
 
@@ -106,8 +106,8 @@ def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
     callbacks = sorted([*kept, *added], key=lambda choice: hasattr(choice.plugin, "best_model_path"))
     changed = attrs.evolve(stack, callbacks=callbacks)
-    check_hooks(changed)
     check_capabilities(changed, {})
+    check_hooks(changed)
     return callbacks
 
 
@@ -153,7 +153,7 @@ class _Chooser:
                 raise ConfigError(
                     f"{path} is {shown(value)}", expected='a mapping with a "name"', do="add the plugin's name"
                 )
-            return self._named(kind, chosen.pop("name"), chosen, alone)
+            return self._named(kind, chosen.pop("name"), chosen, alone, path)
         if isinstance(value, str) or (type(value) is int and kind == "precision"):
             return self._named(kind, str(value), {}, alone)
         if moved := catalog.moved(str(value).lower()):  # for example a dtype
@@ -174,24 +174,24 @@ class _Chooser:
         }
         return Choice(kind=kind, name=name, plugin=plugin, reason="given as an instance", entry=entry, origins=changed)
 
-    def _named(self, kind: str, name: str, values: Mapping[str, Any], alone: bool) -> Choice:
+    def _named(self, kind: str, name: str, values: Mapping[str, Any], alone: bool, path: str = "") -> Choice:
         entry = registry.find(kind, name)
         source = self.origins.get(kind, self.origins.get(f"{kind}s", "code"))
         given = {option: PluginOption(value, source, text=False) for option, value in values.items()}
         if alone:  # with several plugins an option would be ambiguous
             given |= self.options.pop(kind, {})
-        return self._build(entry, given, f"asked for ({source})")
+        return self._build(entry, given, f"asked for ({source})", path if path == "profiler" else "")
 
     def refine(self, choice: Choice) -> Choice:
         """Apply the options that were set for this kind by a dotted name or in a mapping with the plugin's name."""
         options = self.options.pop(choice.kind, {})
         return self._build(choice.entry, options, choice.reason) if options and choice.entry else choice
 
-    def _build(self, entry: registry.Entry, options: Mapping[str, PluginOption], reason: str) -> Choice:
+    def _build(self, entry: registry.Entry, options: Mapping[str, PluginOption], reason: str, path: str = "") -> Choice:
         values = {name: option.value for name, option in options.items()}
         texts = {name for name, option in options.items() if option.text}
         try:
-            plugin = make(entry, values, texts)
+            plugin = make(entry, values, texts, path)
         except ConfigError as error:
             sources = {o.origin for name, o in options.items() if f".{name} " in f"{error.found} "} - {"code"}
             if not sources:

@@ -21,7 +21,7 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stratagem.api import Collectives, RunContext
+    from stratagem.api import Collectives, RunContext, TrainerView
 
 #: The ranks over which a layer computes its statistics; a copy of the layer uses only its own batch.
 _PEERS: weakref.WeakKeyDictionary[nn.Module, Collectives] = weakref.WeakKeyDictionary()
@@ -38,6 +38,15 @@ class SyncBatchNorm(Callback):
                 f"sync_batchnorm is True and {type(module).__name__} has no batch normalization", do="drop it"
             )
 
+    @hookimpl
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        separate(trainer.module)
+
+    @hookimpl
+    def teardown(self, run: RunContext) -> None:
+        if run.module is not None:
+            separate(run.module)
+
 
 def synchronize(module: nn.Module, collectives: Collectives) -> int:
     """Make every batch normalization in `module` use the batches of all ranks; return how many there are.
@@ -50,6 +59,15 @@ def synchronize(module: nn.Module, collectives: Collectives) -> int:
             layer.__class__ = _synced(type(layer))  # type: ignore[assignment]  # a subclass of its own class
         _PEERS[layer] = collectives
     return len(layers)
+
+
+def separate(module: nn.Module) -> None:
+    """Make every batch normalization in `module` use its own batch again, as before the run."""
+    for part in module.modules():
+        _PEERS.pop(part, None)
+        original = type(part).__mro__[2] if isinstance(part, _Synced) else None
+        if original is not None and type(part) is _CLASSES.get(original):  # else a strategy derived its class
+            part.__class__ = original
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
