@@ -37,7 +37,7 @@ STRATEGIES = {
 class Chat(sg.Module):
     """A small Llama with tied weights, and adapters."""
 
-    def __init__(self, seed=0, adapters=True, rank=4):
+    def __init__(self, seed=0, adapters=True, rank=4, second=False, **lora_options):
         super().__init__()
         self.save_hyperparameters()
         with torch.random.fork_rng(), warnings.catch_warnings():
@@ -51,8 +51,11 @@ class Chat(sg.Module):
             )  # fmt: skip
             torch.manual_seed(1)
             if adapters:
-                lora = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-                self.model = peft.get_peft_model(self.model, lora)
+                lora = {"r": rank, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | lora_options
+                self.model = peft.get_peft_model(self.model, peft.LoraConfig(**lora))
+            if second:
+                self.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+                self.model.set_adapter("second")
 
     def training_step(self, batch, batch_idx):
         return self.model(**batch)
@@ -137,6 +140,19 @@ def test_checkpoints_move_between_strategies(deepspeed_preloaded, tmp_path, sour
     resumed = fit(target, begin=str(tmp_path / f"{what}.ckpt"))
 
     assert relative_difference(resumed, plainly(Chat(), batches() * 2)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"trainable_token_indices": [1, 2]}, {"second": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_adapters_train_and_resume_elsewhere(tmp_path, options):
+    fit("fsdp", folder=tmp_path, **options)
+    resumed = fit("ddp", begin=str(tmp_path / "part.ckpt"), **options)
+
+    assert relative_difference(resumed, plainly(Chat(**options), batches() * 2)) < 1e-4
 
 
 @pytest.fixture
