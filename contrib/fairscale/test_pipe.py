@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from typing import ClassVar
@@ -69,7 +71,7 @@ class Recorded(Net):
 
 
 def _fit(module, strategy, **arguments):
-    trainer = stratagem.Trainer(strategy=strategy, accelerator="cpu", devices=1, **(QUIET | arguments))
+    trainer = stratagem.Trainer(**(QUIET | {"strategy": strategy, "accelerator": "cpu", "devices": 1} | arguments))
     trainer.fit(module, BATCHES)
     return trainer
 
@@ -185,6 +187,74 @@ def test_checkpoints_go_to_and_from_ddp(strategies, tmp_path):
 def test_a_balance_that_does_not_fit_is_refused(balance):
     with pytest.raises(ConfigError, match="balance"):
         _fit(Net(), {"name": "fairscale_pipe", "balance": balance})
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "found"),
+    [
+        (1, {"devices": ["cpu"]}, "balance has 2 partitions, and there are 1 devices"),
+        (1, {"devices": ["cpu", "cpu", "cpu"]}, "balance has 2 partitions, and there are 3 devices"),
+        (2, {"balance": None}, "balance has 1 partition, and there are 2 devices"),
+        (1, {"devices": ["cpu", "cuda:77"]}, "devices has 'cuda:77', which this machine does not have"),
+        (1, {"devices": ["cpu", "gpu"]}, "devices has 'gpu', which this machine does not have"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(devices, options, found):
+    with pytest.raises(ConfigError, match=found):
+        _fit(Net(), PIPE | options, devices=devices)
+
+
+def test_compilation_is_refused():
+    with pytest.raises(ConfigError, match="cannot be used with callback 'compile'"):
+        _fit(Net(), PIPE, compile=True)
+
+
+class Mapped(nn.Module):
+    """Returns a dict."""
+
+    def forward(self, value):
+        return {"value": value} if isinstance(value, torch.Tensor) else value["value"]
+
+
+def test_a_border_that_is_passed_something_else_than_tensors_is_refused():
+    module = Net()
+    module.net.insert(2, Mapped())
+    module.net.insert(3, Mapped())
+    _fit(module, PIPE | {"balance": [4, 3]})
+    with pytest.raises(ConfigError, match="the last layer of a partition, Mapped, returns a dict"):
+        _fit(module, PIPE | {"balance": [3, 4]})
+
+
+ENDING = """
+import atexit, sys, threading, torch, stratagem
+from stratagem_testing.reference import Net, joined_batches
+
+class Broken(torch.nn.Module):
+    def forward(self, value):
+        raise ValueError("this layer is broken")
+
+module, kept = Net(), []
+atexit.register(lambda: print([each for each in threading.enumerate() if "(worker)" in each.name], len(kept)))
+if "broken" in sys.argv:
+    module.net.insert(3, Broken())
+trainer = stratagem.Trainer(
+    strategy={"name": "fairscale_pipe", "balance": [2, len(module.net) - 2], "chunks": 2}, accelerator="cpu", devices=1,
+    max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+)
+try:
+    trainer.fit(module, joined_batches(3, 16))
+except ValueError as error:
+    kept.append(error)  # its frames keep the pipeline until the program ends
+"""
+
+
+@pytest.mark.parametrize("how", ["well", "broken"])
+def test_no_thread_of_the_engine_is_left_when_a_program_ends(how, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, how], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout.strip()) == (0, f"[] {int(how == 'broken')}"), done.stderr
 
 
 def test_several_processes_are_refused():

@@ -141,6 +141,44 @@ def test_a_layer_may_be_frozen_for_a_while():
     assert relative_difference(weights, _train_freezing_plainly()) < 1e-6
 
 
+class Growing(Net):
+    """The first layer is trained from the fourth batch on, as in fine-tuning: the optimizer gets its parameters."""
+
+    def configure_optimizers(self):
+        self.net[0].requires_grad_(False)
+        return torch.optim.SGD(self.net[-1].parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3:
+            _grow(self, self.optimizers())
+
+
+def _grow(module, optimizer):
+    module.net[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(module.net[0].parameters()), "lr": 0.2})
+
+
+def _train_growing_plainly():
+    module = Growing()
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(BATCHES):
+        if index == 3:
+            _grow(module, optimizer)
+        optimizer.zero_grad()
+        loss_of(module(batch[0]), batch[1]).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_refresh_trainable": False}, {"reduce_buffer_size": 0}])
+def test_parameters_that_are_added_to_the_optimizer_are_averaged(options):
+    arguments = {"strategy": {"name": "fairscale_sharded", **options}, "accelerator": "cpu"}
+
+    weights = weights_on_all_ranks(run_in_processes(train, 2, Growing, BATCHES, arguments))
+
+    assert relative_difference(weights, _train_growing_plainly()) < 1e-6
+
+
 def test_it_trains_without_auto_refresh():
     arguments = {"strategy": {"name": "fairscale_sharded", "auto_refresh_trainable": False}, "accelerator": "cpu"}
 

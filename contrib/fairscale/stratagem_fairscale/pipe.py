@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from stratagem.api import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
     CLOSURE_OPTIMIZERS,
+    COMPILATION,
     CUSTOM_CLIPPING,
     CUSTOM_STEP,
     FULL_STATE,
@@ -72,7 +74,8 @@ class FairScalePipeStrategy(Strategy):
         provides={
             CLIP_BY_NORM, CLIP_BY_VALUE, CLOSURE_OPTIMIZERS, CUSTOM_CLIPPING, CUSTOM_STEP, FULL_STATE,
             MANUAL_OPTIMIZATION, MULTIPLE_OPTIMIZERS, NO_SYNC,
-        }
+        },
+        conflicts={COMPILATION},
     )  # fmt: skip
 
     @hookimpl
@@ -99,30 +102,50 @@ class FairScalePipeStrategy(Strategy):
         return module
 
     def _devices(self, number: int, run: RunContext) -> list[torch.device]:
-        given = [torch.device(each) for each in self.devices] if self.devices else list(run.devices)
-        if run.device.type == "cpu" and not self.devices:
+        given = [_device(each) for each in self.devices or ()] or list(run.devices)
+        if not self.devices and len(given) <= number and run.device.type == "cpu":
             given = [run.device] * number
-        if len(given) < number:
+        are_chosen = bool(self.devices) or run.devices_given
+        if len(given) < number or (are_chosen and len(given) > number):
             raise ConfigError(
-                f"{_PATH}.balance has {number} partitions, and there are {len(given)} devices",
+                f"{_PATH}.balance has {number} partition{'s' * (number > 1)}, and there are {len(given)} devices",
                 expected="a device for each partition",
-                do="request more devices, or cut the model into fewer partitions",
+                do=f"set {_PATH}.balance to the layers of each of {len(given)} partitions, or choose {number} of them",
             )
         return given[:number]
 
     def _pipe(self, layers: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Any:
         from fairscale.nn import Pipe
 
+        before = set(threading.enumerate())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # it names a class that torch removed
             try:
-                return Pipe(layers, balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint)
+                pipe = Pipe(layers, balance, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint)
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"FairScale cannot cut this nn.Sequential: {str(error).splitlines()[0]}",
                     expected="layers that occur once, with parameters of their own",
                     do=_INSTEAD,
                 ) from error
+        self._end_in_time(pipe.pipeline, [each for each in threading.enumerate() if each not in before])
+        return pipe
+
+    def _end_in_time(self, pipeline: Any, threads: list[threading.Thread]) -> None:
+        """Have the `threads` of `pipeline` end with this run.
+
+        The engine ends them when it is collected, which an exception may delay to the end of the program. By then
+        daemon threads have stopped, and it would wait for them forever; or one that still runs aborts the program.
+        """
+
+        def end() -> None:
+            for queue in set(pipeline.in_queues):
+                queue.put(None)
+            pipeline.in_queues, pipeline.out_queues = [], []
+            for thread in threads:
+                thread.join()
+
+        self._undo.append(end)
 
     @hookimpl
     def teardown(self) -> None:
@@ -153,6 +176,21 @@ def _sequence(user: nn.Module) -> nn.Sequential:
     )
 
 
+def _device(name: str) -> torch.device:
+    """Return a device of this machine.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(
+            f"{_PATH}.devices has {shown(name)}, which this machine does not have ({str(error).splitlines()[0]})",
+            expected='devices of this machine, such as ["cuda:0", "cuda:1"]',
+        ) from error
+
+
 class _Forward:
     """A forward for `layers` that calls `pipe`, and returns what it returns on `device`."""
 
@@ -177,7 +215,16 @@ class _Forward:
 def _within(contexts: list[Any], forward: Callable[..., Any], partition: nn.Module) -> Callable[[Any], Any]:
     def run(value: Any) -> Any:
         with contexts[0]():
-            return forward(partition, value)
+            out = forward(partition, value)
+        if not all(isinstance(each, torch.Tensor) for each in (out if isinstance(out, tuple) else (out,))):
+            last = type(list(partition.children())[-1]).__name__
+            raise ConfigError(
+                f"the last layer of a partition, {last}, returns a {type(out).__name__}, and {_PATH} passes tensors "
+                "from one partition to the next",
+                expected="a tensor, or a tuple of tensors",
+                do=f"move the border with {_PATH}.balance, or {_INSTEAD}",
+            )
+        return out
 
     return run
 

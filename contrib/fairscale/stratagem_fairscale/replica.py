@@ -23,13 +23,24 @@ class Replica(ShardedDataParallel):  # type: ignore[misc]  # the engine has no t
     """Reduces gradients in `reduce_gradients` only, and sends nothing in evaluation."""
 
     _should_accumulate_grads: bool
+    _all_params: list[torch.nn.Parameter]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        if len(self._all_params) != len(self._stepped()):
+            self.refresh_trainable()
         return super().forward(*inputs, **kwargs)
 
+    def _stepped(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the optimizers; `add_param_group` adds some, which the engine never looks for."""
+        groups = [group for optimizer in self._sharded_optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
     def refresh_trainable(self) -> None:
+        if len(self._all_params) != len(self._stepped()):
+            self._all_params = self._stepped()
+            self._reference_trainable_mask = [parameter.requires_grad for parameter in self._all_params]
         without = [parameter for parameter in self._all_params if parameter.grad is None]
         averaged = [parameter for parameter in self._all_params if getattr(parameter.grad, AVERAGED, False)]
         super().refresh_trainable()
