@@ -49,6 +49,7 @@ class Peer(Scheduled if "--scheduled" in sys.argv else Net):
             Path("holding").touch()
             while len(strategy._swarm.records()) < 2:
                 time.sleep(0.05)
+        self.net[0].requires_grad_(batch_idx >= given.get("thaw_at", 0))
         if batch_idx == given.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if "count_peers" in given:
@@ -85,6 +86,7 @@ if "inside" in given:  # the trainer divides a loader over its processes
     samples = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches)))
     batches = torch.utils.data.DataLoader(samples, given["joined"] // given["peers"] // given["trainer"]["devices"])
 model = Peer(given["seed"])
+model.net[0].requires_grad_("thaw_at" not in given)
 trainer.fit(model, batches, ckpt_path=given.get("ckpt_path"))
 steps = strategy.state_dict()["steps"]
 if seen:
@@ -394,6 +396,14 @@ def test_options_that_cannot_take_effect_are_refused(options, message):
 def test_combinations_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         stratagem.Trainer(accelerator="cpu", **QUIET, **arguments)
+
+
+def test_a_parameter_that_becomes_trainable_is_refused(peers):
+    process = peers.start(0, thaw_at=1)
+
+    assert process.wait(LIMIT_S) == 1
+    assert "'net.0.weight' was frozen when training began and is trained now, and the other peers" in peers.outputs()
+    peers.assert_nothing_is_left()
 
 
 def test_the_number_of_peers_is_known_while_it_trains():

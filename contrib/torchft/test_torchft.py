@@ -626,6 +626,38 @@ def test_replicas_that_train_differently_are_refused():
     assert any("accumulate_grad_batches is" in text and "in another one" in text for text in texts)
 
 
+class Thawing(Net):
+    """The first layer is trained in the first part of a fit only, or in the last part only."""
+
+    def __init__(self, seed, at_first):
+        super().__init__(seed)
+        self.at_first = at_first
+        self.net[0].requires_grad_(at_first)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[0].requires_grad_(self.at_first == (batch_idx < 3))
+
+
+def thaw(rank, world_size, name, at_first):
+    become_replica(rank, world_size)
+    model = Thawing(rank, at_first)
+    try:
+        trainer_of(name, options={"sync_every": 2}).fit(model, part(joined_batches(6, 16), rank, world_size))
+    except ConfigError as error:
+        return str(error)
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["torchft_local_sgd", "torchft_diloco"])
+def test_a_layer_may_be_frozen_and_not_thawed_between_exchanges(name):
+    with lighthouse():
+        frozen = run_in_processes(thaw, 2, name, True)
+        refused = run_in_processes(thaw, 2, name, False)
+
+    assert all(torch.equal(frozen[0][key], frozen[1][key]) for key in frozen[0])
+    assert all("'net.0.weight' was frozen when training began and is trained now" in text for text in refused)
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [

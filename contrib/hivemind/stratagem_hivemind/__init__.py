@@ -28,7 +28,7 @@ from stratagem.api.options import options
 from stratagem.api.validators import at_least, more_than
 from stratagem.errors import ConfigError
 from stratagem_hivemind.checks import addresses_of_peers, as_list, check_averager_options, check_name, unsupported
-from stratagem_hivemind.gradients import flat_buffer, flat_gradients, set_gradients
+from stratagem_hivemind.gradients import check_trained, flat_buffer, flat_gradients, set_gradients
 from stratagem_hivemind.sent_state import read, written
 
 if TYPE_CHECKING:
@@ -372,6 +372,7 @@ class HivemindStrategy(Strategy):
 
     def _count(self, samples: int, run: RunContext) -> None:
         """Add the gradients of `samples` to the window; average them with the other peers if that ends it."""
+        check_trained(run.module, self._parameters)
         self._passes += 1
         self._samples += samples
         with torch.no_grad():

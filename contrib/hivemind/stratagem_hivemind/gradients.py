@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from stratagem.errors import ConfigError
+
+
+def check_trained(module: nn.Module | None, averaged: Sequence[Tensor]) -> None:
+    """Refuse a parameter that became trainable after the peers agreed on which gradients they average."""
+    assert module is not None, "set before wrap_model"
+    known = set(map(id, averaged))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise ConfigError(
+                f"{name!r} was frozen when training began and is trained now, and the other peers do not expect it",
+                expected="the same trainable parameters during the whole fit",
+                do="begin with it trainable, or train in two fits",
+            )
 
 
 def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:

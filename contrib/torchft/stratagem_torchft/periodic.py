@@ -69,6 +69,21 @@ class PeriodicStrategy(TorchFTStrategy):
         assert run.module is not None, "set before wrap_model"
         return {name: local(parameter) for name, parameter in trained_parameters(run.module).items()}
 
+    def _averaged(self, run: RunContext) -> dict[str, Tensor]:
+        """Return the parameters that have an anchor, also those that were frozen since.
+
+        Raises:
+            ConfigError: another parameter became trainable.
+        """
+        assert run.module is not None, "set before wrap_model"
+        if thawed := [name for name in trained_parameters(run.module) if name not in self._anchor]:
+            raise ConfigError(
+                f"{thawed[0]!r} was frozen when training began and is trained now, and {self.path} does not average it",
+                expected="the same trainable parameters during the whole fit",
+                do="begin with it trainable, or train in two fits",
+            )
+        return {name: local(each) for name, each in run.module.named_parameters() if name in self._anchor}
+
     def _reset(self, run: RunContext) -> None:
         self._anchor = {name: _to_at_least_fp32(tensor) for name, tensor in self._parameters(run).items()}
         self._momentum, self._local_steps, self._rounds = {}, 0, 0
@@ -105,7 +120,7 @@ class PeriodicStrategy(TorchFTStrategy):
             if self._received is not None:
                 self._apply(starts=starts)
                 weight = 0.0
-            mine = self._parameters(run)
+            mine = self._averaged(run)
             names = self._part(list(mine))
             changes = {name: (self._anchor[name] - mine[name]) * weight for name in names}
             weighing = torch.tensor([weight], device=run.device)
