@@ -384,6 +384,15 @@ def test_the_timeline_shows_whether_messages_are_fused(tmp_path):
     assert fused(fusion_threshold_mb=0.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("devices", "name", "reason"),
+    [(2, "missing/t.json", "no file can be written in '/.*missing'"), (1, "t.json", "one process sends nothing")],
+)
+def test_a_timeline_that_would_not_be_written_is_refused(tmp_path, devices, name, reason):
+    with pytest.raises((ConfigError, ProcessesFailed), match=f"timeline_filename is '.*', and {reason}"):
+        trained(devices, strategy={"name": "horovod", "timeline_filename": str(tmp_path / name)})
+
+
 # --- Options -----------------------------------------------------------------------------------------------------
 
 
@@ -651,6 +660,11 @@ def test_the_launcher_raises_the_cause(how, message):
 def test_hosts_that_contradict_the_run_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         run_of(**options).launch(add)
+
+
+def test_an_error_of_horovodrun_has_its_reason():
+    with pytest.raises(LaunchError, match=r"horovodrun ended with exit code 1 \(.*[Ii]nterface"):
+        run_of(network_interfaces=["missing7"]).launch(add)
 
 
 def test_several_nodes_need_hosts():

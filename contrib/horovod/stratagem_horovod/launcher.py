@@ -194,7 +194,8 @@ def _cause(folder: Path, code: int, own: list[str]) -> BaseException:
         return _as_error(roots[0][-1])
     text = "".join(own)
     died = re.search(r"Process name: (\d+)\s+Exit code: (\d+)", text)
-    found = f"horovodrun ended with exit code {code}"
+    reasons = [line.strip() for line in own if line.strip()]
+    found = f"horovodrun ended with exit code {code}" + (f" ({reasons[-1][:200]})" if reasons else "")
     if died:
         number = int(died[2])
         how = f"was killed by {signal.Signals(number - 128).name}" if number > 128 else f"ended with exit code {number}"

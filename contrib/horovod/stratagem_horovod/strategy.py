@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -116,6 +118,7 @@ class HorovodStrategy(Strategy):
     def on_connect(self, run: RunContext) -> None:
         from stratagem_horovod import engine
 
+        self._check_timeline(run)
         if run.world_size > 1:
             self._started = engine.start(run, self._settings())
         else:
@@ -132,6 +135,20 @@ class HorovodStrategy(Strategy):
         if self._started:
             self._started = False
             engine.end()
+
+    def _check_timeline(self, run: RunContext) -> None:
+        """Refuse a timeline that Horovod would not write: it says nothing about that. Rank 0 writes it."""
+        if self.timeline_filename is None:
+            return
+        folder, error = Path(self.timeline_filename).resolve().parent, None
+        if run.world_size == 1 or (run.rank == 0 and not os.access(folder, os.W_OK)):
+            cannot = f"no file can be written in {str(folder)!r}"
+            reason = "one process sends nothing" if run.world_size == 1 else cannot
+            error = ConfigError(
+                f"strategy.horovod.timeline_filename is {self.timeline_filename!r}, and {reason}",
+                expected="several processes, and a file in a folder that exists", do="correct it, or leave it out",
+            )  # fmt: skip
+        run.collectives.fail_together(error)
 
     def _settings(self) -> dict[str, str]:
         """Return the variables that Horovod reads when it starts."""
