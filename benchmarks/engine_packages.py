@@ -36,12 +36,21 @@ PAIRS = {
     "horovod": [("horovod", "ddp"), ({"name": "horovod", "compression": "fp16"}, "ddp with fp16_compress")],
     "torchft": [
         ({"name": "torchft_ddp"} | TORCHFT, "ddp"),
-        ({"name": "torchft_local_sgd", "sync_every": 8} | TORCHFT, [{"name": "local_sgd", "period": 8}, "ddp"]),
-        ({"name": "torchft_diloco", "sync_every": 8} | TORCHFT, [{"name": "diloco", "period": 8}, "ddp"]),
+        (
+            {"name": "torchft_local_sgd", "sync_every": 8} | TORCHFT,
+            [{"name": "local_sgd", "period": 8, "team_size": 1}, "ddp"],
+        ),
+        (
+            {"name": "torchft_diloco", "sync_every": 8} | TORCHFT,
+            [{"name": "diloco", "period": 8, "team_size": 1}, "ddp"],
+        ),
     ],
     "hivemind": [
         (HIVEMIND, "ddp"),
-        (HIVEMIND | {"target_batch_size": 16 * LENGTH * 2}, [{"name": "local_sgd", "period": 8}, "ddp"]),
+        (
+            HIVEMIND | {"target_batch_size": 16 * LENGTH * 2},
+            [{"name": "local_sgd", "period": 8, "team_size": 1}, "ddp"],
+        ),
     ],
 }
 CLONE_NEWNET = 0x40000000
