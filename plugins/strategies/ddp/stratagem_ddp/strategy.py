@@ -142,17 +142,20 @@ class DDPStrategy(ProcessGroupStrategy):
             )
         search = run.manual if self.find_unused_parameters is None else self.find_unused_parameters
         # Without device_ids: batches are on the device already, and torch would walk and rebuild each of them.
-        replica = _Replica(
-            module,
-            run.collectives.traffic,
-            process_group=run.peers.group,
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=search,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            broadcast_buffers=self.broadcast_buffers,
-            init_sync=self.init_sync,
-        )
+        with warnings.catch_warnings():
+            # Torch has begun to give this option another name and a narrower meaning.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            replica = _Replica(
+                module,
+                run.collectives.traffic,
+                process_group=run.peers.group,
+                bucket_cap_mb=self.bucket_cap_mb,
+                find_unused_parameters=search,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                static_graph=self.static_graph,
+                init_sync=self.init_sync,
+                **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
+            )
         reducer = run.bucket_reducer()
         if reducer is not None:
             reducer.serve(replica)  # it counts its traffic

@@ -17,7 +17,6 @@ from stratagem.api.json_tree import encode
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError
-from stratagem.stack.formats import read_any
 from stratagem_deepspeed import folder, start
 
 #: The key of the run's state besides weights and optimizer.
@@ -46,8 +45,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     weights_only=True)["state_dict"]`` are the weights, which every strategy reads; the optimizer is not included.
 
     Args:
-        checkpoint_dir: the folder with the file ``latest``, of any stage, by any program; or a checkpoint of the
-            trainer's, which is whole under every strategy and every stage.
+        checkpoint_dir: the folder with the file ``latest``, of any stage, by any program; or a file of the format
+            "full", which is the default and whole under every strategy and at every stage.
         output_file: where to write.
         tag: the name of the subfolder; by default the one in ``latest``.
         exclude_frozen_parameters: leave out parameters that are not trained.
@@ -68,14 +67,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _whole_already(path: Path, tag: str | None, exclude_frozen: bool) -> dict[str, Any] | None:
     """Return what is to be written of `path`, if it is a checkpoint that has whole weights; None if it is not."""
-    if folder.is_ours(path) or (path.is_dir() and ((path / "latest").exists() or tag is not None)):
+    from stratagem.checkpoints import FullCheckpoint
+
+    if not FullCheckpoint().recognises(path):
         return None
-    try:
-        state = read_any(path)
-    except CheckpointError:
-        if path.is_dir() or not path.exists():
-            return None  # what is missing from a folder of DeepSpeed's is told by who reads it
-        raise
+    state = FullCheckpoint().load_checkpoint(path=path, run=SingleProcessRun())
     if tag is not None or exclude_frozen:
         option = "tag" if tag is not None else "exclude_frozen_parameters"
         raise CheckpointError(f"{path} is not a folder of DeepSpeed's, and {option} was given", expected="neither",
