@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
           torchmetrics tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic \
-          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets
+          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi
 
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)

@@ -10,6 +10,7 @@ The resolver calls the plain methods of the bases below *before any process star
 from __future__ import annotations
 
 import argparse
+import inspect
 from abc import ABCMeta
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +63,15 @@ class PluginType(ABCMeta):
         namespace.setdefault("__getstate__", _state)
         namespace.setdefault("__setstate__", _set_state)
         return super().__new__(mcs, name, bases, namespace, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What notebooks and `help` show: the options, those of `positional` first."""
+        first = getattr(cls, "positional", ()) if _attrs_makes(cls) else ()
+        init = inspect.signature(cls.__init__)  # type: ignore[misc] - of this class, not of another
+        parameters = {each.name: each for each in [*init.parameters.values()][1:]}
+        ordered = [parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+        return inspect.Signature([*ordered, *(each for name, each in parameters.items() if name not in first)])
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
         names = getattr(cls, "positional", ())

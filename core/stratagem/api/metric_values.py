@@ -11,7 +11,13 @@ from torch.nn.utils.rnn import PackedSequence
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Literal, TypeAlias
+
     from torch import Tensor
+
+    #: How the values of an epoch become one; a callable gets them stacked, (n,) float64.
+    ReduceFx: TypeAlias = Literal["mean", "sum", "max", "min"] | Callable[[Tensor], Tensor]
 
 
 # --- Numbers: see [Note: exact numbers] -----------------------------------------------------------------------------

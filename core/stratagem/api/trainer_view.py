@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from stratagem.api.context import Position, RunContext
     from stratagem.api.lr_schedulers import LRSchedulerConfig
+    from stratagem.api.metric_values import ReduceFx
 
 
 @frozen
@@ -186,8 +187,22 @@ class TrainerView(Protocol):
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None: ...
 
-    def log_metric(self, name: str, value: Any, **options: Any) -> None:
-        """Log a metric, as `Module.log` does with `options`: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
+    def log_metric(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Log a metric, as `Module.log` does: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""

@@ -58,7 +58,7 @@ class RunSettings:
     launcher: Any = None
     #: The format of checkpoints.
     checkpoint: Any = None
-    #: More plugins, of any kind.
+    #: More plugins, of any kind: names, mappings, instances, or objects with `@hookimpl` methods.
     plugins: Any = ()
     #: The folder of logs and checkpoints; the current directory by default.
     default_root_dir: Path = field(factory=Path.cwd)
@@ -103,26 +103,31 @@ class TrainerSettings(RunSettings):
 
     #: Callbacks, called in this order.
     callbacks: Any = ()
-    #: The loggers; True is the default logger, False none.
+    #: The loggers, one or several; True is the default logger, False means none.
     logger: Any = True
     #: The number of epochs; -1 trains until max_steps, max_time or should_stop.
     max_epochs: int | None = field(default=None, validator=at_least_or_unlimited(0))
+    #: Epochs before which only max_epochs and max_steps end training.
     min_epochs: int | None = field(default=None, validator=at_least(0))
     #: Optimizer steps before which only max_epochs and max_steps end training.
     min_steps: int | None = field(default=None, validator=at_least(0))
     #: The most optimizer steps; -1 means no limit.
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
-    #: Seconds, a timedelta, or "DD:HH:MM:SS".
+    #: The longest time to train: seconds, a timedelta, or "DD:HH:MM:SS".
     max_time: timedelta | str | None = field(default=None, validator=duration_or_text)
     #: Batches per optimizer step; ``{0: 8, 5: 4}`` accumulates 8 until epoch 5, and 4 from then on.
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
     gradient_clip_val: float | None = field(default=None, validator=more_than(0))
+    #: "norm" limits the norm of all gradients together, "value" limits each number.
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    #: Batches per epoch: a count (int), or a share of the loader (float).
+    #: Training batches per epoch: a count (int), or a share of the loader (float).
     limit_train_batches: int | float | None = field(default=None, validator=batch_limit)
+    #: Validation batches of each loader: a count (int), or a share of the loader (float).
     limit_val_batches: int | float | None = field(default=None, validator=batch_limit)
+    #: Test batches of each loader: a count (int), or a share of the loader (float).
     limit_test_batches: int | float | None = field(default=None, validator=batch_limit)
+    #: Prediction batches of each loader: a count (int), or a share of the loader (float).
     limit_predict_batches: int | float | None = field(default=None, validator=batch_limit)
     #: Validate every n batches (int), or after each such share of an epoch (float).
     val_check_interval: int | float = field(default=1.0, validator=batch_limit)
@@ -134,7 +139,9 @@ class TrainerSettings(RunSettings):
     num_sanity_val_steps: int = field(default=2, validator=at_least_or_unlimited(0))
     #: Optimizer steps between two rows of step metrics.
     log_every_n_steps: int = field(default=50, validator=at_least(1))
+    #: Add a callback that shows progress, and metrics logged with ``prog_bar=True``, unless `callbacks` has one.
     enable_progress_bar: bool = True
+    #: Add a callback that saves a checkpoint after validation, or after each epoch, unless `callbacks` has one.
     enable_checkpointing: bool = True
     #: Print the layers and their parameters when a fit begins; by default if the output is a terminal.
     enable_model_summary: bool | None = None

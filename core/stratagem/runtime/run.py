@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from stratagem.config.arguments import remember_arguments
 from stratagem.config.settings import RunSettings, gather
 from stratagem.errors import PluginError
 from stratagem.runtime import launching, state_io
@@ -27,27 +28,64 @@ from stratagem.runtime.context import Context
 from stratagem.runtime.handles import LoaderHandle, ModelHandle
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
+    from typing import Literal
 
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from stratagem.api.kinds import (
+        Accelerator,
+        CheckpointFormat,
+        CommHook,
+        Environment,
+        Launcher,
+        Precision,
+        Strategy,
+    )
     from stratagem.api.world import Collectives, Mesh, World
+    from stratagem.config.arguments import NameOr
     from stratagem.stack.plugins import Stack
 
 
 class Run:
-    """A resolved stack of plugins. Arguments are those of `stratagem.config.settings.RunSettings`.
+    """A resolved stack of plugins; every argument is documented in `stratagem.config.settings.RunSettings`.
 
     Raises:
         ConfigError, PluginError: the choices cannot work together; raised here, before any process starts.
     """
 
-    def __init__(self, settings: RunSettings | None = None, /, **arguments: Any) -> None:
+    @remember_arguments
+    def __init__(
+        self,
+        settings: RunSettings | None = None,
+        /,
+        *,
+        accelerator: NameOr[Accelerator] = "auto",
+        devices: int | str | Sequence[int | str] = "auto",
+        num_nodes: int = 1,
+        strategy: NameOr[Strategy] | Sequence[NameOr[Strategy]] = "auto",
+        precision: NameOr[Precision] | int | None = None,
+        comm_hook: NameOr[CommHook] | Sequence[NameOr[CommHook]] | None = None,
+        environment: NameOr[Environment] = "auto",
+        launcher: NameOr[Launcher] | None = None,
+        checkpoint: NameOr[CheckpointFormat] | None = None,
+        activation_checkpointing: Collection[type | str] | Mapping[str, Any] | Callable[..., Any] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,  # noqa: A002 - torch's name for it
+        plugins: Any = (),
+        lock: str | Path | None = None,
+        default_root_dir: str | Path | None = None,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        deterministic: bool | Literal["warn"] = False,
+        float32_matmul_precision: Literal["highest", "high", "medium"] | None = None,
+    ) -> None:
+        self._given: dict[str, Any]
         #: What hooks receive as `run`.
-        self.context = Context(settings if settings is not None else gather(RunSettings, arguments))
+        self.context = Context(settings if settings is not None else gather(RunSettings, self._given))
 
     # --- World and devices ---------------------------------------------------------------------------------------
 

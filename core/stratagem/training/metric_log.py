@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stratagem.api.readback import as_numbers
 from stratagem.api.world import Collectives
@@ -11,6 +13,7 @@ from stratagem.errors import ConfigError, nearest
 from stratagem.training.metrics import StageMetrics
 
 if TYPE_CHECKING:
+    from stratagem.api.metric_values import ReduceFx
     from stratagem.training.fit_state import FitState
 
 #: What to do instead of Lightning's other options.
@@ -22,21 +25,53 @@ _INSTEAD = {
     "sync_dist_op": "name it reduce_fx",
 }
 
+F = TypeVar("F", bound=Callable[..., None])
 
-def log_metric(state: FitState, name: str, value: Any, options: dict[str, Any]) -> None:
+
+def refuse_unknown_options(log: F) -> F:
+    """Let `log`, a method whose options are keywords, refuse one that it does not have."""
+    parameters = inspect.signature(log).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @functools.wraps(log)
+    def wrapper(self: Any, *values: Any, **options: Any) -> None:
+        try:
+            log(self, *values, **options)
+        except TypeError as error:
+            unknown = next((option for option in options if option not in (*known, "name", "value", "values")), None)
+            if unknown is None:
+                raise
+            metric = next((repr(value) for value in values if isinstance(value, str)), "")
+            raise ConfigError(f"{log.__name__}({metric}) got {unknown}", expected=f"options {', '.join(known)}",
+                              do=_INSTEAD.get(unknown) or nearest(unknown, known)) from error  # fmt: skip
+
+    return cast(F, wrapper)
+
+
+def log_metric(
+    state: FitState,
+    name: str,
+    value: Any,
+    prog_bar: bool,
+    logger: bool,
+    on_step: bool | None,
+    on_epoch: bool | None,
+    reduce_fx: ReduceFx,
+    sync_dist: bool,
+    batch_size: int | None,
+    rank_zero_only: bool,
+    add_dataloader_idx: bool,
+) -> None:
     """Record what `Module.log` got."""
-    if options.get("rank_zero_only") and not state.run.is_global_zero:
+    if rank_zero_only and not state.run.is_global_zero:
         return
     stage_metrics = state.stage_metrics
     if stage_metrics.closed:
         stage_metrics = _metrics_for_one(state, name)
-    try:
-        stage_metrics.log(name, value, **options)
-    except TypeError as error:
-        known = [p for p in inspect.signature(StageMetrics.log).parameters if p not in ("self", "name", "value")]
-        unknown = next((option for option in options if option not in known), "")
-        raise ConfigError(f"log({name!r}) got {unknown or error!r}", expected=f"options {', '.join(known)}",
-                          do=_INSTEAD.get(unknown) or nearest(unknown, known)) from error  # fmt: skip
+    stage_metrics.log(
+        name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size, rank_zero_only,
+        add_dataloader_idx,
+    )  # fmt: skip
     if stage_metrics is not state.stage_metrics:
         _publish_late(state, name, stage_metrics)
 

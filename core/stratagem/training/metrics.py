@@ -8,8 +8,7 @@ rank may log ``0`` and another ``0.5``. A NaN is never lost: mean, sum, max and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from attrs import asdict, define
@@ -23,8 +22,7 @@ from stratagem.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-ReduceFx = Literal["mean", "sum", "max", "min"] | Callable[["Tensor"], "Tensor"]
+    from stratagem.api.metric_values import ReduceFx
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 

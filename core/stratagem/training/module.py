@@ -10,15 +10,17 @@ from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import ConfigError
 from stratagem.runtime.step_module import COMPILER
 from stratagem.training.hyperparameters import Hyperparameters, HyperparametersMixin, arguments_from
-from stratagem.training.metric_log import log_metric
+from stratagem.training.metric_log import log_metric, refuse_unknown_options
 from stratagem.training.module_access import ModuleAccess
 from stratagem.training.module_events import ModuleEvents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
+
+    from stratagem.api.metric_values import ReduceFx
 
 
 class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
@@ -155,7 +157,22 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
 
     # --- What a user calls ---------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Tensor | float, **options: Any) -> None:
+    @refuse_unknown_options
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        add_dataloader_idx: bool = True,
+    ) -> None:
         """Record one number under `name`.
 
         Args:
@@ -176,12 +193,33 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
             ConfigError: called where nothing can be logged (before or after training, a validation or a test; while
                 predicting), a value that is not one number, or contradictory options.
         """
-        log_metric(self._state, name, value, options)
+        log_metric(
+            self._state, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size,
+            rank_zero_only, add_dataloader_idx,
+        )  # fmt: skip
 
-    def log_dict(self, values: dict[str, Tensor | float], **options: Any) -> None:
+    @refuse_unknown_options
+    def log_dict(
+        self,
+        values: Mapping[str, Tensor | float],
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        add_dataloader_idx: bool = True,
+    ) -> None:
         """`log` every item of `values` with the same options."""
         for name, value in values.items():
-            self.log(name, value, **options)
+            self.log(
+                name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
+                sync_dist=sync_dist, batch_size=batch_size, rank_zero_only=rank_zero_only,
+                add_dataloader_idx=add_dataloader_idx,
+            )  # fmt: skip
 
     def manual_backward(self, loss: Tensor) -> None:
         """Differentiate `loss` through the strategy and the precision; for manual optimization."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api.validators import read_accumulation, read_duration
+from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import from_environment
-from stratagem.config.moved_names import moved_argument
 from stratagem.config.settings import TrainerSettings, gather
 from stratagem.config.sources import Source, from_arguments, from_file, program
 from stratagem.distributed.standard_streams import open_standard_streams
-from stratagem.errors import ConfigError, StratagemError, nearest
+from stratagem.errors import ConfigError, StratagemError
 from stratagem.runtime.context import Context
 from stratagem.stack.resolver import with_callbacks
 from stratagem.training.datamodule import DataModule
@@ -28,31 +27,27 @@ from stratagem.training.progress import Position
 from stratagem.training.view import View
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from contextlib import AbstractContextManager
+    from typing import Literal
 
+    from stratagem.api.kinds import (
+        Accelerator,
+        Callback,
+        CheckpointFormat,
+        CommHook,
+        Environment,
+        Launcher,
+        Logger,
+        Precision,
+        Strategy,
+    )
+    from stratagem.config.arguments import NameOr
     from stratagem.training.request import StageRequest
 
 
 #: What each stage that measures calls on the module.
 _STEPS = {"validate": "validation_step", "test": "test_step"}
-
-
-def _remembering_what_was_given(init: Callable[..., None]) -> Callable[..., None]:
-    """Let ``__init__`` tell an argument that was given from one that has its default value."""
-
-    @functools.wraps(init)
-    def wrapper(self: Any, *, sources: Sequence[Source] = (), **arguments: Any) -> None:
-        known = inspect.signature(init).parameters
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(
-                    f"Trainer has no argument {name!r}", expected="one of its arguments",
-                    do=moved_argument(name) or nearest(name, known) or "see help(stratagem.Trainer)",
-                )  # fmt: skip
-        self._given, self._sources = arguments, sources
-        init(self, **arguments)
-
-    return wrapper
 
 
 class Trainer(View):
@@ -62,24 +57,24 @@ class Trainer(View):
         ConfigError, PluginError: arguments that cannot work, alone or together; before any process starts.
     """
 
-    @_remembering_what_was_given
+    @remember_arguments
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        devices: Any = "auto",
+        accelerator: NameOr[Accelerator] = "auto",
+        devices: int | str | Sequence[int | str] = "auto",
         num_nodes: int = 1,
-        strategy: Any = "auto",
-        precision: Any = None,
-        comm_hook: Any = None,
-        environment: Any = "auto",
-        launcher: Any = None,
-        checkpoint: Any = None,
-        activation_checkpointing: Any = None,
-        compile: Any = None,  # noqa: A002 - torch's name for it
+        strategy: NameOr[Strategy] | Sequence[NameOr[Strategy]] = "auto",
+        precision: NameOr[Precision] | int | None = None,
+        comm_hook: NameOr[CommHook] | Sequence[NameOr[CommHook]] | None = None,
+        environment: NameOr[Environment] = "auto",
+        launcher: NameOr[Launcher] | None = None,
+        checkpoint: NameOr[CheckpointFormat] | None = None,
+        activation_checkpointing: Collection[type | str] | Mapping[str, Any] | Callable[..., Any] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,  # noqa: A002 - torch's name for it
         plugins: Any = (),
-        callbacks: Any = (),
-        logger: Any = True,
+        callbacks: NameOr[Callback] | Sequence[NameOr[Callback]] | None = (),
+        logger: bool | NameOr[Logger] | Sequence[NameOr[Logger]] | None = True,
         lock: str | Path | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -88,7 +83,7 @@ class Trainer(View):
         max_time: timedelta | str | float | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         limit_train_batches: float | None = None,
         limit_val_batches: float | None = None,
         limit_test_batches: float | None = None,
@@ -104,12 +99,12 @@ class Trainer(View):
         reload_dataloaders_every_n_epochs: int = 0,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
-        deterministic: bool | str = False,
-        float32_matmul_precision: str | None = None,
+        deterministic: bool | Literal["warn"] = False,
+        float32_matmul_precision: Literal["highest", "high", "medium"] | None = None,
         detect_anomaly: bool = False,
         fast_dev_run: bool | int = False,
         overfit_batches: float = 0,
-        profiler: Any = None,
+        profiler: NameOr[Callback] | None = None,
         inference_mode: bool = True,
         barebones: bool = False,
     ) -> None:
@@ -141,7 +136,19 @@ class Trainer(View):
         Raises:
             ConfigError: no such file, a broken one, an unknown key or a value that does not fit.
         """
-        return cls(sources=[from_file(path)], **arguments)
+        return cls.from_sources([from_file(path)], **arguments)
+
+    @classmethod
+    def from_sources(cls, sources: Sequence[Source], **arguments: Any) -> Trainer:
+        """Make a trainer from `sources`, of which a later one overrides an earlier one, and `arguments` all of them.
+
+        Environment variables override files.
+
+        Raises:
+            ConfigError: an unknown key, or a value that does not fit.
+        """
+        make: Callable[..., Trainer] = cls
+        return make(sources=sources, **arguments)
 
     @classmethod
     def from_cli(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Trainer:
@@ -161,7 +168,7 @@ class Trainer(View):
             files = [Source("the script's defaults", dict(defaults))] if defaults else []
             files += [from_file(config)] if config is not None else []
             if not wants_help:
-                return cls(sources=[*files, line])
+                return cls.from_sources([*files, line])
             from stratagem.stack.describe import cli_help
 
             print(cli_help(gather(TrainerSettings, {}, _with_environment([*files, line]))))

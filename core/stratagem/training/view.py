@@ -14,14 +14,16 @@ from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 from stratagem.training import fit_state
 from stratagem.training.call_view import CallView
-from stratagem.training.metric_log import log_metric
+from stratagem.training.metric_log import log_metric, refuse_unknown_options
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from stratagem.api.lr_schedulers import LRSchedulerConfig
+    from stratagem.api.metric_values import ReduceFx
     from stratagem.api.trainer_view import TrainerView
     from stratagem.training.trial import TrialStep
 
@@ -203,9 +205,27 @@ class View(CallView):
                 shown[name] = value
         return shown | self._state.bar_metrics
 
-    def log_metric(self, name: str, value: Any, **options: Any) -> None:
-        """Log a metric, as `Module.log` does with `options`: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
-        log_metric(self._state, name, value, options)
+    @refuse_unknown_options
+    def log_metric(
+        self,
+        name: str,
+        value: Tensor | float,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: ReduceFx = "mean",
+        sync_dist: bool = False,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Log a metric, as `Module.log` does: ``trainer.log_metric("loss", loss, prog_bar=True)``."""
+        log_metric(
+            self._state, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, batch_size,
+            rank_zero_only, add_dataloader_idx,
+        )  # fmt: skip
 
     # --- Training --------------------------------------------------------------------------------------------------
 

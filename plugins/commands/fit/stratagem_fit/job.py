@@ -30,7 +30,7 @@ class Job:
         """Return the trainer; its plugins are resolved and checked."""
         from stratagem import Trainer
 
-        return Trainer(sources=self.file.trainer)
+        return Trainer.from_sources(self.file.trainer)
 
     def build(self) -> tuple[sg.Trainer, sg.Module, sg.DataModule | None]:
         """Build the trainer, seed, then build the model and the data, in the order of a script."""

@@ -1,0 +1,140 @@
+"""Editors and notebooks can complete arguments: signatures name every argument, with its type and its default."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import attrs
+import jedi
+import pytest
+
+import stratagem as sg
+from stratagem.api.kinds import KINDS
+from stratagem.api.options import options
+from stratagem.api.trainer_view import TrainerView
+from stratagem.config.settings import RunSettings, TrainerSettings
+from stratagem.errors import ConfigError
+from stratagem.stack import registry
+from stratagem.stack.describe import option_docs
+from stratagem.training.metrics import StageMetrics
+from stratagem_testing.reference import Net, joined_batches
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+#: Arguments that may be anything.
+ANYTHING = {"plugins"}
+
+
+@pytest.mark.parametrize(("owner", "settings"), [(sg.Trainer, TrainerSettings), (sg.Run, RunSettings)])
+def test_constructors_have_every_setting_with_its_default_and_a_type(owner, settings):
+    parameters = {
+        name: parameter for name, parameter in inspect.signature(owner).parameters.items() if name != "settings"
+    }
+    known = {field.name: field for field in attrs.fields(settings) if field.init}
+
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert set(parameters) == set(known)
+    assert {name for name, each in parameters.items() if each.annotation == "Any"} == ANYTHING
+    for name, field in known.items():
+        default = None if isinstance(field.default, attrs.Factory) else field.default
+        assert parameters[name].default == default, name
+
+
+@pytest.mark.parametrize("settings", [TrainerSettings, RunSettings])
+def test_every_argument_is_documented(settings):
+    documented = option_docs(settings)
+
+    assert [field.name for field in attrs.fields(settings) if field.init and not documented.get(field.name)] == []
+
+
+@pytest.mark.parametrize("method", [sg.Module.log, sg.Module.log_dict, sg.Trainer.log_metric, TrainerView.log_metric])
+def test_methods_that_log_have_every_option_with_its_default_and_type(method):
+    parameters = inspect.signature(method).parameters.values()
+    shown = [(each.name, each.default, each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY]
+    recorded = [
+        (each.name, each.default, each.annotation) for each in inspect.signature(StageMetrics.log).parameters.values()
+    ]
+
+    assert shown == recorded[3:]
+
+
+def plugin_classes() -> list[type]:
+    found = [entry.load() for entry in registry.entries() if entry.kind in KINDS]
+    return list(dict.fromkeys(target for target in found if isinstance(target, type)))
+
+
+@pytest.mark.parametrize("cls", plugin_classes())
+def test_the_signature_of_a_plugin_has_its_options(cls):
+    parameters = inspect.signature(cls).parameters
+    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    assert set(parameters) == set(options(cls))
+    assert positional == list(cls.positional)
+
+
+#: Code with ``|`` where something is completed, and some of what is offered.
+COMPLETED = [
+    ("import stratagem as sg\nsg.Trainer(|", {"strategy=", "devices=", "max_epochs=", "barebones="}),
+    ("import stratagem as sg\nsg.Run(|", {"strategy=", "comm_hook=", "deterministic="}),
+    (
+        "import stratagem as sg\nclass Mine(sg.Module):\n    def training_step(self, batch, batch_idx):\n"
+        "        self.log(|",
+        {"name=", "value=", "prog_bar=", "on_epoch=", "sync_dist=", "rank_zero_only="},
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), COMPLETED)
+def test_an_editor_completes_arguments(source, expected):
+    before, _, _ = source.partition("|")
+    script = jedi.Script(before)
+    position = before.count("\n") + 1, len(before.rpartition("\n")[2])
+    (signature,) = script.get_signatures(*position)
+    offered = {completion.name for completion in script.complete(*position)}
+
+    assert expected <= offered
+    assert all(each.description.partition(":")[2] for each in signature.params if each.name not in ("self", "settings"))
+
+
+class LogsWith(Net):
+    def __init__(self, method, options):
+        super().__init__()
+        self.method, self.options = method, options
+
+    def training_step(self, batch, batch_idx):
+        if self.method == "log_dict":
+            self.log_dict({"a": 1.0}, **self.options)
+        else:
+            owner = self if self.method == "log" else self.trainer
+            getattr(owner, self.method)("a", 1.0, **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("method", "call"), [("log", r"log\('a'\)"), ("log_dict", r"log_dict\(\)"), ("log_metric", r"log_metric\('a'\)")]
+)
+def test_an_unknown_option_of_a_log_names_the_nearest(method, call):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(
+        ConfigError, match=f"^{call} got on_epok; expected options prog_bar, .*; did you mean 'on_epoch'"
+    ):
+        trainer.fit(LogsWith(method, {"on_epok": True}), joined_batches(1, 8))
+
+
+@pytest.mark.parametrize("method", ["log", "log_dict", "log_metric"])
+def test_options_reach_the_metric(method):
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(LogsWith(method, {"on_step": True, "on_epoch": True, "reduce_fx": "sum"}), joined_batches(3, 8))
+
+    assert (float(trainer.callback_metrics["a_step"]), float(trainer.callback_metrics["a_epoch"])) == (1.0, 3.0)
+
+
+def test_a_run_refuses_arguments_of_other_trainers_with_what_to_write():
+    with pytest.raises(ConfigError, match="Run has no argument 'gpus'; .*use accelerator=\"gpu\" and devices"):
+        sg.Run(gpus=2)
+
+
+def test_a_run_that_is_sent_to_another_process_has_its_settings():
+    run = pickle.loads(pickle.dumps(sg.Run(accelerator="cpu", strategy="single_device")))
+
+    assert run.settings.origins == {"accelerator": "code", "strategy": "code"}
