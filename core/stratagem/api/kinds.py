@@ -68,7 +68,7 @@ class PluginType(ABCMeta):
     def __signature__(cls) -> inspect.Signature:
         """What notebooks and `help` show: the options, those of `positional` first."""
         first = getattr(cls, "positional", ()) if _attrs_makes(cls) else ()
-        init = inspect.signature(cls.__init__)  # type: ignore[misc] - of this class, not of another
+        init = inspect.signature(cls.__init__)  # type: ignore[misc]
         parameters = {each.name: each for each in [*init.parameters.values()][1:]}
         ordered = [parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in first]
         return inspect.Signature([*ordered, *(each for name, each in parameters.items() if name not in first)])
