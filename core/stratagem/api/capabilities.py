@@ -70,6 +70,9 @@ def _provided(values: Iterable[str]) -> frozenset[str]:
 class Capabilities:
     """What a plugin provides, what it requires of the others, and what it cannot be combined with."""
 
+    #: Words that it provides.
     provides: frozenset[str] = field(default=frozenset(), converter=_provided)
+    #: Words that another plugin of the run must provide.
     requires: frozenset[str] = field(default=frozenset(), converter=_words)
+    #: Words that no other plugin of the run may provide.
     conflicts: frozenset[str] = field(default=frozenset(), converter=_words)

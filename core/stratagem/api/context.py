@@ -87,20 +87,23 @@ class RunContext(Protocol):
         """The ranks of this process and the world size; None before `setup_environment` has answered."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank, from 0."""
 
     @property
     def world_size(self) -> int:
         """Number of processes; 1 before they connect."""
 
     @property
-    def is_global_zero(self) -> bool: ...
+    def is_global_zero(self) -> bool:
+        """Whether this process has rank 0."""
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on rank 0 only."""
 
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> Mesh:
+        """How the strategy arranges the processes."""
 
     @property
     def device(self) -> torch.device:
@@ -171,16 +174,20 @@ class RunContext(Protocol):
         """The strategy that answers hooks: the innermost one."""
 
     @property
-    def comm_hooks(self) -> Sequence[CommHook]: ...
+    def comm_hooks(self) -> Sequence[CommHook]:
+        """The communication hooks, outermost first."""
 
     @property
-    def accelerator(self) -> Accelerator: ...
+    def accelerator(self) -> Accelerator:
+        """The plugin of the type of device."""
 
     @property
-    def environment(self) -> Environment: ...
+    def environment(self) -> Environment:
+        """The plugin that found the rank of this process."""
 
     @property
-    def checkpoint_format(self) -> CheckpointFormat: ...
+    def checkpoint_format(self) -> CheckpointFormat:
+        """The plugin that writes and reads checkpoints."""
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -211,9 +218,11 @@ class RunContext(Protocol):
 
     # --- The model -----------------------------------------------------------------------------------------------
 
-    #: The user's module, what `wrap_model` returned for it, and the optimizers to step.
+    #: The user's module.
     module: nn.Module | None
+    #: What `wrap_model` returned for it.
     model: Any
+    #: The optimizers to step.
     optimizers: list[Optimizer]
     #: Learning rate schedulers and when they step; empty if the user's own loop drives this run.
     lr_scheduler_configs: list[LRSchedulerConfig]

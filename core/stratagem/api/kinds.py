@@ -214,6 +214,7 @@ class Precision(Plugin):
     kind: ClassVar[str] = "precision"
 
     def policy(self) -> PrecisionPolicy:
+        """Return which dtype is used where; called before any process starts."""
         return PrecisionPolicy()
 
 

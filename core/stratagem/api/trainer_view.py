@@ -46,13 +46,16 @@ class TrainerView(Protocol):
     """The trainer, as event hooks of callbacks and loggers see it."""
 
     @property
-    def run(self) -> RunContext: ...
+    def run(self) -> RunContext:
+        """The run: its processes, collectives, plugins."""
 
-    #: The module being trained or evaluated, and the data module, if there is one.
+    #: The module being trained or evaluated.
     module: Any
+    #: The data module of this call, or None.
     datamodule: Any
     #: Every metric that was published, by name.
     callback_metrics: dict[str, Any]
+    #: Every metric that was sent to the loggers, by name.
     logged_metrics: dict[str, Any]
     #: What a progress bar shows beside `progress_bar_metrics`.
     bar_metrics: dict[str, Any]
@@ -64,11 +67,17 @@ class TrainerView(Protocol):
     sanity_checking: bool
     #: Samples in a batch of one process; None if the loader has no batch size.
     batch_size: int | None
+    #: Batches of a training epoch; inf if the loader has no length.
     num_training_batches: float
+    #: Batches of each validation loader.
     num_val_batches: list[float]
+    #: Batches of each test loader.
     num_test_batches: list[float]
+    #: Batches of each loader to predict on.
     num_predict_batches: list[float]
+    #: The epoch after which training ends; -1 means no limit.
     max_epochs: int
+    #: The optimizer step after which training ends; -1 means no limit.
     max_steps: int
 
     @property
@@ -76,19 +85,24 @@ class TrainerView(Protocol):
         """Which call is under way or was the last one, and how it stands."""
 
     @property
-    def training(self) -> bool: ...
+    def training(self) -> bool:
+        """Whether batches of training are being trained on."""
 
     @property
-    def validating(self) -> bool: ...
+    def validating(self) -> bool:
+        """Whether a validation is under way, other than the sanity check."""
 
     @property
-    def testing(self) -> bool: ...
+    def testing(self) -> bool:
+        """Whether a test is under way."""
 
     @property
-    def predicting(self) -> bool: ...
+    def predicting(self) -> bool:
+        """Whether a prediction is under way."""
 
     @property
-    def evaluating(self) -> bool: ...
+    def evaluating(self) -> bool:
+        """Whether a validation, the sanity check or a test is under way."""
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -117,25 +131,32 @@ class TrainerView(Protocol):
         """Progress of training."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of processes over all nodes."""
 
     @property
-    def global_rank(self) -> int: ...
+    def global_rank(self) -> int:
+        """This process's rank, from 0."""
 
     @property
-    def local_rank(self) -> int: ...
+    def local_rank(self) -> int:
+        """This process's rank on its node, from 0."""
 
     @property
-    def is_global_zero(self) -> bool: ...
+    def is_global_zero(self) -> bool:
+        """Whether this process has rank 0."""
 
     @property
-    def default_root_dir(self) -> Path: ...
+    def default_root_dir(self) -> Path:
+        """The folder of logs and checkpoints."""
 
     @property
-    def fast_dev_run(self) -> bool: ...
+    def fast_dev_run(self) -> bool:
+        """Whether the run only tries a few batches, and writes no files."""
 
     @property
-    def callbacks(self) -> list[Any]: ...
+    def callbacks(self) -> list[Any]:
+        """The callbacks, in the order in which they are called."""
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -150,27 +171,32 @@ class TrainerView(Protocol):
         """The folder that the first logger writes to, once rank 0 has written something; else `default_root_dir`."""
 
     @property
-    def num_nodes(self) -> int: ...
+    def num_nodes(self) -> int:
+        """Number of machines."""
 
     @property
-    def loggers(self) -> list[Any]: ...
+    def loggers(self) -> list[Any]:
+        """The loggers."""
 
     @property
     def logger(self) -> Any:
         """The first logger, or None."""
 
     @property
-    def optimizers(self) -> list[Optimizer]: ...
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that the module made."""
 
     @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]: ...
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """The learning rate schedulers, and when they step."""
 
     @property
     def at_step_boundary(self) -> bool:
         """Whether the last batch ended with an optimizer step, so that no gradients are being accumulated."""
 
     @property
-    def accumulate_grad_batches(self) -> int: ...
+    def accumulate_grad_batches(self) -> int:
+        """Batches for each optimizer step, in the present epoch."""
 
     def schedule_accumulation(self, schedule: dict[int, int]) -> None:
         """Set the number of batches to accumulate, by the first epoch to which it applies; from the next epoch on.
@@ -180,12 +206,18 @@ class TrainerView(Protocol):
         """
 
     @property
-    def effective_batch_size(self) -> int | None: ...
+    def effective_batch_size(self) -> int | None:
+        """Samples of an optimizer step, over all processes; None if the loader has no batch size."""
 
     @property
-    def progress_bar_metrics(self) -> dict[str, Any]: ...
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None: ...
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
+        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+
+        With `trainable_only` frozen parameters are left out.
+        """
 
     def log_metric(
         self,

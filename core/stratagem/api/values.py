@@ -17,10 +17,15 @@ class PrecisionPolicy:
     ``None`` means "leave as it is".
     """
 
+    #: Of parameters.
     param_dtype: torch.dtype | None = None
+    #: Of forward and backward.
     compute_dtype: torch.dtype | None = None
+    #: Of gradients while they are averaged.
     reduce_dtype: torch.dtype | None = None
+    #: Of the module's buffers.
     buffer_dtype: torch.dtype | None = None
+    #: Whether the loss is scaled so that small gradients do not vanish.
     loss_scaling: bool = False
 
 

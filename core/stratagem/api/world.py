@@ -34,12 +34,19 @@ class World:
     rank and world_size count processes over all nodes; local_rank and local_world_size those on this node.
     """
 
+    #: This process's rank over all nodes.
     rank: int = 0
+    #: Its rank on its node.
     local_rank: int = 0
+    #: Which node it is on.
     node_rank: int = 0
+    #: Number of processes over all nodes.
     world_size: int = 1
+    #: Number of processes on this node.
     local_world_size: int = 1
+    #: Number of nodes.
     num_nodes: int = 1
+    #: The host of the rendezvous store.
     main_address: str = "127.0.0.1"
     #: Port of the rendezvous store; None for one process.
     main_port: int | None = None
@@ -53,6 +60,7 @@ class World:
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this process has rank 0."""
         return self.rank == 0
 
     def check_equal_nodes(self, needed_by: str, do: str) -> None:
@@ -90,13 +98,17 @@ class Mesh:
     row by row. Ranks that differ only in ``pipeline``, ``context`` or ``tensor`` read the same samples.
     """
 
+    #: Size of each axis by name, outermost first.
     axes: dict[str, int]
+    #: This process's rank.
     rank: int = 0
 
     def size(self, axis: str) -> int:
+        """Return the size of `axis`; 1 if there is none."""
         return self.axes.get(axis, 1)
 
     def position(self, axis: str) -> int:
+        """Return the position of this process on `axis`."""
         stride = 1
         for name, size in reversed(self.axes.items()):
             if name == axis:
@@ -150,7 +162,9 @@ class Collectives:
     group, from 0.
     """
 
+    #: Number of ranks of the group.
     world_size = 1
+    #: This process's rank within the group.
     rank = 0
     #: The device of tensors that are sent.
     device: Any = "cpu"

@@ -91,6 +91,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
+        """The arguments, with where each came from."""
         return self.context.settings
 
     @property
@@ -105,6 +106,7 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """This process's rank, from 0; 0 before they connect."""
         return self.context.rank
 
     @property
@@ -114,10 +116,12 @@ class Run:
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this process has rank 0."""
         return self.context.is_global_zero
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         return self.context.device
 
     @property

@@ -36,9 +36,11 @@ class DataModule(HyperparametersMixin):
     def on_exception(self, exception: BaseException) -> None:
         """Release resources when a call ends with `exception`."""
 
-    #: Called instead of the module's where they are defined.
+    #: Called instead of the module's, if it is defined here.
     on_before_batch_transfer = Module.on_before_batch_transfer
+    #: Called instead of the module's, if it is defined here.
     transfer_batch_to_device = Module.transfer_batch_to_device
+    #: Called instead of the module's, if it is defined here.
     on_after_batch_transfer = Module.on_after_batch_transfer
 
     def __getstate__(self) -> dict[str, Any]:

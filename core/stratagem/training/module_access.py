@@ -56,6 +56,7 @@ class ModuleAccess(nn.Module):
         """Where the parameters are."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
+    #: Torch's DeviceMesh, for a `configure_model` that cuts layers: ``self.device_mesh["tensor"]``.
     device_mesh = property(device_mesh_of)
 
     @property
@@ -72,10 +73,12 @@ class ModuleAccess(nn.Module):
 
     @property
     def current_epoch(self) -> int:
+        """The epoch being trained, from 0."""
         return self.trainer.current_epoch
 
     @property
     def global_step(self) -> int:
+        """Optimizer steps so far."""
         return self.trainer.global_step
 
     @property

@@ -27,7 +27,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @define(eq=False, kw_only=True)
 class FullCheckpoint(CheckpointFormat):
-    """Write one file on rank 0; all ranks read it."""
+    """Write one file on rank 0, which ``torch.load`` opens; all ranks read it."""
 
     #: Write in the background: training waits only until the state is copied.
     async_save: bool = False

@@ -39,7 +39,10 @@ _MAX_HEADER = 100_000_000
 
 @define(eq=False, kw_only=True)
 class SafetensorsCheckpoint(CheckpointFormat):
-    """Write one file on rank 0; all ranks read it. While it is written, its content is in memory twice."""
+    """Write one file on rank 0, which other libraries open; all ranks read it.
+
+    While it is written, its content is in memory twice.
+    """
 
     #: Write in the background: training waits only until the state is copied.
     async_save: bool = False

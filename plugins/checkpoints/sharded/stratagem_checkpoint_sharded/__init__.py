@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ShardedCheckpoint(CheckpointFormat):
-    """Write one folder from all ranks; see [Note: one file for all] and [Note: objects]."""
+    """Write one folder from all ranks, each rank its part; any number of ranks reads it.
+
+    See [Note: one file for all] and [Note: objects].
+    """
 
     #: Write in the background: training waits only until each rank has copied its part of the state, into memory that
     #: is kept for the next save.

@@ -35,10 +35,10 @@ ENGINE = "deepspeed-engine"
 
 @define(eq=False, kw_only=True)
 class DeepSpeedFormat(CheckpointFormat):
-    """The folder that DeepSpeed's engine writes, for runs of this strategy only; see [Note: state in the engine].
+    """The folder that DeepSpeed's engine writes, for runs of this strategy only.
 
-    It is resumed with the stage, precision and number of processes that wrote it. ``stratagem checkpoint consolidate
-    --trust`` makes a file of its weights that every strategy reads.
+    See [Note: state in the engine]. It is resumed with the stage, precision and number of processes that wrote it.
+    ``stratagem checkpoint consolidate --trust`` makes a file of its weights that every strategy reads.
     """
 
     suffix: ClassVar[str] = ".ds"

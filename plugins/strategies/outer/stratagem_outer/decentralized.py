@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class DecentralizedStrategy(OuterStrategy):
-    """Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017.
+    """Average the parameters of each rank with those of one or two peers, instead of with all ranks.
 
-    Replicas always differ; how much depends on the learning rate and on how fast the topology mixes parameters.
+    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017. Replicas
+    always differ; how much depends on the learning rate and on how fast the topology mixes parameters.
     """
 
     path: ClassVar[str] = "strategy.decentralized"

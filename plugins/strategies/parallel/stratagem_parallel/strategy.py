@@ -51,7 +51,7 @@ _KINDS = ((False, False), (False, True), (True, False), (True, True))
 
 @define(eq=False, kw_only=True, field_transformer=group_options_after("bucket_cap_mb"))
 class ParallelStrategy(ParallelOptions):
-    """Cuts the model: layers over `tensor`, sequences over `context`, the list of layers over `pipeline` ...
+    """Cut layers over `tensor`, sequences over `context`, the list of layers over `pipeline`, experts over `expert`.
 
     One mesh has all axes; ``run.mesh`` tells which ranks read the same samples.
     """
