@@ -13,15 +13,25 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
           torchmetrics tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic \
-          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi
+          scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi markdown-it-py
+# What builds the site: its successor is zensical, once that calls hooks.
+DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocstrings-python==2.0.*" "griffelib==2.*"
 
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
+.PHONY: demo docs docs-serve ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
+
+# The site in site/, to be opened with docs-serve: the search needs a server. Fails on a broken link.
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The site at http://127.0.0.1:8000, built again when a page changes.
+docs-serve: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --watch core --watch plugins --watch scripts/site
 
 # Tests of DeepSpeed need an operation that it compiles: once on a machine, kept in the user's cache directory.
 ops: $(STAMP)-dev
@@ -82,7 +92,7 @@ changelog:
 	$(PYTHON) scripts/changelog.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) .venv-gpu .venv-lowest build dist gpu-bundle .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu .venv-lowest build dist site gpu-bundle .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -94,5 +104,9 @@ $(STAMP): $(VENV)/bin/python pyproject.toml plugins/all.txt $(wildcard plugins/*
 	touch $@
 
 $(STAMP)-dev: $(STAMP)
-	$(PIP) $(DEV)
+	$(PIP) $(DEV) $(DOCS)
+	touch $@
+
+$(STAMP)-docs: $(STAMP)
+	$(PIP) $(DOCS)
 	touch $@

@@ -13,7 +13,7 @@ import datetime
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,12 @@ def section(root: Path, version: str, day: datetime.date) -> str:
     paths = fragments(root)
     if not paths:
         raise SystemExit("docs/changes is empty; expected a file for each change; there is nothing to release")
-    parts = [f"## {version} ({day})\n"]
+    return f"## {version} ({day})\n\n{by_kind(paths)}"
+
+
+def by_kind(paths: Sequence[Path]) -> str:
+    """Return the items of fragments under a heading for each kind."""
+    parts = []
     for kind in KINDS:
         lines = [item for path in paths if path.name.endswith(f".{kind}.md") for item in items(path.read_text())]
         if lines:

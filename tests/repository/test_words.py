@@ -10,7 +10,19 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("README.md", "Makefile", "benchmarks", "contrib", "core", "docs", "examples", "plugins", "scripts", "tests")
+PLACES = (
+    "README.md",
+    "Makefile",
+    "mkdocs.yml",
+    "benchmarks",
+    "contrib",
+    "core",
+    "docs",
+    "examples",
+    "plugins",
+    "scripts",
+    "tests",
+)
 SUFFIXES = {"", ".css", ".html", ".js", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 
 #: Regular expressions for whole words, without regard to case, and what to write instead. An underscore separates

@@ -1,0 +1,49 @@
+"""What mkdocs calls while it builds the site of `docs/`: pages that are generated, links, the navigation.
+
+The pages of the reference are written here from the code, at each build. Pages of `docs/` are used as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pages import arguments, changelog, classes, commands, decisions, errors, hook_reference, links, plugins, start
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the decisions in the navigation, and name headings in links as GitHub does."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    config.nav = decisions.with_pages(config.nav or [], ROOT)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are generated."""
+    generated = {
+        "index.md": start.page(ROOT, config.nav or []),
+        "reference/trainer.md": arguments.trainer_page(ROOT),
+        "reference/run.md": arguments.run_page(ROOT),
+        "reference/commands.md": commands.page(),
+        "reference/errors.md": errors.page(ROOT),
+        "changelog.md": changelog.page(ROOT),
+        "decisions/index.md": decisions.page(ROOT),
+        **classes.pages(ROOT),
+        **plugins.pages(ROOT),
+    }
+    for path, text in generated.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Complete the page of hooks, and show files outside of `docs/` by their paths."""
+    if page.file.src_uri == "hooks.md":
+        markdown = hook_reference.with_types(markdown, ROOT)
+    return links.without_sources(markdown, page.file.src_uri, ROOT)

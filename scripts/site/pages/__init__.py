@@ -1,0 +1,1 @@
+"""Each module writes pages of the site, as Markdown."""

@@ -1,0 +1,51 @@
+"""What the page of hooks shows beside its own text: signatures with types, and the plugins that implement each hook."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from pages.plugins import _by_class, all_plugins, path_of
+from pages.text import MissingTextError, anchor
+from stratagem.api import hooks
+from stratagem.api.kinds import KINDS
+from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
+
+_HEADING = re.compile(r"^### `(\w+)\(.*\)`$", re.MULTILINE)
+
+
+def with_types(markdown: str, root: Path) -> str:
+    """Return the page with a typed signature under each heading, and the list of plugins at the end of each section."""
+    implemented = _implementations(root)
+    documented = set(_HEADING.findall(markdown))
+    if missing := set(hook_specifications()) - documented:
+        raise MissingTextError(f"docs/hooks.md lacks {', '.join(sorted(missing))}; expected a section for each hook")
+
+    def complete(match: re.Match[str]) -> str:
+        name = match[1]
+        used = f"\n\nImplemented by {', '.join(implemented[name])}." if implemented.get(name) else ""
+        return f"### `{name}` {{ #{anchor(name)} }}\n\n```python\n{_signature(name)}\n```{used}"
+
+    return _HEADING.sub(complete, markdown)
+
+
+def _signature(name: str) -> str:
+    signature = inspect.signature(getattr(hooks, name))
+    text = f"def {name}{signature}".replace("'", "")
+    if len(text) <= 90:
+        return text
+    inner = "".join(f"    {parameter},\n" for parameter in map(str, signature.parameters.values()))
+    return f"def {name}(\n{inner}) -> {signature.return_annotation}".replace("'", "")
+
+
+def _implementations(root: Path) -> dict[str, list[str]]:
+    """Return links to the plugins that implement each hook, one for each class."""
+    found: dict[str, list[str]] = {}
+    plugins = all_plugins(root)
+    for kind in KINDS:
+        for cls, listed in _by_class([each for each in plugins if each.entry.kind == kind]).items():
+            name = listed[0].entry.name
+            for hook in hook_implementations(cls, of_class=True):
+                found.setdefault(hook, []).append(f"[`{name}`]({path_of(kind)}#{anchor(name)})")
+    return found

@@ -1,0 +1,130 @@
+"""The site in Chromium: search, colors, narrow screens, no message in the console, no request that leaves the site."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+
+import pytest
+from browser import browser
+
+pytestmark = pytest.mark.slow
+
+#: Pages that are shown in all sizes and colors; the others only on a narrow screen.
+SHOWN = ("index.html", "reference/trainer.html", "reference/plugins/strategies.html", "hooks.html", "matrix.html")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(built):
+    handler = functools.partial(Quiet, directory=str(built))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(need, tmp_path_factory):
+    need("chromium", package="chromium")
+    with browser("chromium", tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+def wide_parts(page) -> list[str]:
+    """Return what stands out of the screen to the right, if the page scrolls that way."""
+    if page.value("document.documentElement.scrollWidth <= innerWidth"):
+        return []
+    return page.value(
+        "[...document.querySelectorAll('article *')].filter(each => each.getBoundingClientRect().right > innerWidth)"
+        ".map(each => each.tagName + ': ' + each.textContent.slice(0, 60))"
+    ) or ["something"]
+
+
+def brightness(page) -> float:
+    """Return the mean of the background's colors, from 0 to 255."""
+    color = page.value("getComputedStyle(document.body).backgroundColor")
+    numbers = [float(number) for number in color.removeprefix("rgb(").rstrip(")").split(",")]
+    return sum(numbers) / len(numbers)
+
+
+def test_no_page_is_wider_than_a_phone(page, address, built):
+    page.show(375, 760, "light")
+    found = {}
+    for path in sorted(built.rglob("*.html")):
+        name = path.relative_to(built).as_posix()
+        if name.startswith("decisions/0"):
+            continue  # half of all pages, and all alike: prose
+        page.open(f"{address}/{name}")
+        if parts := wide_parts(page):
+            found[name] = parts[:3]
+
+    assert found == {}
+
+
+@pytest.mark.parametrize(("scheme", "least", "most"), [("light", 200, 255), ("dark", 0, 60)])
+@pytest.mark.parametrize("width", [375, 1280])
+def test_pages_have_the_colors_that_the_reader_prefers(page, address, scheme, least, most, width):
+    page.show(width, 800, scheme)
+    page.open(f"{address}/index.html")
+    page.value("localStorage.clear()")
+    for name in SHOWN:
+        page.open(f"{address}/{name}")
+        assert least <= brightness(page) <= most, name
+        assert wide_parts(page) == [], name
+
+
+def test_colors_can_be_switched(page, address):
+    page.show(1280, 800, "light")
+    page.open(f"{address}/index.html")
+    page.value("localStorage.clear()")
+    page.open(f"{address}/index.html")
+    before = brightness(page)
+    page.value("[...document.querySelectorAll('.md-header__option label')].find(each => !each.hidden).click()")
+    page.wait_for("document.body.getAttribute('data-md-color-scheme') === 'slate'")
+
+    assert brightness(page) < 60 < before
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [("powersgd", "reference/plugins/comm-hooks.html"), ("gradient_clip_val", "reference/trainer.html")],
+)
+def test_search_finds_a_word(page, address, words, target):
+    page.show(1280, 800, "light")
+    page.open(f"{address}/index.html")
+    page.value("document.querySelector('[data-md-toggle=search]').checked = true")
+    page.value(
+        f"const field = document.querySelector('.md-search__input'); field.focus(); field.value = '{words}';"
+        "field.dispatchEvent(new Event('input', {bubbles: true})); field.dispatchEvent(new KeyboardEvent('keyup'))"
+    )
+    links = page.wait_for(
+        "(found => found.length && found)([...document.querySelectorAll('.md-search-result__link')].map(each => each.href))"
+    )
+
+    assert any(target in link for link in links), links
+
+
+def test_nothing_is_requested_elsewhere_and_the_console_is_empty(page, address):
+    """After all pages that the tests before opened; alone, after one."""
+    page.open(f"{address}/tutorial.html")
+
+    assert [url for url in page.requested if not url.startswith((address, "data:", "blob:"))] == []
+    assert page.complaints == []
+
+
+def test_a_request_elsewhere_and_a_message_are_noticed(need, tmp_path, address):
+    """What the test before relies on."""
+    need("chromium", package="chromium")
+    with browser("chromium", tmp_path) as other:
+        other.open(f"{address}/tutorial.html")
+        other.value("console.error('wrong'); fetch('http://127.0.0.1:9/x').catch(() => 0)")
+        other.value("new Promise(done => setTimeout(done, 200))")
+
+        assert "http://127.0.0.1:9/x" in other.requested
+        assert any("wrong" in complaint for complaint in other.complaints)
