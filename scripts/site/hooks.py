@@ -15,6 +15,8 @@ from pages import arguments, changelog, classes, commands, decisions, errors, ho
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
+#: Pages with so many words that a search for any of them would find them first.
+LISTS = ("decisions/", "changelog.md", "matrix.md", "benchmarks.md", "reference/errors.md")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,7 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Complete the page of hooks, and show files outside of `docs/` by their paths."""
+    """Complete the page of hooks, show files outside of `docs/` by their paths, and rank lists last in the search."""
+    if page.file.src_uri.startswith(LISTS):
+        page.meta["search"] = {"boost": 0.2}
     if page.file.src_uri == "hooks.md":
         markdown = hook_reference.with_types(markdown, ROOT)
     return links.without_sources(markdown, page.file.src_uri, ROOT)

@@ -107,7 +107,7 @@ def test_search_finds_a_word(page, address, words, target):
         "(found => found.length && found)([...document.querySelectorAll('.md-search-result__link')].map(each => each.href))"
     )
 
-    assert any(target in link for link in links), links
+    assert any(target in link for link in links[:3]), links
 
 
 def test_nothing_is_requested_elsewhere_and_the_console_is_empty(page, address):

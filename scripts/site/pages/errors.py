@@ -13,10 +13,13 @@ from pages.text import as_html
 
 KINDS = {"ConfigError", "PluginError", "LaunchError", "PeerError", "CheckpointError", "StratagemError"}
 
+#: What encloses the name of a value.
+BEFORE, AFTER = "<", ">"
+
 INTRODUCTION = """# Errors
 
 Every error that the core and the packages of this repository raise on purpose, by package and module. A message is
-one sentence: what was found, what was expected, what to do; `…` stands for a name or a value. Search this page, or
+one sentence: what was found, what was expected, what to do; `<name>` stands for a value. Search this page, or
 the site, for words of the message that you got. The classes are in `stratagem.errors`; all derive from
 `StratagemError`, and have the parts of the sentence as `found`, `expected` and `do`. [Exit
 codes](../configuration.md#exit-codes) of programs are on a page of their own, and so is what to do [when processes do
@@ -42,7 +45,7 @@ def page(root: Path) -> str:
         if sections:
             parts.append(f"## {title}\n")
         for path, messages in sections:
-            parts.append(f"### `{path.relative_to(folder).as_posix()}`\n")
+            parts.append(f"### {_title(path, folder)}\n")
             parts += ['<dl class="errors">', *map(_entry, messages), "</dl>\n"]
     return "\n".join(parts)
 
@@ -76,24 +79,48 @@ def read(path: Path) -> Iterator[Message]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return the text of a string with an ellipsis for each value."""
+    """Return the text of a string in one line; each value in it is a word between `BEFORE` and `AFTER`."""
+    return " ".join(_raw(node).split())
+
+
+def _raw(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
-        return " ".join(str(node.value).split())
+        return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-        return " ".join("".join(map(str, parts)).split())
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else _value(part) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
+        return _raw(node.left) + _raw(node.right)
     if isinstance(node, ast.IfExp):
-        return " / ".join(filter(None, (_text(node.body), _text(node.orelse))))
-    return "…"
+        return " / ".join(filter(None, (_raw(node.body), _raw(node.orelse))))
+    return _value(node)
+
+
+def _value(node: ast.expr) -> str:
+    """Return a word for the value that the message shows there: the name of a variable, where the code has one."""
+    while True:
+        if isinstance(node, ast.FormattedValue):
+            node = node.value
+        elif isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+            node = node.args[0]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+            node = node.value
+        else:
+            break
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else "…"
+    return f"{BEFORE}{'…' if name == 'self' else name.strip('_').lower()}{AFTER}"
 
 
 def _entry(message: Message) -> str:
     expected = f"expected {message.expected}" if message.expected else ""
-    do = message.do if message.do != "…" else ""
+    do = "" if message.do.startswith(BEFORE) and message.do.endswith(AFTER) and " " not in message.do else message.do
     rest = "; ".join(part for part in (expected, do) if part)
     return f"<dt>{as_html(message.found)}</dt><dd>{as_html(rest)} <code>{message.kind}</code></dd>"
+
+
+def _title(path: Path, folder: Path) -> str:
+    """Return the path of a module within its package."""
+    parts = path.relative_to(folder).parts
+    return "/".join(parts[1:] if len(parts) > 1 and parts[0].startswith("stratagem_") else parts)
 
 
 def _name(folder: Path) -> str:

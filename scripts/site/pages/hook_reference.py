@@ -6,12 +6,14 @@ import inspect
 import re
 from pathlib import Path
 
-from pages.plugins import _by_class, all_plugins, path_of
+from pages.plugins import all_plugins, by_class, path_of
 from pages.text import MissingTextError, anchor
 from stratagem.api import hooks
 from stratagem.api.kinds import KINDS
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
+#: Where a heading of any level begins.
+_SECTIONS = re.compile(r"^(?=##)", re.MULTILINE)
 _HEADING = re.compile(r"^### `(\w+)\(.*\)`$", re.MULTILINE)
 
 
@@ -22,12 +24,18 @@ def with_types(markdown: str, root: Path) -> str:
     if missing := set(hook_specifications()) - documented:
         raise MissingTextError(f"docs/hooks.md lacks {', '.join(sorted(missing))}; expected a section for each hook")
 
-    def complete(match: re.Match[str]) -> str:
-        name = match[1]
-        used = f"\n\nImplemented by {', '.join(implemented[name])}." if implemented.get(name) else ""
-        return f"### `{name}` {{ #{anchor(name)} }}\n\n```python\n{_signature(name)}\n```{used}"
+    beginning, *sections = _SECTIONS.split(markdown)
+    return beginning + "".join(_complete(section, implemented) for section in sections)
 
-    return _HEADING.sub(complete, markdown)
+
+def _complete(section: str, implemented: dict[str, list[str]]) -> str:
+    """Return a section with its signature and its plugins, if it is that of a hook."""
+    match = _HEADING.match(section)
+    if match is None:
+        return section
+    name, text = match[1], section[match.end() :].strip()
+    used = f"\n\nImplemented by {', '.join(implemented[name])}." if implemented.get(name) else ""
+    return f"### `{name}` {{ #{anchor(name)} }}\n\n```python\n{_signature(name)}\n```\n\n{text}{used}\n\n"
 
 
 def _signature(name: str) -> str:
@@ -44,7 +52,7 @@ def _implementations(root: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     plugins = all_plugins(root)
     for kind in KINDS:
-        for cls, listed in _by_class([each for each in plugins if each.entry.kind == kind]).items():
+        for cls, listed in by_class([each for each in plugins if each.entry.kind == kind]).items():
             name = listed[0].entry.name
             for hook in hook_implementations(cls, of_class=True):
                 found.setdefault(hook, []).append(f"[`{name}`]({path_of(kind)}#{anchor(name)})")

@@ -92,17 +92,19 @@ def _page(kind: str, listed: list[Listed]) -> str:
     parts = [
         INTRODUCTION.format(title=title, one=one, argument=argument_of(kind), name=name, module=KINDS[kind].module)
     ]
-    for cls, plugins in _by_class(listed).items():
+    for cls, plugins in by_class(listed).items():
         parts += _section(kind, cls, plugins)
     return "\n".join(parts)
 
 
-def _by_class(listed: list[Listed]) -> dict[type, list[Listed]]:
+def by_class(listed: list[Listed]) -> dict[type, list[Listed]]:
     """Return the plugins of each class, those that are the class itself before presets of it."""
     found: dict[type, list[Listed]] = {}
-    for each in sorted(listed, key=lambda each: (each.folder.parts[0] == "contrib", each.entry.name)):
+    for each in sorted(listed, key=lambda each: (each.is_preset, each.entry.name)):
         found.setdefault(_class_of(each), []).append(each)
-    return {cls: sorted(plugins, key=lambda each: each.is_preset) for cls, plugins in found.items()}
+    first = {cls: plugins[0] for cls, plugins in found.items()}
+    order = sorted(found, key=lambda cls: (first[cls].folder.parts[0] == "contrib", first[cls].entry.name))
+    return {cls: found[cls] for cls in order}
 
 
 def _class_of(plugin: Listed) -> type:

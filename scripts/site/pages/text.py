@@ -26,7 +26,7 @@ def prose(text: str) -> str:
     code = re.compile(r"(``.+?``|`[^`]+`)")
     parts = code.split(text)
     return "".join(
-        code_span(part.strip("`")) if code.fullmatch(part) else part.replace("<", "&lt;").replace("*", "\\*")
+        code_span(part.strip("`")) if code.fullmatch(part) else re.sub(r"([*_])", r"\\\1", part.replace("<", "&lt;"))
         for part in parts
     )
 
