@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.installed
 DEV    := pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
           torchmetrics tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic \
           scikit-learn jsonschema ray hydra-core kubeflow-training mpi4py python-etcd transformers peft datasets jedi markdown-it-py
-# What builds the site: its successor is zensical, once that calls hooks.
+# What builds the site: see docs/decisions/0067-the-reference-is-written-at-each-build.md.
 DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocstrings-python==2.0.*" "griffelib==2.*"
 
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
@@ -42,7 +42,7 @@ test: $(STAMP)-dev lint types ops
 
 # Three minutes instead of a quarter of an hour, while you work: no test of more than a second, no kit, no grid of runs.
 test-quick: $(STAMP)-dev ops
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository tests/site
 
 test-all: $(STAMP)-dev lint types ops
 	$(BIN)/stratagem deepspeed build-ops async_io

@@ -11,7 +11,19 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pages import arguments, changelog, classes, commands, decisions, errors, hook_reference, links, plugins, start
+from pages import (
+    arguments,
+    changelog,
+    classes,
+    commands,
+    decisions,
+    errors,
+    hook_reference,
+    links,
+    plugin_links,
+    plugins,
+    start,
+)
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
@@ -50,4 +62,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.2}
     if page.file.src_uri == "hooks.md":
         markdown = hook_reference.with_types(markdown, ROOT)
+    if page.file.src_uri == "plugins.md":
+        markdown = plugin_links.with_links(markdown, ROOT)
     return links.without_sources(markdown, page.file.src_uri, ROOT)

@@ -176,6 +176,15 @@ def test_the_reference_has_every_plugin_with_its_options(pages, kind):
 
 
 @pytest.mark.slow
+def test_the_list_of_plugins_links_to_the_reference(pages):
+    links = {link for link in pages["plugins.html"].links if link.startswith("reference/plugins/")}
+
+    for kind in KINDS:
+        page = f"reference/plugins/{KINDS[kind].module.replace('_', '-')}.html"
+        assert {f"{page}#{entry.name}" for entry in registry.entries(kind)} - links == set()
+
+
+@pytest.mark.slow
 def test_signatures_and_messages_are_shown(built):
     module = re.sub("<[^>]+>", "", (built / "reference" / "module.html").read_text())
     errors = (built / "reference" / "errors.html").read_text()
