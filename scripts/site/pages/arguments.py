@@ -14,23 +14,23 @@ from pages.text import code_span, option
 from stratagem.config.settings import RunSettings, TrainerSettings
 from stratagem.stack.describe import option_docs
 
-VALUES = """
-Arguments can also be set in files, environment variables and on the command line: see
-[Configuration](../configuration.md). `NameOr[Strategy]` stands for a plugin in one of three forms: its name, a
-mapping with its `name` and its options, or an instance of `Strategy`.
+PLUGINS = """
+`NameOr[Strategy]` stands for a plugin in one of three forms: its name, a mapping with its `name` and its options, or
+an instance of `Strategy`.
 """
 
 TRAINER = f"""# Trainer
 
 `stratagem.Trainer(...)` trains, validates and tests a [module](module.md), and predicts with it. All arguments are
-keywords.
-{VALUES}"""
+keywords. They can also be set in files, environment variables and on the command line: see
+[Configuration](../configuration.md).
+{PLUGINS}"""
 
 RUN = f"""# Run
 
 `stratagem.Run(...)` chooses plugins as the [trainer](trainer.md) does, for a training loop of your own. All arguments
-are keywords.
-{VALUES}"""
+are keywords, and set in code alone.
+{PLUGINS}"""
 
 
 def trainer_page(root: Path) -> str:
