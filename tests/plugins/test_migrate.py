@@ -126,7 +126,7 @@ def test_counterparts_can_be_imported():
 def test_what_is_recommended_exists():
     """Whatever the tables send a reader to is there, looked up in the classes themselves."""
     tables = [
-        own._SELF,
+        own.SELF,
         own._DATA,
         trainers._TRAINER,
         installed.uncalled_methods(),

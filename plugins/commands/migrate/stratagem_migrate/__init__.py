@@ -1,10 +1,11 @@
-"""``stratagem migrate``: list the lines to change in a script that was written for Lightning 1.x or 2.x."""
+"""``stratagem migrate``: list what to change in a project that was written for Lightning 1.x or 2.x, and change it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -12,7 +13,7 @@ import attrs
 from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_migrate import arguments as trainer_arguments
-from stratagem_migrate import definitions, devices_and_env, imports, own, ranks, trainers
+from stratagem_migrate import definitions, devices_and_env, files, imports, own, ranks, trainers
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, read
 
@@ -26,24 +27,89 @@ RULES = (
 
 
 class Migrate(Command):
-    """The command ``stratagem migrate``: parses scripts; does not import, run or change them."""
+    """The command ``stratagem migrate``: parses scripts and never imports or runs them."""
 
-    help = "list the lines to change in a script written for Lightning"
+    help = "list the lines to change in a project written for Lightning, and rewrite them"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, or a folder of scripts")
+        parser.add_argument("paths", nargs="+", metavar="FILE", help="a script, a YAML file, or a folder")
         parser.add_argument("--all", action="store_true", help="also list lines that need no change")
-        parser.add_argument("--json", action="store_true", help="print JSON")
+        output = parser.add_mutually_exclusive_group()
+        output.add_argument("--json", action="store_true", help="print JSON")
+        output.add_argument("--diff", action="store_true", help="print what --write would change")
+        output.add_argument("--write", action="store_true", help="rewrite the files, as far as the change is certain")
+        parser.add_argument("--force", action="store_true", help="with --write: also files that git cannot restore")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        scripts = _scripts(arguments.paths)
-        found = [finding for path in scripts for finding in examine(read(path))]
+        if arguments.force and not arguments.write:
+            raise ConfigError("--force was given without --write", do="pass --write, or leave --force out")
+        sources, failed = _read_all(files.scripts(arguments.paths))
+        if arguments.diff or arguments.write:
+            return self._rewrite(sources, arguments) | failed
+        found = [finding for source in sources for finding in examine(source)]
         if arguments.json:
             shown = [each for each in found if arguments.all or each.certainty != SAME]
             print(json.dumps([attrs.asdict(finding) for finding in shown], indent=2))
         else:
             print(render(found, arguments.all))
-        return int(any(finding.certainty == CHANGE for finding in found))
+        return int(any(finding.certainty == CHANGE for finding in found)) | failed
+
+    def _rewrite(self, sources: Sequence[Source], arguments: argparse.Namespace) -> int:
+        rewritten, failed = _rewrite_all(sources)
+        if arguments.write:
+            files.write((file for file, _ in rewritten), arguments.force)
+        changed = [file for file, _ in rewritten if file.is_changed]
+        for file in changed:
+            print(file.diff() if arguments.diff else f"rewrote {file.path}")
+        left = [each for file, source in rewritten for each in _left(file, source, in_new=arguments.write)]
+        print(render_left(left))
+        return int(any(finding.certainty == CHANGE for finding in left)) | failed
+
+
+def _read_all(paths: Sequence[Path]) -> tuple[list[Source], int]:
+    """Return the files that can be read, and 1 if there are others, which are reported."""
+    sources, failed = [], 0
+    for path in paths:
+        try:
+            sources.append(read(path))
+        except ConfigError as error:
+            print(f"stratagem: {error}", file=sys.stderr)
+            failed = 1
+    roles = {name: role for source in sources for name, role in source.roles.items() if role}
+    return [source.with_roles(roles) for source in sources], failed
+
+
+def _rewrite_all(sources: Sequence[Source]) -> tuple[list[tuple[files.Rewritten, Source]], int]:
+    from stratagem_migrate.rewriting import rewrite  # imports libcst
+
+    rewritten, failed = [], 0
+    for source in sources:
+        try:
+            new = rewrite(source)
+        except ConfigError as error:
+            print(f"stratagem: {error}", file=sys.stderr)
+            new, failed = source.text, 1
+        rewritten.append((files.Rewritten(source.path, source.text, new, source.encoding), source))
+    return rewritten, failed
+
+
+def _left(file: files.Rewritten, source: Source, in_new: bool) -> list[Finding]:
+    """Return what is left to do, with the lines of the new text or of the old one."""
+    new = examine(Source(file.path, file.new.encode(file.encoding), source.elsewhere))
+    new = [each for each in new if each.certainty != SAME]
+    if not in_new:
+        new = [attrs.evolve(each, line=file.old_line(each.line)) for each in new]
+    only_old = _only_in_lightning(source)
+    if in_new:
+        back = files.Rewritten(file.path, file.new, file.old, file.encoding)
+        only_old = [attrs.evolve(each, line=back.old_line(each.line)) for each in only_old]
+    return sorted({*new, *only_old})
+
+
+def _only_in_lightning(source: Source) -> list[Finding]:
+    """Return the checks that only a script for Lightning needs: the rewritten one says what it wants."""
+    found = trainer_arguments.trainer_calls(source)
+    return [each for each in found if each.certainty == CHECK and each.old == trainer_arguments.WITHOUT_LOGGER]
 
 
 def examine(source: Source) -> list[Finding]:
@@ -64,16 +130,15 @@ def render(found: Sequence[Finding], everything: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _scripts(paths: Iterable[str]) -> list[Path]:
-    """Return the scripts of `paths`, including those in folders.
-
-    Raises:
-        ConfigError: a folder has no scripts.
-    """
-    scripts: dict[Path, None] = {}
-    for path in map(Path, paths):
-        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        if not inside:
-            raise ConfigError(f"{path} is a folder without a .py file", expected="scripts", do="check the path")
-        scripts |= dict.fromkeys(inside)
-    return list(scripts)
+def render_left(left: Sequence[Finding]) -> str:
+    """Return what a rewriting leaves to the user, as text."""
+    groups = {
+        "left for you": [each for each in left if each.certainty == CHANGE],
+        "check (works differently)": [each for each in left if each.certainty == CHECK],
+    }
+    lines = [
+        line for title, found in groups.items() if found for line in (f"{title}:", *(f"  {each}" for each in found), "")
+    ]
+    changes, checks = map(len, groups.values())
+    lines.append(f"{changes or 'nothing'} left to change, {checks or 'nothing'} to check")
+    return "\n".join(lines)

@@ -17,6 +17,7 @@ from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import UNKNOWN, Source, short
 
 _LEAVE_OUT: Final = "leave it out"
+WITHOUT_LOGGER: Final = "Trainer() without logger="
 
 
 @frozen
@@ -35,7 +36,7 @@ class Value:
 def trainer_calls(source: Source) -> Iterator[Finding]:
     """Yield a finding for each argument of each Trainer."""
     for node in source.nodes:
-        if isinstance(node, ast.Call) and (source.lightning(node.func) or "").rpartition(".")[2] == "Trainer":
+        if isinstance(node, ast.Call) and (source.known(node.func) or "").rpartition(".")[2] == "Trainer":
             if node.args:
                 yield source.finding(node.args[0], CHANGE, f"Trainer({short(node.args[0])}, ...)",
                                      "Trainer(name=value, ...)", "arguments are keywords")  # fmt: skip
@@ -43,7 +44,8 @@ def trainer_calls(source: Source) -> Iterator[Finding]:
             for name, value in _keywords(source, node):
                 names.add(name)
                 yield from _argument(source, name, value)
-            yield from _changed_defaults(source, node, names)
+            if source.lightning(node.func) is not None:
+                yield from _changed_defaults(source, node, names)
 
 
 def _keywords(source: Source, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
@@ -87,7 +89,7 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
 def _changed_defaults(source: Source, node: ast.Call, given: set[str]) -> Iterator[Finding]:
     if not given & {"logger", "**", "barebones", "fast_dev_run"}:
         yield source.finding(
-            node, CHECK, "Trainer() without logger=", 'logger="tensorboard" for event files',
+            node, CHECK, WITHOUT_LOGGER, 'logger="tensorboard" for event files',
             "the default writes stratagem_logs/version_0/metrics.csv",
         )  # fmt: skip
 
@@ -143,7 +145,7 @@ def _refresh_rate(value: Value) -> str:
 
 
 def _old_accelerator(value: Value) -> str:
-    return _OLD_STRATEGIES.get(str(value.literal).lower(), f"strategy={value.text}")
+    return OLD_STRATEGIES.get(str(value.literal).lower(), f"strategy={value.text}")
 
 
 _MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
@@ -198,7 +200,7 @@ _Rows = Iterator[tuple[str, str, str]]
 _NOT_AVAILABLE: Final = "not available"
 
 #: Strategies (and, in 1.x, accelerators) by names that they no longer have.
-_OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
+OLD_STRATEGIES: Final[dict[str, str]] = tomllib.loads(
     files(__package__).joinpath("moved.toml").read_text(encoding="utf-8")
 )["strategies"]
 
@@ -207,8 +209,8 @@ def _accelerator(value: Value) -> _Rows:
     name = str(value.literal).lower()
     if not isinstance(value.literal, str) or name == "auto" or installed.has_plugin("accelerator", name):
         return
-    if name in _OLD_STRATEGIES:
-        yield CHANGE, _OLD_STRATEGIES[name], ""
+    if name in OLD_STRATEGIES:
+        yield CHANGE, OLD_STRATEGIES[name], ""
     else:
         yield CHANGE, "nothing", _NOT_AVAILABLE
 
@@ -220,8 +222,8 @@ def _strategy(value: Value) -> _Rows:
     if not installed.has_plugin("strategy", name):
         yield (
             CHANGE,
-            _OLD_STRATEGIES.get(name, "nothing"),
-            "" if name in _OLD_STRATEGIES else "`stratagem plugins list`",
+            OLD_STRATEGIES.get(name, "nothing"),
+            "" if name in OLD_STRATEGIES else "`stratagem plugins list`",
         )
     elif name.startswith("fsdp"):
         yield (
@@ -255,7 +257,7 @@ def _plugins(value: Value) -> _Rows:
             yield CHANGE, f'strategy="{name}"', ""
         elif isinstance(name, str):
             new = {"native_amp": 'precision="16-mixed"', "apex_amp": 'precision="16-mixed"'}.get(name.lower())
-            yield CHANGE, new or _OLD_STRATEGIES.get(name.lower(), "nothing"), ""
+            yield CHANGE, new or OLD_STRATEGIES.get(name.lower(), "nothing"), ""
         elif name is UNKNOWN:
             yield CHECK, "", "each kind has its own argument: strategy=, precision=, environment=, checkpoint="
     if value.literal is None:

@@ -39,12 +39,12 @@ def variables(source: Source) -> Iterator[Finding]:
     """Find environment variables of Lightning."""
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("PL_"):
-            new = _variable(node.value)
+            new = variable(node.value)
             note = "" if new else "stratagem does not read it"
             yield source.finding(node, CHANGE if new else CHECK, f'"{node.value}"', new, note)
 
 
-def _variable(name: str) -> str:
+def variable(name: str) -> str:
     if name.startswith("PL_TRAINER_"):
         return f'"STRATAGEM_TRAINER_{name.removeprefix("PL_TRAINER_")}"'
     known = {"PL_GLOBAL_SEED": "STRATAGEM_SEED", "PL_SEED_WORKERS": "STRATAGEM_SEED_WORKERS"}

@@ -209,6 +209,32 @@ NAMES: Final[dict[str, Counterpart]] = {
     ),
 }  # fmt: skip
 
+#: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
+DROP_IN: Final = frozenset({
+    "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "MisconfigurationException",
+    "find_usable_cuda_devices", "move_data_to_device", "Logger", "LightningLoggerBase", "Strategy", "Accelerator",
+    "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
+    "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
+    "LearningRateFinder", "BackboneFinetuning", "OnExceptionCheckpoint", "TQDMProgressBar", "RichProgressBar",
+    "CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger",
+    "DDPStrategy", "DDPPlugin", "FSDPStrategy", "DDPFullyShardedNativeStrategy", "SingleDeviceStrategy",
+    "SingleDevicePlugin", "DeepSpeedStrategy", "DeepSpeedPlugin", "DDPShardedStrategy", "DDPShardedPlugin",
+    "TorchElasticEnvironment", "LightningEnvironment", "SLURMEnvironment", "KubeflowEnvironment", "LSFEnvironment",
+    "MPIEnvironment",
+})  # fmt: skip
+#: Names of Lightning's utilities that other packages have: module and name.
+ELSEWHERE: Final[dict[str, tuple[str, str]]] = {
+    "STEP_OUTPUT": ("typing", "Any"),
+    "OptimizerLRScheduler": ("typing", "Any"),
+    "TRAIN_DATALOADERS": ("typing", "Any"),
+    "EVAL_DATALOADERS": ("typing", "Any"),
+    "EPOCH_OUTPUT": ("typing", "Any"),
+    "LRSchedulerType": ("typing", "Any"),
+    "LRSchedulerTypeUnion": ("typing", "Any"),
+    "apply_to_collection": ("lightning_utilities.core.apply_func", "apply_to_collection"),
+    "AttributeDict": ("stratagem.training.hyperparameters", "Hyperparameters"),
+}
+
 #: Positional arguments of Lightning's classes, in order.
 POSITIONS: Final = {
     "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode"),

@@ -12,7 +12,7 @@ from stratagem_migrate.findings import CHANGE, CHECK, SAME, Finding
 from stratagem_migrate.source import Source, methods, short
 
 #: Attributes of LightningModule that Module does not have, and their replacements.
-_SELF: Final[dict[str, tuple[str, str]]] = {
+SELF: Final[dict[str, tuple[str, str]]] = {
     "on_gpu": ('self.device.type == "cuda"', ""),
     "on_tpu": ('self.device.type == "xla"', "the trainer divides the loader: no sampler is needed"),
     "dtype": ("next(self.parameters()).dtype", ""),
@@ -38,23 +38,23 @@ _DATA: Final[dict[str, tuple[str, str]]] = {
     "load_from_checkpoint": ("its __init__", ""),
 }
 #: Positional options of Lightning's `log`, in order.
-_LOG_ORDER: Final = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+LOG_ORDER: Final = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 
 
 def on_self(source: Source) -> Iterator[Finding]:
     """Find attributes and methods on ``self`` that were renamed or removed."""
     for cls in source.of_role("module"):
-        own = {method.name for method in methods(cls)} | _stored(cls)
+        own = {method.name for method in methods(cls)} | stored(cls)
         for node in ast.walk(cls):
-            if isinstance(node, ast.Attribute) and _is_self(node.value):
+            if isinstance(node, ast.Attribute) and is_self(node.value):
                 yield from _own_attribute(source, node, own)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_self(node.func.value):
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_self(node.func.value):
                 yield from _own_call(source, node, node.func.attr)
     for cls in source.of_role("data"):
-        own = {method.name for method in methods(cls)} | _stored(cls)
+        own = {method.name for method in methods(cls)} | stored(cls)
         for node in ast.walk(cls):
             known = own | installed.data_attributes()
-            if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr in _DATA.keys() - known:
+            if isinstance(node, ast.Attribute) and is_self(node.value) and node.attr in _DATA.keys() - known:
                 yield source.finding(node, CHANGE, f"self.{node.attr}", *_DATA[node.attr])
 
 
@@ -64,8 +64,8 @@ def _own_attribute(source: Source, node: ast.Attribute, own: set[str]) -> Iterat
         yield from _hparams(source, node)
     elif stored and name in ("truncated_bptt_steps", "example_input_array"):
         yield source.finding(node, CHECK, f"self.{name} = ...", "", "stratagem does not read it")
-    elif not stored and name in _SELF and name not in own and name not in installed.module_attributes():
-        yield source.finding(node, CHANGE, f"self.{name}", *_SELF[name])
+    elif not stored and name in SELF and name not in own and name not in installed.module_attributes():
+        yield source.finding(node, CHANGE, f"self.{name}", *SELF[name])
 
 
 def _hparams(source: Source, node: ast.Attribute) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def _log(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
     values = 2 if method == "log" else 1
     if len(node.args) > values:
         rest = list(map(short, node.args[values:]))
-        named = ", ".join(f"{name}={value}" for name, value in zip(_LOG_ORDER, rest, strict=False))
+        named = ", ".join(f"{name}={value}" for name, value in zip(LOG_ORDER, rest, strict=False))
         yield source.finding(node, CHANGE, f"self.{method}(..., {', '.join(rest)})", f"self.{method}(..., {named})",
                              "options are keywords")  # fmt: skip
     for keyword in node.keywords:
@@ -124,11 +124,11 @@ def _saved(source: Source, node: ast.Call) -> Iterator[Finding]:
                                  'self.save_hyperparameters("name", ...)', "pass the names to save")  # fmt: skip
 
 
-def _is_self(node: ast.AST) -> bool:
+def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "self"
 
 
-def _stored(cls: ast.ClassDef) -> set[str]:
+def stored(cls: ast.ClassDef) -> set[str]:
     """Return the attributes that the class sets on ``self``."""
     attributes = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return {node.attr for node in attributes if _is_self(node.value)}
+    return {node.attr for node in attributes if is_self(node.value)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,9 +44,13 @@ class Source:
     Names are looked up in the whole file: of a name with two meanings in two functions, the last is used.
     """
 
-    def __init__(self, path: Path, text: bytes) -> None:
+    def __init__(self, path: Path, content: bytes, elsewhere: Mapping[str, str] | None = None) -> None:
+        """Parse `content`; `elsewhere` has the roles of the classes of other files, by name."""
         self.path = path
-        self.tree = _parse(path, text)
+        self.tree = _parse(path, content)
+        self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        self.text = content.decode(self.encoding)
+        self.elsewhere = elsewhere or {}
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.aliases = _aliases(self.nodes)
@@ -64,10 +70,16 @@ class Source:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and self.is_trainer(node.value)
         )
 
+    def with_roles(self, elsewhere: Mapping[str, str]) -> Source:
+        """Return this script, its classes seen with the roles of those of other files."""
+        if any(_base_names(each) & elsewhere.keys() for each in self.classes.values()):
+            return Source(self.path, self.text.encode(self.encoding), elsewhere)
+        return self
+
     @property
     def is_about_lightning(self) -> bool:
         """Whether the script uses Lightning, or has a class that looks like a module of Lightning."""
-        uses = any(within_lightning(target) is not None for target in self.aliases.values())
+        uses = any(within_lightning(_theirs(target)) is not None for target in self.aliases.values())
         return uses or self.imports_everything or "module" in self.roles.values()
 
     # --- Names ---------------------------------------------------------------------------------------------------
@@ -91,6 +103,13 @@ class Source:
             return None
         return within_lightning(self.qualified(node))
 
+    def known(self, node: ast.AST) -> str | None:
+        """Return what `lightning` returns, or for a name of stratagem, which a rewritten script uses, that name."""
+        if (name := self.lightning(node)) is not None:
+            return name
+        found = self.qualified(node)
+        return found.removeprefix("stratagem.") if found.startswith("stratagem.") else None
+
     def is_trainer(self, node: ast.AST) -> bool:
         """Return whether `node` is a trainer, by its name or its assignment."""
         if isinstance(node, ast.Attribute):
@@ -101,10 +120,7 @@ class Source:
         """Return the value of a constant expression, or of a name that is assigned one once; else `UNKNOWN`."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             node = self.constants[node.id]
-        try:
-            return ast.literal_eval(node) if node is not None else UNKNOWN
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return UNKNOWN
+        return constant(node)
 
     # --- Parents -------------------------------------------------------------------------------------------------
 
@@ -117,6 +133,11 @@ class Source:
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class whose body `node` is in."""
         return next((each for each in self.around(node) if isinstance(each, ast.ClassDef)), None)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function whose variables `node` uses, or the module."""
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+        return next((each for each in self.around(node) if isinstance(each, kinds)), self.tree)
 
     def of_role(self, role: str) -> Iterator[ast.ClassDef]:
         """Yield the classes with `role` "module", "data" or "callback"."""
@@ -140,6 +161,8 @@ class Source:
                 role = self._role(self.classes[last], (*seen, node.name))
                 if role is not None:
                     return role
+            if last in self.elsewhere and last not in self.classes:
+                return self.elsewhere[last]
         return "module" if {method.name for method in methods(node)} >= _MODULE_METHODS else None
 
     def _trainers(self) -> set[str]:
@@ -152,6 +175,14 @@ class Source:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+
+
+def constant(node: ast.AST | None) -> Any:
+    """Return the value of an expression that is written as a constant; else `UNKNOWN`."""
+    try:
+        return ast.literal_eval(node) if node is not None else UNKNOWN
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN
 
 
 def read(path: Path) -> Source:
@@ -179,6 +210,11 @@ def within_lightning(name: str) -> str | None:
     return None
 
 
+def _theirs(target: str) -> str:
+    """Return the name with stratagem's package named as Lightning's: a rewritten script is about Lightning as well."""
+    return f"lightning.{target}" if target.partition(".")[0] == "stratagem" else target
+
+
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the functions in the body of a class."""
     return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -191,6 +227,10 @@ def short(node: ast.AST, limit: int = 60) -> str:
     except RecursionError:  # a sum of thousands of terms
         return "..."
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _base_names(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
 
 def _parse(path: Path, text: bytes) -> ast.Module:

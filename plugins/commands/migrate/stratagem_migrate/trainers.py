@@ -55,7 +55,7 @@ _KEYWORDS: Final = {
     "val_dataloaders": "dataloaders=",
     "test_dataloaders": "dataloaders=",
 }
-_STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
+STAGES: Final = ("fit", "validate", "test", "predict", "save_checkpoint")
 
 
 def on_trainer(source: Source) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
 
 
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:
-    if method not in _STAGES:
+    if method not in STAGES:
         return
     known = installed.parameters("Trainer", method)
     for keyword in node.keywords:
