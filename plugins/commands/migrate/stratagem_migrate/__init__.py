@@ -13,17 +13,31 @@ import attrs
 from stratagem.api import Command
 from stratagem.errors import ConfigError
 from stratagem_migrate import arguments as trainer_arguments
-from stratagem_migrate import definitions, devices_and_env, files, imports, own, ranks, trainers
+from stratagem_migrate import (
+    definitions,
+    devices_and_env,
+    files,
+    hydra_calls,
+    imports,
+    own,
+    ranks,
+    trainers,
+    yaml_files,
+)
 from stratagem_migrate.findings import CERTAINTIES, CHANGE, CHECK, SAME, Finding
-from stratagem_migrate.source import Source, read
+from stratagem_migrate.source import Source, content_of
+from stratagem_migrate.yaml_files import YamlFile
 
 #: Functions that take a script and yield findings; the order does not matter.
 RULES = (
     imports.imports, imports.references, imports.plugin_calls, trainer_arguments.trainer_calls,
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
-    ranks.guarded, devices_and_env.devices, devices_and_env.variables,
+    ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
 )  # fmt: skip
+
+
+_File = Source | YamlFile
 
 
 class Migrate(Command):
@@ -46,7 +60,7 @@ class Migrate(Command):
         sources, failed = _read_all(files.scripts(arguments.paths))
         if arguments.diff or arguments.write:
             return self._rewrite(sources, arguments) | failed
-        found = [finding for source in sources for finding in examine(source)]
+        found = [finding for source in sources for finding in examine_file(source)]
         if arguments.json:
             shown = [each for each in found if arguments.all or each.certainty != SAME]
             print(json.dumps([attrs.asdict(finding) for finding in shown], indent=2))
@@ -54,7 +68,7 @@ class Migrate(Command):
             print(render(found, arguments.all))
         return int(any(finding.certainty == CHANGE for finding in found)) | failed
 
-    def _rewrite(self, sources: Sequence[Source], arguments: argparse.Namespace) -> int:
+    def _rewrite(self, sources: Sequence[_File], arguments: argparse.Namespace) -> int:
         rewritten, failed = _rewrite_all(sources)
         if arguments.write:
             files.write((file for file, _ in rewritten), arguments.force)
@@ -66,26 +80,29 @@ class Migrate(Command):
         return int(any(finding.certainty == CHANGE for finding in left)) | failed
 
 
-def _read_all(paths: Sequence[Path]) -> tuple[list[Source], int]:
+def _read_all(paths: Sequence[Path]) -> tuple[list[_File], int]:
     """Return the files that can be read, and 1 if there are others, which are reported."""
-    sources, failed = [], 0
+    sources: list[_File] = []
+    failed = 0
     for path in paths:
         try:
-            sources.append(read(path))
+            content = content_of(path)
+            sources.append(YamlFile(path, content) if path.suffix in files.YAML else Source(path, content))
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             failed = 1
-    roles = {name: role for source in sources for name, role in source.roles.items() if role}
-    return [source.with_roles(roles) for source in sources], failed
+    scripts = [each for each in sources if isinstance(each, Source)]
+    roles = {name: role for script in scripts for name, role in script.roles.items() if role}
+    return [each.with_roles(roles) if isinstance(each, Source) else each for each in sources], failed
 
 
-def _rewrite_all(sources: Sequence[Source]) -> tuple[list[tuple[files.Rewritten, Source]], int]:
+def _rewrite_all(sources: Sequence[_File]) -> tuple[list[tuple[files.Rewritten, _File]], int]:
     from stratagem_migrate.rewriting import rewrite  # imports libcst
 
     rewritten, failed = [], 0
     for source in sources:
         try:
-            new = rewrite(source)
+            new = yaml_files.rewrite(source) if isinstance(source, YamlFile) else rewrite(source)
         except ConfigError as error:
             print(f"stratagem: {error}", file=sys.stderr)
             new, failed = source.text, 1
@@ -93,10 +110,13 @@ def _rewrite_all(sources: Sequence[Source]) -> tuple[list[tuple[files.Rewritten,
     return rewritten, failed
 
 
-def _left(file: files.Rewritten, source: Source, in_new: bool) -> list[Finding]:
+def _left(file: files.Rewritten, source: _File, in_new: bool) -> list[Finding]:
     """Return what is left to do, with the lines of the new text or of the old one."""
-    new = examine(Source(file.path, file.new.encode(file.encoding), source.elsewhere))
-    new = [each for each in new if each.certainty != SAME]
+    content = file.new.encode(file.encoding)
+    after = (
+        YamlFile(file.path, content) if isinstance(source, YamlFile) else Source(file.path, content, source.elsewhere)
+    )
+    new = [each for each in examine_file(after) if each.certainty != SAME]
     if not in_new:
         new = [attrs.evolve(each, line=file.old_line(each.line)) for each in new]
     only_old = _only_in_lightning(source)
@@ -106,10 +126,15 @@ def _left(file: files.Rewritten, source: Source, in_new: bool) -> list[Finding]:
     return sorted({*new, *only_old})
 
 
-def _only_in_lightning(source: Source) -> list[Finding]:
+def _only_in_lightning(source: _File) -> list[Finding]:
     """Return the checks that only a script for Lightning needs: the rewritten one says what it wants."""
-    found = trainer_arguments.trainer_calls(source)
+    found = trainer_arguments.trainer_calls(source) if isinstance(source, Source) else ()
     return [each for each in found if each.certainty == CHECK and each.old == trainer_arguments.WITHOUT_LOGGER]
+
+
+def examine_file(file: _File) -> list[Finding]:
+    """Return the findings about a script or a YAML file."""
+    return yaml_files.examine(file, examine) if isinstance(file, YamlFile) else examine(file)
 
 
 def examine(source: Source) -> list[Finding]:

@@ -78,7 +78,7 @@ def _argument(source: Source, name: str, node: ast.expr) -> Iterator[Finding]:
         for certainty, new, note in found or [(SAME, "", "")]:
             yield source.finding(node, certainty, old, new, note)
         return
-    moved = _MOVED.get(name)
+    moved = MOVED.get(name)
     if moved is not None:
         yield source.finding(node, CHANGE, old, moved(value) if callable(moved) else moved)
     else:
@@ -148,7 +148,7 @@ def _old_accelerator(value: Value) -> str:
     return OLD_STRATEGIES.get(str(value.literal).lower(), f"strategy={value.text}")
 
 
-_MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
+MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "gpus": _gpus,
     "num_processes": _num_processes,
     "tpu_cores": _tpu_cores,

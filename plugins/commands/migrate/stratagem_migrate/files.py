@@ -14,7 +14,8 @@ from attrs import frozen
 
 from stratagem.errors import ConfigError
 
-_SUFFIXES: Final = (".py",)
+YAML: Final = (".yaml", ".yml")
+_SUFFIXES: Final = (".py", *YAML)
 #: Folders that hold no scripts of the user.
 _SKIPPED: Final = ("node_modules", "site-packages", "__pycache__")
 

@@ -112,7 +112,7 @@ def _continues(source: Source, node: ast.AST) -> bool:
 def plugin_calls(source: Source) -> Iterator[Finding]:
     """Find options of callbacks, loggers and strategies that were renamed or removed."""
     for node in source.nodes:
-        if not isinstance(node, ast.Call) or (name := source.lightning(node.func)) is None:
+        if not isinstance(node, ast.Call) or (name := source.known(node.func)) is None:
             continue
         theirs = name.rpartition(".")[2]
         counterpart = NAMES.get(theirs)

@@ -185,21 +185,20 @@ def constant(node: ast.AST | None) -> Any:
         return UNKNOWN
 
 
-def read(path: Path) -> Source:
-    """Read and parse the script at `path`.
+def content_of(path: Path) -> bytes:
+    """Return what the file at `path` holds.
 
     Raises:
-        ConfigError: it cannot be read, or is not Python.
+        ConfigError: it cannot be read, or is a notebook.
     """
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"{path} is a notebook", expected="a Python script", do=f"run `jupyter nbconvert --to script {path}` first"
         )
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})", expected="a Python script") from error
-    return Source(path, text)
 
 
 def within_lightning(name: str) -> str | None:

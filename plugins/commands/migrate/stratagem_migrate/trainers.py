@@ -70,7 +70,7 @@ def on_trainer(source: Source) -> Iterator[Finding]:
 
 
 def _on_trainer(source: Source, node: ast.Attribute) -> bool:
-    is_new = (source.lightning(node.value) or "").rpartition(".")[2] == "Trainer"
+    is_new = (source.known(node.value) or "").rpartition(".")[2] == "Trainer"
     return is_new or source.is_trainer(node.value)
 
 
@@ -159,10 +159,7 @@ def loading(source: Source) -> Iterator[Finding]:
 def seeds(source: Source) -> Iterator[Finding]:
     """Find arguments of `seed_everything` that are keywords now, or were removed."""
     for node in source.nodes:
-        if (
-            not isinstance(node, ast.Call)
-            or (source.lightning(node.func) or "").rpartition(".")[2] != "seed_everything"
-        ):
+        if not isinstance(node, ast.Call) or (source.known(node.func) or "").rpartition(".")[2] != "seed_everything":
             continue
         import stratagem
 

@@ -8,7 +8,7 @@ from stratagem_migrate.rewriting.epoch_ends import rewrite_epoch_ends
 from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods
 from stratagem_migrate.rewriting.plugin_calls import rewrite_plugin_calls
 from stratagem_migrate.rewriting.references import Namespace, rewrite_references
-from stratagem_migrate.rewriting.trainer_calls import rewrite_trainers
+from stratagem_migrate.rewriting.trainer_calls import rewrite_hydra, rewrite_trainers
 from stratagem_migrate.source import Source
 
 
@@ -19,10 +19,9 @@ def rewrite(source: Source) -> str:
         ConfigError: libcst cannot read it.
     """
     edits = Edits(source)
-    if not source.is_about_lightning and not source.classes:
-        return source.text
     names = Namespace(edits)
     rewrite_trainers(edits, names)
+    rewrite_hydra(edits)
     rewrite_plugin_calls(edits, names)
     rewrite_module_methods(edits)
     rewrite_epoch_ends(edits)

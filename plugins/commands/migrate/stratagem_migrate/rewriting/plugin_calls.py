@@ -16,6 +16,10 @@ from stratagem_migrate.source import UNKNOWN, Source, constant
 _OFF: Final = (None, False, "", 0)
 #: Options that only change what is printed.
 _SILENT: Final = {("TQDMProgressBar", "process_position"), ("RichProgressBar", "theme"), ("RichProgressBar", "leave")}
+#: Options with another name and the same meaning.
+_RENAMED: Final = {
+    ("ModelCheckpoint", "period"), ("ModelCheckpoint", "every_n_val_epochs"), ("CSVLogger", "flush_logs_every_n_steps"),
+}  # fmt: skip
 #: Classes that are another one with an option set.
 _WITH_OPTION: Final = {
     "DDPSpawnStrategy": ("DDPStrategy", "start_method", '"spawn"'),
@@ -82,7 +86,7 @@ def _rewrite_option(
 def option_instead(theirs: str, name: str, literal: Any, known: frozenset[str]) -> str | None:
     """Return the new name of an option, an empty string if it does nothing, and None if that cannot be told."""
     advice = OPTIONS.get(theirs, {}).get(name, "")
-    if advice.endswith("=") and advice[:-1] in known:
+    if (theirs, name) in _RENAMED and advice[:-1] in known:
         return advice[:-1]
     if (theirs, name) in _SILENT or (advice == "leave it out" and literal is not UNKNOWN):
         return ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from stratagem_migrate import installed
+import libcst as cst
+
+from stratagem_migrate import hydra_calls, installed
 from stratagem_migrate.names import NAMES
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code
 from stratagem_migrate.rewriting.references import Namespace
-from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, translated
+from stratagem_migrate.rewriting.translations import CALLBACKS, Given, New, arguments_in, is_accepted, translated
 from stratagem_migrate.source import Source, constant
 
 
@@ -19,6 +21,21 @@ def rewrite_trainers(edits: Edits, names: Namespace) -> None:
     for node in edits.source.nodes:
         if isinstance(node, ast.Call) and _is_trainer(edits.source, node.func):
             _Trainer(edits, names, node).rewrite()
+
+
+def rewrite_hydra(edits: Edits) -> None:
+    """Rewrite ``instantiate(cfg.trainer, callbacks=callbacks)``: hydra builds a call, which gets the objects."""
+    for node in hydra_calls.calls(edits.source):
+        if hydra_calls.are_objects(edits.source, node):
+            edits.at(node, _partial)
+
+
+def _partial(call: Any) -> Any:
+    first, *objects = call.args
+    first = first.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=cst.SimpleWhitespace(""))
+    none = cst.SimpleWhitespace("")
+    made = call_arguments.append(call.with_changes(args=[first], whitespace_before_args=none), "_partial_", "True")
+    return call.with_changes(func=made.with_changes(lpar=[], rpar=[]), args=objects)
 
 
 def _is_trainer(source: Source, function: ast.expr) -> bool:
@@ -106,6 +123,8 @@ class _Trainer:
     # --- Arguments that move elsewhere ----------------------------------------------------------------------------
 
     def _by_other_means(self, name: str, value: ast.expr) -> bool:
+        if is_accepted(name):
+            return False
         match name:
             case "resume_from_checkpoint":
                 return self._resume(value)
@@ -140,8 +159,6 @@ class _Trainer:
         statement = self._statement()
         if constant(value) is not True or statement is None:
             return False
-        import libcst as cst
-
         if self.source.aliases.get("torch") != "torch":
             self.edits.add_import("import torch")
         before = "torch.backends.cudnn.benchmark = True"
