@@ -19,6 +19,7 @@ from stratagem_migrate import (
     files,
     hydra_calls,
     imports,
+    other_uses,
     own,
     ranks,
     trainers,
@@ -34,6 +35,7 @@ RULES = (
     definitions.module_methods, definitions.optimizers, definitions.callbacks,
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
+    other_uses.switched_off, other_uses.minus_one, other_uses.loggers_by_hand, other_uses.utilities,
 )  # fmt: skip
 
 

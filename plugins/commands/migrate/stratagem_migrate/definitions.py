@@ -31,21 +31,30 @@ def _module_method(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDe
     if name in installed.uncalled_methods():
         yield source.finding(method, CHANGE, old, *installed.uncalled_methods()[name])
     elif "optimizer_idx" in given or "hiddens" in given:
-        new = "automatic_optimization = False" if name == "training_step" else old.replace(", optimizer_idx", "")
+        known = installed.called_with().get(name)
+        kept = old.replace(", optimizer_idx", "") if known is None else f"def {name}({', '.join(['self', *known])})"
+        new = "automatic_optimization = False" if name == "training_step" else kept
         note = "and step each of self.optimizers() in training_step" if name == "training_step" else ""
         yield source.finding(method, CHANGE, old, new, note)
     elif name in installed.hooks() and name in installed.events():
         yield from _event(source, method, old)
+    elif name in installed.called_with() and _num_required(method) > len(installed.called_with()[name]):
+        new = f"def {name}({', '.join(['self', *installed.called_with()[name]])})"
+        yield source.finding(method, CHANGE, old, new, "there are no other arguments")
     elif name in installed.needs():
         note = f"a strategy must provide {installed.needs()[name]!r} (`stratagem plugins show NAME`)"
         yield source.finding(method, CHECK, old, "", note)
 
 
+def _num_required(method: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many arguments a method must get besides self."""
+    return len(method.args.args) - 1 - len(method.args.defaults)
+
+
 def _event(source: Source, method: ast.FunctionDef | ast.AsyncFunctionDef, old: str) -> Iterator[Finding]:
     """Check the arguments of an event: passed by name, or in order if the names differ; more are not allowed."""
     known = [name for name in installed.hooks()[method.name] if name not in ("trainer", "module", "run")]
-    required = method.args.args[1 : len(method.args.args) - len(method.args.defaults)]
-    if len(required) > len(known):
+    if _num_required(method) > len(known):
         new = f"def {method.name}({', '.join(['self', *known])})"
         yield source.finding(method, CHANGE, old, new, "there are no other arguments")
     elif method.name == "on_before_optimizer_step":

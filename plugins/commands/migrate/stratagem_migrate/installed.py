@@ -118,6 +118,14 @@ def other_times() -> Mapping[str, str]:
 
 
 @cache
+def called_with() -> Mapping[str, tuple[str, ...]]:
+    """Return the arguments of methods of a module that are not events, by the name of the method."""
+    from stratagem.training import lightning_names
+
+    return lightning_names.CALLED_WITH
+
+
+@cache
 def needs() -> Mapping[str, str]:
     """Return the capability that a strategy must provide for a method of a module, by the name of the method."""
     from stratagem.training import lightning_names
@@ -226,3 +234,11 @@ def expression(kind: str, name: str) -> str:
 def num_positional(kind: str, name: str) -> int:
     """Return how many options of an installed plugin may be given without their names."""
     return len(getattr(plugin_class(kind, name), "positional", ()))
+
+
+@cache
+def loggers_can_be_called() -> bool:
+    """Return whether ``logger.log_hyperparams(params)`` works in a script."""
+    from stratagem import Logger
+
+    return hasattr(Logger, "log_hyperparams")

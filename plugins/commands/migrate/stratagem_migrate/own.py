@@ -116,8 +116,7 @@ def _saved(source: Source, node: ast.Call) -> Iterator[Finding]:
     known = installed.parameters("Module", "save_hyperparameters")
     objects = [value for value in node.args if not (isinstance(value, ast.Constant) and isinstance(value.value, str))]
     for value in objects:
-        yield source.finding(node, CHANGE, f"self.save_hyperparameters({short(value)})", "self.save_hyperparameters()",
-                             "it saves the arguments of __init__, or only those with the given names")  # fmt: skip
+        yield source.finding(node, SAME, f"self.save_hyperparameters({short(value)})", "")
     for keyword in node.keywords:
         if keyword.arg not in known:
             yield source.finding(keyword, CHANGE, f"self.save_hyperparameters({short(keyword)})",

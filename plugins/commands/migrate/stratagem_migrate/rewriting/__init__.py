@@ -7,6 +7,7 @@ from stratagem_migrate.rewriting.edits import Edits
 from stratagem_migrate.rewriting.epoch_ends import rewrite_epoch_ends
 from stratagem_migrate.rewriting.methods import rewrite_callbacks, rewrite_module_methods
 from stratagem_migrate.rewriting.plugin_calls import rewrite_plugin_calls
+from stratagem_migrate.rewriting.rank_zero import rewrite_rank_zero
 from stratagem_migrate.rewriting.references import Namespace, rewrite_references
 from stratagem_migrate.rewriting.trainer_calls import rewrite_hydra, rewrite_trainers
 from stratagem_migrate.source import Source
@@ -25,6 +26,7 @@ def rewrite(source: Source) -> str:
     rewrite_plugin_calls(edits, names)
     rewrite_module_methods(edits)
     rewrite_epoch_ends(edits)
+    rewrite_rank_zero(edits)
     rewrite_callbacks(edits, names)
     rewrite_on_self(edits)
     rewrite_on_trainers(edits)

@@ -224,6 +224,8 @@ def code(node: cst.CSTNode) -> str:
 
 def with_statements_first(function: Any, statements: Sequence[str]) -> Any:
     """Return the function with `statements` at the beginning of its body, after the docstring."""
+    if not statements:
+        return function
     new = [cst.parse_statement(each) for each in statements]
     body = function.body
     if isinstance(body, cst.SimpleStatementSuite):  # def f(self): return 1

@@ -9,7 +9,8 @@ from typing import Any, Final
 import libcst as cst
 
 from stratagem_migrate import installed
-from stratagem_migrate.rewriting.edits import Edits, Renamer, expression
+from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
+from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
 from stratagem_migrate.rewriting.references import Namespace
 from stratagem_migrate.source import Source, methods
 
@@ -48,12 +49,13 @@ def _is_called(source: Source, name: str) -> bool:
 
 
 def _drop_former(edits: Edits, method: _Function) -> None:
-    known = installed.hooks().get(method.name, ())
-    gone = [
-        each.arg for each in method.args.args[1:]
-        if each.arg in _FORMER and each.arg not in known and not _uses(method, each.arg)
-    ]  # fmt: skip
-    if gone:
+    events = [name for name in installed.hooks().get(method.name, ()) if name not in ("trainer", "module", "run")]
+    known = installed.called_with().get(method.name, tuple(events))
+    former = (*_FORMER, "optimizer") if method.name == "backward" else _FORMER
+    given = [each.arg for each in method.args.args[1:]]
+    gone = [name for name in given if name in former and name not in known and not _uses(method, name)]
+    num_required = len(given) - len(gone) - len(method.args.defaults)
+    if gone and num_required <= len(known):
         edits.at(method, lambda function: _without_parameters(function, gone))
 
 
@@ -82,14 +84,14 @@ def rewrite_callbacks(edits: Edits, names: Namespace) -> None:
     """Mark the hooks of callbacks with `@hookimpl`, and name their arguments as here."""
     for cls in edits.source.of_role("callback"):
         for method in methods(cls):
-            if _is_plain_hook(method):
+            if _is_plain_hook(edits.source, method):
                 _rewrite_hook(edits, names, method)
 
 
-def _is_plain_hook(method: _Function) -> bool:
-    marked = any(ast.unparse(each).rpartition(".")[2].startswith("hookimpl") for each in method.decorator_list)
+def _is_plain_hook(source: Source, method: _Function) -> bool:
+    plain = not method.decorator_list or decorator_of(source, method) is not None
     known = method.name in installed.hooks() and method.name not in installed.other_times()
-    return known and not marked and not method.decorator_list and isinstance(method, ast.FunctionDef)
+    return known and plain and isinstance(method, ast.FunctionDef)
 
 
 def _rewrite_hook(edits: Edits, names: Namespace, method: _Function) -> None:
@@ -120,8 +122,14 @@ def _rewrite_hook(edits: Edits, names: Namespace, method: _Function) -> None:
         return
     for statement in supers:
         edits.remove(statement)
+    rank_zero = decorator_of(edits.source, method)
+    if rank_zero is not None:
+        if "trainer" not in given:
+            return
+        edits.replaced.add(rank_zero)
     decorator = names.of_stratagem("hookimpl")
-    edits.at(method, lambda function: _as_hook(function, decorator, new, gone))
+    first = [] if rank_zero is None else [GUARD]
+    edits.at(method, lambda function: with_statements_first(_as_hook(function, decorator, new, gone), first))
 
 
 def _as_hook(function: Any, decorator: str, new: dict[str, str], gone: Sequence[str]) -> Any:

@@ -192,7 +192,7 @@ def _rewrite_from(edits: Edits, names: Namespace, statement: ast.ImportFrom) -> 
         bound = alias.asname or alias.name
         target = target_of(qualified) if qualified else None
         if target is None:
-            gone = bound != "__version__" and not names.is_shadowed(bound) and _rewrite_uses(edits, names, bound)
+            gone = not names.is_shadowed(bound) and _rewrite_uses(edits, names, bound)
             gone = gone and (_is_module(alias.name, qualified) or _uses(edits.source, bound))
             if gone:
                 changed = True

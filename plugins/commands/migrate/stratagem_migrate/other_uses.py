@@ -1,0 +1,73 @@
+"""Find uses that no name of Lightning shows: steps that are switched off, -1 from hooks, loggers called by hand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from stratagem_migrate import installed
+from stratagem_migrate.findings import CHANGE, CHECK, Finding
+from stratagem_migrate.source import Source, constant, methods, short
+
+#: How to switch a step off.
+_STEPS: Final = {
+    "training_step": "Trainer(limit_train_batches=0)",
+    "validation_step": "Trainer(limit_val_batches=0)",
+    "test_step": "Trainer(limit_test_batches=0)",
+    "predict_step": "Trainer(limit_predict_batches=0)",
+}
+_RANK_ZERO: Final = ("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation")
+
+
+def switched_off(source: Source) -> Iterator[Finding]:
+    """Find ``model.validation_step = None``, with which Lightning does not validate."""
+    for node in source.nodes:
+        if not (isinstance(node, ast.Assign) and constant(node.value) is None and source.is_about_lightning):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and target.attr in _STEPS:
+                yield source.finding(node, CHANGE, short(node), _STEPS[target.attr], "a step is a method, never None")
+
+
+def minus_one(source: Source) -> Iterator[Finding]:
+    """Find hooks that return -1 to stop: here only a module's `on_train_batch_start` may."""
+    for role in ("module", "callback"):
+        for cls in source.of_role(role):
+            for method in methods(cls):
+                stops = role == "module" and method.name == "on_train_batch_start"
+                if method.name.startswith("on_") and not stops:
+                    yield from _returns_minus_one(source, method)
+
+
+def _returns_minus_one(source: Source, method: ast.AST) -> Iterator[Finding]:
+    for node in ast.walk(method):
+        if isinstance(node, ast.Return) and node.value is not None and constant(node.value) == -1:
+            yield source.finding(
+                node, CHECK, "return -1", "trainer.should_stop = True",
+                "-1 skips the rest of an epoch only from on_train_batch_start of a module",
+            )  # fmt: skip
+
+
+def loggers_by_hand(source: Source) -> Iterator[Finding]:
+    """Find ``logger.log_hyperparams(...)``, where a logger of stratagem is called by the trainer alone."""
+    if not source.is_about_lightning or installed.loggers_can_be_called():
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = short(node.func.value)
+            if node.func.attr == "log_hyperparams" and owner.rpartition(".")[2].startswith("logger"):
+                yield source.finding(
+                    node, CHANGE, short(node), "self.save_hyperparameters()", "loggers get what the module saves"
+                )  # fmt: skip
+
+
+def utilities(source: Source) -> Iterator[Finding]:
+    """Find functions of `lightning_utilities` that ask Lightning for the rank."""
+    for node in source.nodes:
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            package, _, last = source.qualified(node).rpartition(".")
+            if package.startswith("lightning_utilities") and last in _RANK_ZERO:
+                yield source.finding(
+                    node, CHANGE, short(node), "if trainer.is_global_zero:", "without Lightning no rank is set"
+                )  # fmt: skip
