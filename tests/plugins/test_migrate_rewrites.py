@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.cli import main
+from stratagem_migrate import examine
 from stratagem_migrate.rewriting import rewrite
 from stratagem_migrate.source import Source
 from stratagem_testing import scripts
@@ -457,6 +458,12 @@ def test_methods_and_attributes(old, new):
 )  # fmt: skip
 def test_calls(old, new):
     assert rewritten(f"import pytorch_lightning as pl\npl.Trainer()\n{old}\n").endswith(f"sg.Trainer()\n{new}\n")
+
+
+def test_keys_of_hydra_are_not_attributes_of_a_trainer():
+    script = "import stratagem as sg\nprint(cfg.trainer._target_)\n"
+
+    assert examine(Source(Path("a.py"), script.encode())) == []
 
 
 # --- The command -------------------------------------------------------------------------------------------------

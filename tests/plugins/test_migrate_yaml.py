@@ -153,7 +153,19 @@ def test_what_only_the_author_can_decide_is_found_and_stays(text, finding):
     assert finding in found(rewritten(text))
 
 
-@pytest.mark.parametrize("text", ["a: 1\ngpus: 2\n", "model: x\n", "- 1\n", "", "{{ helm }}: [\n", "a: &x 1\nb: *x\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1\ngpus: 2\n",
+        "model: x\n",
+        "- 1\n",
+        "",
+        "{{ helm }}: [\n",
+        "a: &x 1\nb: *x\n",
+        "# @package _global_\ntrainer:\n  max_epochs: 1\nmodel:\n  width: 2\n",
+        "defaults:\n  - a\ntrainer:\n  max_epochs: 1\ndata:\n  size: 2\n",
+    ],
+)
 def test_other_files_are_left_alone(text):
     assert rewritten(text) == text
     assert found(text) == []

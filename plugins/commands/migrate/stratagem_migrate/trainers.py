@@ -80,7 +80,7 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
     if name in ("strategy", "training_type_plugin", "accelerator") and isinstance(parent, ast.Attribute):
         if parent.attr in _STRATEGY:
             yield source.finding(node, CHANGE, f"{old}.{parent.attr}", _STRATEGY[parent.attr])
-    elif name in installed.trainer_attributes() | source.set_on_trainers or name.startswith("__"):
+    elif name in installed.trainer_attributes() | source.set_on_trainers or _is_special(name):
         return
     elif name in _TRAINER:
         yield source.finding(node, CHANGE, old, *_TRAINER[name])
@@ -89,6 +89,11 @@ def _trainer_attribute(source: Source, node: ast.Attribute) -> Iterator[Finding]
     else:
         hint = nearest(name, installed.trainer_attributes())
         yield source.finding(node, CHANGE, old, "", f"the Trainer has no such attribute; {hint}".removesuffix("; "))
+
+
+def _is_special(name: str) -> bool:
+    """Whether the name is Python's or hydra's, such as ``cfg.trainer._target_``."""
+    return name.startswith("_") and name.endswith("_")
 
 
 def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Finding]:

@@ -63,9 +63,10 @@ class YamlFile:
 
     @property
     def is_of_cli(self) -> bool:
-        """Whether LightningCLI reads it."""
+        """Whether LightningCLI reads it; files of hydra have sections with the same names."""
         names = {key.value for key, _ in entries(self.root)} if self.root is not None else set()
-        return "trainer" in names and bool(names & {"seed_everything", "model", "data"})
+        is_of_hydra = "defaults" in names or "# @package" in self.text
+        return "trainer" in names and not is_of_hydra and bool(names & {"seed_everything", "model", "data"})
 
 
 def _built(node: yaml.Node) -> Iterator[Built]:
