@@ -72,8 +72,8 @@ TRAINER = {
     "row_log_interval=5": "log_every_n_steps=5",
     "callbacks=[pl.callbacks.ModelCheckpoint(monitor='a', period=2)]":
         "callbacks=[ModelCheckpoint(monitor='a', every_n_epochs=2)]",
-    "callbacks=[pl.callbacks.ModelCheckpoint('folder', 'name', 'a', False)]":
-        "callbacks=[ModelCheckpoint(dirpath='folder', filename='name', monitor='a'",
+    "callbacks=[pl.callbacks.DeviceStatsMonitor(True)], logger=True":
+        "callbacks=[DeviceStats(cpu_stats=True)], logger=True",
     "callbacks=[pl.callbacks.LearningRateMonitor('step')], logger=True":
         "callbacks=[LearningRateMonitor('step')], logger=True",
     "callbacks=[pl.callbacks.RichModelSummary(max_depth=2)]": "callbacks=[ModelSummary(max_depth=2)]",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem_migrate import examine
+from stratagem_migrate import examine, installed
 from stratagem_migrate.rewriting import rewrite
 from stratagem_migrate.source import Source
 
@@ -112,7 +112,8 @@ def test_bodies_of_callbacks(before, after, tmp_path, monkeypatch):
 
     new = rewritten(script)
 
-    assert textwrap.indent(after, "    ").strip() in new, new
+    if installed.hooks_need_a_mark() or "rank_zero" in before:
+        assert textwrap.indent(after, "    ").strip() in new, new
     execute(new, tmp_path, monkeypatch)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.cli import main
-from stratagem_migrate import examine
+from stratagem_migrate import examine, installed
 from stratagem_migrate.rewriting import rewrite
 from stratagem_migrate.source import Source
 from stratagem_testing import scripts
@@ -265,7 +265,7 @@ def test_arguments_keep_their_lines_and_comments():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('ModelCheckpoint("a", "b", "c", True)', 'ModelCheckpoint(dirpath="a", filename="b", monitor="c"'),
+        ("DeviceStatsMonitor(True)", "DeviceStats(cpu_stats=True)"),
         ("ModelCheckpoint(period=2)", "ModelCheckpoint(every_n_epochs=2)"),
         ("ModelCheckpoint(period=2, every_n_epochs=3)", "ModelCheckpoint(period=2, every_n_epochs=3)"),
         ("ModelCheckpoint(filepath='a/b')", "ModelCheckpoint(filepath='a/b')"),
@@ -274,7 +274,7 @@ def test_arguments_keep_their_lines_and_comments():
     ],
 )
 def test_options_of_callbacks(old, new):
-    script = f"from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint\nx = {old}\n"
+    script = f"from pytorch_lightning.callbacks import DeviceStatsMonitor, EarlyStopping, ModelCheckpoint\nx = {old}\n"
 
     assert rewritten(script).partition("x = ")[2].startswith(new)
 
@@ -299,7 +299,11 @@ def test_hooks_of_callbacks_are_marked_and_take_arguments_by_name():
                 return pl_module
         """)
 
-    assert rewritten(script) == textwrap.dedent("""\
+    new = rewritten(script)
+    if not installed.hooks_need_a_mark():
+        assert new == script.replace("import lightning as L", "import stratagem as sg").replace("L.", "sg.")
+        return
+    assert new == textwrap.dedent("""\
         import stratagem as sg
 
 

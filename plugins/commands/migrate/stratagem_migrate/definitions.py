@@ -139,6 +139,8 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
         yield source.finding(
             method, CHANGE, old, f"@hookimpl def {method.name}(self, run)", installed.other_times()[method.name]
         )  # fmt: skip
+    elif known is not None and is_hook_as_it_is(method):
+        yield source.finding(method, SAME, old, "")
     elif known is not None:
         names = ["module" if name == "pl_module" else name for name in given[1:]]
         kept = [name for name in names if name in known]
@@ -148,6 +150,12 @@ def _callback_method(source: Source, method: ast.FunctionDef | ast.AsyncFunction
         )  # fmt: skip
     elif method.name in installed.uncalled_by_callbacks():
         yield source.finding(method, CHANGE, old, *installed.uncalled_by_callbacks()[method.name])
+
+
+def is_hook_as_it_is(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a method of a callback gets its arguments in Lightning's order, without a mark."""
+    known = [name for name in installed.hooks()[method.name] if name != "run"]
+    return not installed.hooks_need_a_mark() and not method.decorator_list and _num_required(method) <= len(known)
 
 
 def _last_name(decorator: ast.expr) -> str:

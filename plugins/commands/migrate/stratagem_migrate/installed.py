@@ -242,3 +242,11 @@ def loggers_can_be_called() -> bool:
     from stratagem import Logger
 
     return hasattr(Logger, "log_hyperparams")
+
+
+@cache
+def hooks_need_a_mark() -> bool:
+    """Return whether a callback's method is a hook only with `@hookimpl`, and not by its name, as in Lightning."""
+    from stratagem import Callback
+
+    return not hasattr(Callback, "on_train_start")

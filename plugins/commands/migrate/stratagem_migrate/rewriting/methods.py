@@ -9,6 +9,7 @@ from typing import Any, Final
 import libcst as cst
 
 from stratagem_migrate import installed
+from stratagem_migrate.definitions import is_hook_as_it_is
 from stratagem_migrate.rewriting.edits import Edits, Renamer, expression, with_statements_first
 from stratagem_migrate.rewriting.rank_zero import GUARD, decorator_of
 from stratagem_migrate.rewriting.references import Namespace
@@ -84,7 +85,7 @@ def rewrite_callbacks(edits: Edits, names: Namespace) -> None:
     """Mark the hooks of callbacks with `@hookimpl`, and name their arguments as here."""
     for cls in edits.source.of_role("callback"):
         for method in methods(cls):
-            if _is_plain_hook(edits.source, method):
+            if _is_plain_hook(edits.source, method) and not is_hook_as_it_is(method):
                 _rewrite_hook(edits, names, method)
 
 
