@@ -617,11 +617,32 @@ def test_environments_and_hidden_folders_are_not_touched(tmp_path):
 def test_a_class_of_another_file_is_known_by_its_base(tmp_path):
     (tmp_path / "base.py").write_text("import lightning as L\n\n\nclass Base(L.LightningModule):\n    pass\n")
     net = tmp_path / "net.py"
-    net.write_text("from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        return self.datamodule\n")
+    net.write_text("from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        self.log('a', 1, True)\n")
 
     main(["migrate", "--write", "--force", str(tmp_path)])
 
-    assert "return self.trainer.datamodule" in net.read_text()
+    assert "self.log('a', 1, prog_bar=True)" in net.read_text()
+
+
+def test_an_attribute_that_a_base_may_set_stays():
+    script = "from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        return self.dtype\n"
+    source = Source(Path("a.py"), script.encode(), {"Base": "module"})
+
+    assert rewrite(source) == script
+
+
+def test_a_name_with_two_meanings_is_refused(tmp_path, capsys):
+    script = tmp_path / "a.py"
+    text = (
+        "def one():\n    from transformers import Trainer\n    Trainer(gpus=1)\n\n\n"
+        "def two():\n    from lightning import Trainer\n    Trainer(gpus=1)\n"
+    )
+    script.write_text(text)
+
+    assert main(["migrate", "--write", "--force", str(script)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be rewritten: Trainer is lightning.Trainer and transformers.Trainer; " in line
+    assert script.read_text() == text
 
 
 def test_libcst_is_imported_only_to_rewrite(tmp_path):

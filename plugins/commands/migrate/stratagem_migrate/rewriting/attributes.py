@@ -12,7 +12,7 @@ from stratagem_migrate import installed, own, trainers
 from stratagem_migrate.devices_and_env import variable
 from stratagem_migrate.rewriting import call_arguments
 from stratagem_migrate.rewriting.edits import Edits, code, expression
-from stratagem_migrate.source import UNKNOWN, constant, methods
+from stratagem_migrate.source import UNKNOWN, Source, constant, methods
 
 #: Attributes of a module that one expression replaces.
 _SELF: Final = ("on_gpu", "on_tpu", "dtype", "use_ddp", "datamodule", "device_mesh")
@@ -33,15 +33,35 @@ _STRATEGIES: Final = ("strategy", "training_type_plugin", "accelerator")
 def rewrite_on_self(edits: Edits) -> None:
     """Rewrite what modules read of themselves, and the arguments of their own methods."""
     for cls in edits.source.of_role("module"):
-        stored = own.stored(cls) | {method.name for method in methods(cls)}
+        stored = _attributes(edits.source, cls)
         for node in ast.walk(cls):
             if isinstance(node, ast.Attribute) and own.is_self(node.value) and isinstance(node.ctx, ast.Load):
                 name = node.attr
-                if name in _SELF and name not in stored and name not in installed.module_attributes():
+                if (
+                    name in _SELF
+                    and stored is not None
+                    and name not in stored
+                    and name not in installed.module_attributes()
+                ):
                     edits.replace(node, own.SELF[name][0])
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and own.is_self(node.func.value):
                 _rewrite_own_call(edits, node, node.func.attr)
         _rewrite_stored_hparams(edits, cls)
+
+
+def _attributes(source: Source, cls: ast.ClassDef) -> set[str] | None:
+    """Return what a class and its bases in this file set and define; None if it has a base elsewhere."""
+    found = own.stored(cls) | {method.name for method in methods(cls)}
+    for base in cls.bases:
+        name = ast.unparse(base)
+        if name in source.classes and source.classes[name] is not cls:
+            inherited = _attributes(source, source.classes[name])
+            if inherited is None:
+                return None
+            found |= inherited
+        elif source.known(base) is None:
+            return None
+    return found
 
 
 def _rewrite_own_call(edits: Edits, node: ast.Call, method: str) -> None:
