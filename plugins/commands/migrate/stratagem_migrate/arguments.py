@@ -186,8 +186,7 @@ MOVED: Final[dict[str, str | Callable[[Value], str]]] = {
     "move_metrics_to_cpu": _LEAVE_OUT,
     "prepare_data_per_node": f"{_LEAVE_OUT}, prepare_data is called once on each node",
     "min_steps": _unless_off("min_epochs=, or nothing: a minimum number of steps is not available yet"),
-    "reload_dataloaders_every_epoch": _unless_off("a dataset that changes in on_train_epoch_start"),
-    "reload_dataloaders_every_n_epochs": _unless_off("a dataset that changes in on_train_epoch_start"),
+    "reload_dataloaders_every_epoch": _unless_off("reload_dataloaders_every_n_epochs=1"),
     "multiple_trainloader_mode": "one training loader: combine them in your own iterable",
     "enable_autolog_hparams": "nothing: save_hyperparameters decides what is logged",
     "model_registry": _unless_off("nothing"),
@@ -281,11 +280,6 @@ def _clip(value: Value) -> _Rows:
         yield CHANGE, _LEAVE_OUT, "0 is not a valid limit"
 
 
-def _every_n_epochs(value: Value) -> _Rows:
-    if value.literal is None:
-        yield CHANGE, _LEAVE_OUT, "val_check_interval counts the batches of an epoch, never across epochs"
-
-
 def _interval(value: Value) -> _Rows:
     if value.literal is None:
         yield CHANGE, _LEAVE_OUT, ""
@@ -302,6 +296,5 @@ _VALUES: Final[dict[str, Callable[[Value], _Rows]]] = {
     "profiler": _profiler,
     "max_time": _max_time,
     "gradient_clip_val": _clip,
-    "check_val_every_n_epoch": _every_n_epochs,
     "val_check_interval": _interval,
 }
