@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
-import os
-import re
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,7 +15,7 @@ from stratagem.api.paths import claim
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem_callbacks import occupied
-from stratagem_testing import run_in_processes, scripts
+from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, Scheduled, data, joined_batches
 
 QUIET = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -395,93 +389,3 @@ def test_last_is_saved_where_training_ends_before_there_is_a_value_to_compare(tm
 
     assert names_in(tmp_path) == ["last.ckpt"]
     assert Path(callback.last_model_path).name == "last.ckpt"
-
-
-# --- What Ctrl-C leaves --------------------------------------------------------------------------------------------
-
-WAITING = """
-    import signal, sys
-    import stratagem as sg
-    from stratagem.callbacks import ModelCheckpoint
-    from stratagem_testing.reference import Net, joined_batches
-
-    class Waiting(Net):
-        def training_step(self, batch, batch_idx):
-            if self.global_step == 3:
-                sys.stdout.write("waiting\\n")  # in one piece: print writes two where the streams are unbuffered
-                sys.stdout.flush()
-                signal.pause()
-            return super().training_step(batch, batch_idx)
-
-    devices, every, *callbacks = sys.argv[1:]
-    keep = ModelCheckpoint(every_n_train_steps=int(every), save_top_k=-1)
-    trainer = sg.Trainer(
-        accelerator="cpu", devices=int(devices), strategy="ddp", callbacks=[keep, *callbacks], logger=False,
-        enable_progress_bar=False, use_distributed_sampler=False, max_epochs=1,
-    )
-    trainer.fit(Waiting(), joined_batches(8, 8))
-"""
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("devices", "words", "said"),
-    [
-        (1, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); resume with fit\(ckpt_path="last"\)'),
-        (2, ["2"], r'the newest checkpoint is \S+epoch=0-step=2\.ckpt \(step 2\); resume with fit\(ckpt_path="last"\)'),
-        (1, ["9"], "nothing was saved; the next fit starts at step 0"),
-        (1, ["2", "on_exception_checkpoint"], None),
-    ],
-    ids=["one", "two ranks", "nothing", "saved then"],
-)
-def test_ctrl_c_tells_what_is_saved(tmp_path, devices, words, said):
-    (tmp_path / "train.py").write_text(textwrap.dedent(WAITING))
-    process = scripts.Popen(
-        [sys.executable, "train.py", str(devices), *words], cwd=tmp_path, start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        for _ in range(devices):
-            for line in process.stdout:
-                if line.strip() == "waiting":
-                    break
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=180)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-    assert process.returncode in (130, -signal.SIGINT), err
-    told = [line for line in out.splitlines() if "interrupted at step" in line]
-    if said is None:
-        assert told == []
-        assert out.count("saved ") == 1
-        assert out.strip().endswith('on_exception.ckpt after step 3; resume with fit(ckpt_path="last")')
-        return
-    [line] = told
-    assert re.fullmatch(f"interrupted at step 3: {said}", line)
-
-
-def test_only_ctrl_c_tells_what_is_saved(tmp_path, capsys):
-    class Failing(Net):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            raise self.error
-
-    module = Failing()
-    for error, told in ((KeyError("x"), 0), (SystemExit(3), 0), (KeyboardInterrupt(), 1)):
-        module.error = error
-        with pytest.raises(type(error)):
-            checkpointing(tmp_path, 1).fit(module, joined_batches(2, 8))
-        assert capsys.readouterr().out.count("interrupted at step 1: nothing was saved") == told
-
-
-def test_ctrl_c_in_a_later_fit_tells_from_which_step_nothing_was_saved(tmp_path, capsys):
-    class Failing(Net):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.current_epoch == 1:
-                raise KeyboardInterrupt
-
-    checkpointing(tmp_path, 1).fit(Net(), joined_batches(2, 8))
-    with pytest.raises(KeyboardInterrupt):
-        checkpointing(tmp_path, 2).fit(Failing(), joined_batches(2, 8), ckpt_path="last")
-    assert "interrupted at step 3: nothing was saved since step 2, at which this fit started" in capsys.readouterr().out

@@ -226,10 +226,11 @@ def test_one_rank_asks_for_all(tmp_path):
 
 
 def test_no_environments_callback_where_the_user_switches_it_off_or_it_is_not_installed(monkeypatch):
-    assert [choice.name for choice in trainer(Scheduled(adds=[])).run.stack.automatic] == ["peer_diagnosis"]
-    assert [choice.name for choice in trainer().run.stack.automatic] == ["peer_diagnosis", "preemption"]
-    assert trainer(callbacks=["preemption"]).run.stack.automatic[1:] == []
-    assert trainer(barebones=True).run.stack.automatic[1:] == []
+    of_every_fit = ["ending", "interruption", "peer_diagnosis"]
+    assert [choice.name for choice in trainer(Scheduled(adds=[])).run.stack.automatic] == of_every_fit
+    assert [choice.name for choice in trainer().run.stack.automatic] == [*of_every_fit, "preemption"]
+    assert [choice.name for choice in trainer(callbacks=["preemption"]).run.stack.automatic] == of_every_fit
+    assert [choice.name for choice in trainer(barebones=True).run.stack.automatic] == ["peer_diagnosis"]
     assert sg.Run(environment=Scheduled()).stack.automatic[1:] == []
 
     with pytest.warns(UserWarning, match="adds a callback, and the run goes on without it: .*no_such_callback"):

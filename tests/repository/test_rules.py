@@ -138,7 +138,7 @@ def test_catalog_agrees_with_the_packages():
 def test_catalog_defaults_exist():
     known = {name for entry in ENTRIES for name in (entry.name,)}
 
-    assert {*catalog._catalog()["defaults"].values(), *catalog.automatic()} <= known
+    assert {*catalog._catalog()["defaults"].values(), *catalog.automatic(trains=True)} <= known
 
 
 # --- 2. Hooks ----------------------------------------------------------------------------------------------------

@@ -312,6 +312,9 @@ class RunContext(Protocol):
     def batches_copied(self) -> int:
         """Number of batches that were copied to the device while it computed; 0 without such copies."""
 
+    def written_files(self) -> dict[str, str]:
+        """Return the paths of what plugins have written in this run, by title such as "metrics"; on rank 0."""
+
     def after_save(self, action: Callable[[], None]) -> None:
         """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""
 

@@ -121,6 +121,13 @@ class Plugin(metaclass=PluginType):
         """
         return None
 
+    def written_files(self) -> dict[str, str]:
+        """Return the paths of what it has written in this run, by a title such as "metrics"; asked on rank 0.
+
+        The last lines of a fit show those that exist.
+        """
+        return {}
+
     def preload(self, device_type: str) -> None:
         """Import modules that a run on such devices ("cpu", "cuda") imports lazily; called before a launcher forks.
 

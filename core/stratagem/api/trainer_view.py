@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,36 @@ class TrainerState:
         return self.status in ("finished", "interrupted")
 
 
+@define(eq=False)
+class SavedCheckpoint:
+    """A checkpoint that a fit has saved, or is saving in the background."""
+
+    path: Path
+    step: int
+    #: Whether a fit can continue from it: it holds more than weights.
+    resumable: bool
+    #: When it was requested: seconds of `time.monotonic`.
+    requested_at: float = field(factory=time.monotonic)
+    #: Whether all of it is written.
+    written: bool = False
+
+    def mark_written(self) -> None:
+        """Record that all of it is written."""
+        self.written = True
+
+
+@define(eq=False)
+class FitOutcome:
+    """How a fit ended or is about to end, and what it can be continued from."""
+
+    #: Why training has ended, or is about to; "" while nothing has asked for it.
+    reason: str = ""
+    #: The checkpoint that was saved last, or is being saved; None if this model was not saved yet.
+    newest_checkpoint: SavedCheckpoint | None = None
+    #: What a user writes to continue after an interrupted fit; a program that wraps the trainer sets its own command.
+    how_to_resume: str = 'fit(ckpt_path="last")'
+
+
 class TrainerView(Protocol):
     """The trainer, as event hooks of callbacks and loggers see it."""
 
@@ -61,6 +92,8 @@ class TrainerView(Protocol):
     bar_metrics: dict[str, Any]
     #: Set to True to end training after the current batch, once `min_epochs` and `min_steps` are reached.
     should_stop: bool
+    #: How the fit ended, or is about to.
+    outcome: FitOutcome
     #: True during `fit`, False during a validation or test that the user called.
     fitting: bool
     #: True during the sanity check: some batches of validation before training.
@@ -113,6 +146,9 @@ class TrainerView(Protocol):
         Raises:
             ConfigError: read before a fit has started.
         """
+
+    def stop(self, reason: str) -> None:
+        """End training like ``should_stop = True``; the fit's last lines give `reason`, the first one if several do."""
 
     @property
     def settings(self) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.api.kinds import CheckpointFormat
+from stratagem.api.kinds import CheckpointFormat, Plugin
 from stratagem.api.world import Collectives, Mesh, World
 from stratagem.checkpoint.background_save import Saver
 from stratagem.config.settings import RunSettings
@@ -356,6 +356,11 @@ class Context(Choices):
     def batches_copied(self) -> int:
         """How many batches were copied to the device beside its computation."""
         return 0 if self.copy_stream is None else self.copy_stream.batches
+
+    def written_files(self) -> dict[str, str]:
+        """Return the paths of what plugins have written in this run, by title, as `Plugin.written_files` tells."""
+        plugins = [choice.plugin for choice in self.stack.active() if isinstance(choice.plugin, Plugin)]
+        return {title: path for plugin in plugins for title, path in plugin.written_files().items()}
 
     def after_save(self, action: Callable[[], None]) -> None:
         """Call `action` after the running save has succeeded, or now if none is running; never if the save fails."""

@@ -22,10 +22,10 @@ def default(role: str) -> str:
     return name
 
 
-def automatic() -> list[str]:
-    """Return the names of the callbacks of every run, where they are installed."""
-    names: list[str] = _catalog()["automatic"]["callback"]
-    return names
+def automatic(trains: bool) -> list[str]:
+    """Return the names of the callbacks of every run, where they are installed; also those of a trainer's."""
+    groups: dict[str, list[str]] = _catalog()["automatic"]
+    return groups["callback"] + (groups["trainer_callback"] if trains else [])
 
 
 def moved(name: str) -> str:

@@ -329,9 +329,10 @@ def _standard_callbacks(settings: Any) -> list[Choice]:
 
 def _automatic_callbacks(settings: Any) -> list[Choice]:
     """Return the callbacks that the catalog has in every run, if they are installed and the user lists none of them."""
+    names = catalog.automatic(trains=not getattr(settings, "barebones", True))  # a `Run` has no such setting
     choices = []
     for entry in registry.entries("callback"):
-        if entry.name in catalog.automatic() and not _is_listed(entry, settings):
+        if entry.name in names and not _is_listed(entry, settings):
             try:
                 plugin = make(entry, {})
             except PluginError as error:  # a broken package must not touch a run that does not name it

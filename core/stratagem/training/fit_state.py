@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, fields
 
+from stratagem.api.trainer_view import FitOutcome
 from stratagem.training.metrics import StageMetrics
 from stratagem.training.progress import Position
 
@@ -51,6 +53,8 @@ class FitState:
     status: str = "initializing"
     ckpt_path: str | Path | None = None
     should_stop: bool = False
+    #: How the fit ended, or is about to.
+    outcome: FitOutcome = field(factory=FitOutcome)
     #: Training is under way in this process, rather than a validation or test that the user called.
     fitting: bool = False
     sanity_checking: bool = False
@@ -82,8 +86,9 @@ class FitState:
     last_outputs: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: Number of the loader whose batches are used now.
     dataloader_idx: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=0)
-    #: Called once after the current batch, when all callbacks have seen its end; it raises to end training.
-    on_leaving: Callable[[], Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
+    #: Called once after the current batch, when all callbacks have seen its end; they raise to end training. Threads
+    #: append to it, too.
+    on_leaving: deque[Callable[[], Any]] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, factory=deque)
     #: The loaders of each stage, which yield this rank's part of the data.
     loaders: dict[str, list[Any]] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, factory=dict)
     #: Makes the loaders of a fit, if they are not made yet.
@@ -132,10 +137,9 @@ class FitState:
         self.callback_metrics, self.logged_metrics, self.bar_metrics = {}, {}, {}
 
     def leave_if_asked(self) -> None:
-        """Call `on_leaving`, if a callback has set it."""
-        if self.on_leaving is not None:
-            action, self.on_leaving = self.on_leaving, None
-            action()
+        """Call the actions of `on_leaving` that callbacks have added; one that is added meanwhile waits for a batch."""
+        for _ in range(len(self.on_leaving)):
+            self.on_leaving.popleft()()
 
     def __getstate__(self) -> dict[str, Any]:
         sent = [each.name for each in fields(type(self)) if "of_this_process" not in each.metadata]

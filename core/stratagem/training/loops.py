@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.optimizers import needs_closure
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, shown
 from stratagem.training import fit_state
 from stratagem.training.batches import ResumableBatches
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
@@ -124,6 +124,7 @@ class TrainLoop:
             if not position.epoch_ended:
                 break  # stopped in the middle
             self._begin(position.epoch + 1)
+        state.outcome.reason = self._why_ended()
         state.stage_metrics.closed = "after the last epoch"
         state.events.emit("on_train_end")
         state.last_outputs = None  # it holds the last graph
@@ -149,6 +150,15 @@ class TrainLoop:
 
     def _out_of_time(self) -> bool:
         return self.deadline is not None and self.run.collectives.unchecked.any(time.monotonic() >= self.deadline)
+
+    def _why_ended(self) -> str:
+        """Return the limit that ended training, or the reason of what has set should_stop."""
+        settings = self.settings
+        if self._out_of_steps():
+            return f"max_steps={settings.max_steps} is reached"
+        if settings.max_epochs is not None and 0 <= settings.max_epochs <= self.position.epoch:
+            return f"max_epochs={settings.max_epochs} is reached"
+        return self.state.outcome.reason or f"max_time={shown(settings.max_time)} is over"
 
     def _epoch(self) -> None:
         state, position = self.state, self.position

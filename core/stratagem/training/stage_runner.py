@@ -132,7 +132,7 @@ class StageRunner:
             trainer_state.restore(state, resumed, self.read_from)
         elif request.worker_state is not None:
             trainer_state.restore_worker_state(state, request.worker_state)
-        state.should_stop, run.step.skipped_batches = False, 0
+        state.should_stop, state.outcome.reason, run.step.skipped_batches = False, "", 0
         if run.is_global_zero:
             _tell_modes(self.module)
         if run.is_global_zero and (hparams := self._hyperparameters()):

@@ -21,6 +21,7 @@ from stratagem.stack.resolver import with_callbacks
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
 from stratagem.training.fit_state import FitState
+from stratagem.training.interrupt import shorten_traceback
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.module_checks import check_signature, require
 from stratagem.training.progress import Position
@@ -313,7 +314,7 @@ class Trainer(View):
             state.worker_state = None
         if stage == "fit":
             if model is not state.module:
-                state.position, state.train_batches = Position(), None
+                state.position, state.train_batches, state.outcome.newest_checkpoint = Position(), None, None
             elif ckpt_path is None:
                 with self.run.making_whole():
                     held = trainer_state.dump_optimizers(state) if self.run.optimizers else None
@@ -327,8 +328,10 @@ class Trainer(View):
             self._use_callbacks_of(model)
             result = launch(self.run, functools.partial(self._main, request), model)
             state.status = "finished"
-        except BaseException:
+        except BaseException as error:
             state.status = "interrupted"
+            if isinstance(error, KeyboardInterrupt):
+                shorten_traceback(error)
             raise
         finally:
             self._call_at_work = None

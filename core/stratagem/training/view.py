@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 
 from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.paths import as_path
+from stratagem.api.trainer_view import SavedCheckpoint
 from stratagem.api.validators import read_accumulation
 from stratagem.errors import ConfigError
 from stratagem.training import fit_state
@@ -46,7 +48,8 @@ class View(CallView):
     module, datamodule = _of_state("module"), _of_state("datamodule")
     callback_metrics, logged_metrics = _of_state("callback_metrics"), _of_state("logged_metrics")
     bar_metrics, position = _of_state("bar_metrics"), _of_state("position")
-    should_stop, sanity_checking, fitting = _of_state("should_stop"), _of_state("sanity_checking"), _of_state("fitting")
+    sanity_checking, fitting = _of_state("sanity_checking"), _of_state("fitting")
+    outcome = _of_state("outcome")
     batch_size, num_training_batches = _of_state("batch_size"), _of_state("num_training_batches")
     num_val_batches, num_test_batches = _of_state("num_val_batches"), _of_state("num_test_batches")
     num_predict_batches = _of_state("num_predict_batches")
@@ -230,6 +233,23 @@ class View(CallView):
     # --- Training --------------------------------------------------------------------------------------------------
 
     @property
+    def should_stop(self) -> bool:
+        """Whether training ends after the current batch, once `min_epochs` and `min_steps` are reached."""
+        return self._state.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.stop(f"{_caller()} set trainer.should_stop")
+        else:
+            self._state.should_stop, self._state.outcome.reason = value, ""
+
+    def stop(self, reason: str) -> None:
+        """End training like ``should_stop = True``; the fit's last lines give `reason`, the first one if several do."""
+        self.outcome.reason = self.outcome.reason or reason
+        self._state.should_stop = True
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         return self.run.optimizers
 
@@ -244,7 +264,7 @@ class View(CallView):
 
     def leave_after_batch(self, action: Callable[[], Any]) -> None:
         """Call `action` once, after `on_train_batch_end` of all callbacks; it may raise an error to end training."""
-        self._state.on_leaving = action
+        self._state.on_leaving.append(action)
 
     def trial_steps(self, who: str) -> AbstractContextManager[TrialStep]:
         """Run training steps and undo them afterwards.
@@ -275,6 +295,14 @@ class View(CallView):
         state = trainer_state.dump(self._state, weights_only, trainable_only)
         self._state.events.emit("on_save_checkpoint", checkpoint=state)
         self.run.ask("save_checkpoint", state=state, path=as_path(path))
+        saved = SavedCheckpoint(as_path(path), self.global_step, resumable=not (weights_only or trainable_only))
+        self._state.outcome.newest_checkpoint = saved
+        self.run.after_save(saved.mark_written)
+
+
+def _caller() -> str:
+    """Return the function that set an attribute of the view, as ``Class.method``."""
+    return sys._getframe(2).f_code.co_qualname.replace("<locals>.", "")
 
 
 if TYPE_CHECKING:

@@ -46,6 +46,10 @@ class CSVLogger(Logger):
         """The folder of the file; None before the first metric."""
         return self._folder
 
+    def written_files(self) -> dict[str, str]:
+        """Return the file."""
+        return {} if self._folder is None else {"metrics": str(self._file)}
+
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._hparams = {**self._hparams, **params}

@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         reason = self._reason(value)
         if reason:
             self.stopping_reason, self.stopped_epoch = reason, trainer.current_epoch
-            trainer.should_stop = True
+            trainer.stop(f"early_stopping: {reason}")
             if self.verbose:
                 trainer.print(f"early stopping: {reason}")
 

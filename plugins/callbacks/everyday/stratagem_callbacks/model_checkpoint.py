@@ -19,7 +19,6 @@ from stratagem.api.monitored import monitored
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
-from stratagem.distributed.launched import interrupted_by_launcher
 from stratagem.errors import ConfigError
 from stratagem_callbacks.kept_files import link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
@@ -96,12 +95,6 @@ class ModelCheckpoint(Callback):
     #: The folder of `best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
-    _training: bool = field(init=False, default=False)
-    #: The step at which this fit started.
-    _first_step: int = field(init=False, default=0)
-    #: Path and step of the newest checkpoint that was requested, and of the newest that is written; on rank 0.
-    _requested: tuple[str, int] | None = field(init=False, default=None)
-    _written: tuple[str, int] | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         intervals = ("every_n_epochs", "every_n_train_steps", "train_time_interval")
@@ -173,36 +166,23 @@ class ModelCheckpoint(Callback):
         self._vacate()
 
     @hookimpl
-    def on_train_start(self, trainer: TrainerView) -> None:
-        self._training, self._first_step = True, trainer.global_step
+    def on_train_start(self) -> None:
         self._start_interval()
 
-    @hookimpl(trylast=True)
-    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+    @hookimpl
+    def on_exception(self) -> None:
         self._vacate()
-        was_training, self._training = self._training, False
-        interrupted = isinstance(exception, KeyboardInterrupt) and not interrupted_by_launcher()
-        if not (was_training and interrupted and trainer.is_global_zero) or trainer.fast_dev_run:
-            return
-        saved = any(getattr(each, "saved_on_exception", False) for each in trainer.callbacks)
-        if trainer.checkpoint_callback is self and not saved:
-            trainer.print(f"interrupted at step {trainer.global_step}: {self._how_to_resume(trainer)}", flush=True)
 
-    def _how_to_resume(self, trainer: TrainerView) -> str:
-        """Return what an interrupted fit has saved, and how to resume from it."""
-        if trainer.run.is_saving and self._requested is not None:
-            path, step = self._requested
-            state = f"{path} (step {step}) is being written; it is the newest checkpoint once the program has ended"
-        elif self._written is not None:
-            path, step = self._written
-            state = f"the newest checkpoint is {path} (step {step})"
-        elif self._first_step:
-            return f"nothing was saved since step {self._first_step}, at which this fit started"
-        else:
-            return "nothing was saved; the next fit starts at step 0"
-        if self.save_weights_only:
-            return f"{state}, with weights only: a fit from it starts at step 0"
-        return f'{state}; resume with fit(ckpt_path="last")'
+    def written_files(self) -> dict[str, str]:
+        """Return the best checkpoint with its metric, and the last one."""
+        files = {}
+        if self.best_model_path:
+            score = self.best_model_score
+            title = "checkpoint" if score is None else f"best checkpoint ({self.monitor} {score:.4g})"
+            files[title] = self.best_model_path
+        if self.last_model_path and self.last_model_path != self.best_model_path:
+            files["last checkpoint"] = self.last_model_path
+        return files
 
     def _vacate(self) -> None:
         if self._occupied is not None:
@@ -252,7 +232,6 @@ class ModelCheckpoint(Callback):
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
                 self._write(trainer, self.last_model_path)
-        self._training = False
 
     def _after_training(self, trainer: TrainerView) -> bool:
         if self.save_on_train_epoch_end is None:
@@ -290,9 +269,6 @@ class ModelCheckpoint(Callback):
                 trainer.run.after_save(functools.partial(link_to, trainer.run.format_of, as_path(last), as_path(path)))
             if self.verbose and (path or last):
                 trainer.print(self._said_of(trainer, score, path or last))
-            if path or last:
-                self._requested = (last or path, trainer.global_step)
-                trainer.run.after_save(functools.partial(setattr, self, "_written", self._requested))
             for old in obsolete:  # deleted only after the new one is written
                 trainer.run.after_save(functools.partial(remove, trainer.run.format_of, as_path(old)))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
-from stratagem.api.paths import is_remote, refusals
+from stratagem.api.paths import as_path, is_remote, refusals
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,6 +34,13 @@ class OwnCheckpoint(Callback):
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder to save in."""
         raise NotImplementedError
+
+    def folder_with_others(self, trainer: TrainerView, dirpath: Path | None) -> Path:
+        """Return `dirpath`, else the folder of the first callback with checkpoints, else ``checkpoints``."""
+        if dirpath is not None:
+            return as_path(dirpath)
+        others = [each for each in trainer.callbacks if each is not self and hasattr(each, "folder")]
+        return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 
     def save(self, trainer: TrainerView, filename: str) -> Path:
         """Save to a path that this run may overwrite, and wait until it is written; return the path. Collective.
@@ -77,7 +84,8 @@ class OwnCheckpoint(Callback):
 
     @hookimpl
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_ENTRY] = sorted({*checkpoint.get(_ENTRY, ()), *self._written})
+        if self._written:
+            checkpoint[_ENTRY] = sorted({*checkpoint.get(_ENTRY, ()), *self._written})
 
     @hookimpl
     def setup(self, stage: str) -> None:

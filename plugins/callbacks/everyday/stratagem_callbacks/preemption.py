@@ -1,11 +1,6 @@
 """Save a checkpoint and exit when a scheduler is about to stop the job, and have it start the job again.
 
-[Note: agreeing on a step]
-A signal reaches ranks at different times, or only one of them. A collective after each step would be too expensive, so
-a thread on each rank polls a key in the key-value store. A rank with a signal sets the key. Each thread that reads it
-posts the number of the last batch that its rank has started; from then on the main thread of the rank starts no other
-batch before it has read the posts of all ranks. The highest number is the last batch for all: a rank that has started
-it needs the other ranks to finish it.
+The ranks agree on the step as [Note: agreeing on a step] in `signal_watcher` says.
 
 [Note: SIGTERM]
 Schedulers send SIGTERM to a job that a user cancels, whose time is up, or that they have requeued themselves, so it
@@ -23,7 +18,6 @@ import shlex
 import signal
 import subprocess
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,24 +25,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, field
 
 from stratagem.api import hookimpl
-from stratagem.api.paths import as_path
 from stratagem.api.validators import more_than, not_empty
-from stratagem.errors import ConfigError, LaunchError, PeerError, nearest
+from stratagem.errors import ConfigError, LaunchError, nearest
 from stratagem_callbacks.own_checkpoint import OwnCheckpoint
+from stratagem_callbacks.signal_watcher import SignalWatcher
+from stratagem_callbacks.workers import let_workers_continue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stratagem.api import TrainerView
 
-#: Seconds that a DataLoader worker continues after SIGTERM: enough for a batch or two.
-_WORKER_GRACE_S = 5.0
-#: More batches than any run has.
-_NO_LIMIT = 10**18
-#: Seconds that the end of a fit waits for the polling thread.
-_STOP_S = 2.0
-#: Seconds to wait for the posts of all ranks.
-_POST_TIMEOUT_S = 300.0
 _NOT_REQUEUED = "; not requeued, since SIGTERM ends a job that is cancelled or whose time is up"
 #: Seconds for the scheduler to answer.
 _REQUEUE_TIMEOUT_S = 60.0
@@ -101,10 +88,7 @@ class Preemption(OwnCheckpoint):
 
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder to save in."""
-        if self.dirpath is not None:
-            return as_path(self.dirpath)
-        others = [c for c in trainer.callbacks if c is not self and hasattr(c, "folder")]
-        return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
+        return self.folder_with_others(trainer, self.dirpath)
 
     def saved_on_signal(self, path: Path) -> bool:
         """Whether `path` has a name that this callback gives to its files; for ``ckpt_path="hpc"``."""
@@ -144,12 +128,13 @@ class Preemption(OwnCheckpoint):
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._watcher = _SignalWatcher(
-            trainer.run.collectives.key_value_store(), trainer.global_rank, trainer.world_size, self.look_every_s
-        )
+        self._watcher = SignalWatcher(
+            trainer.run.collectives.key_value_store(), trainer.global_rank, trainer.world_size, self.look_every_s,
+            name="preemption",
+        )  # fmt: skip
         if self._received:  # since `setup`
             self._watcher.signalled(self._received)
-        _let_workers_continue(trainer.train_dataloader, [getattr(signal, name) for name in self.signals])
+        let_workers_continue(trainer.train_dataloader, [getattr(signal, name) for name in self.signals])
 
     @hookimpl(trylast=True)
     def on_train_batch_end(self, trainer: TrainerView) -> None:
@@ -221,6 +206,7 @@ class Preemption(OwnCheckpoint):
         elif self._command:
             told += self._requeue(trainer, told)
         trainer.print(f"{told}; leaving with code {self.exit_code}", flush=True)
+        trainer.stop(f"preemption: {reason}")
         raise SystemExit(self.exit_code)
 
     def _requeue(self, trainer: TrainerView, saved: str) -> str:
@@ -262,84 +248,3 @@ def _run(command: list[str], saved: str) -> LaunchError | None:
 def _tell_that_it_goes_on(number: int, _: Any) -> None:
     # A handler must not use a buffered stream, which may be in use.
     os.write(2, f"stratagem: {signal.Signals(number).name} came outside of a fit: the program goes on\n".encode())
-
-
-def _let_workers_continue(loader: Any, numbers: list[int]) -> None:
-    """Keep DataLoader workers alive for the last batches if the whole process group gets the signal."""
-    if getattr(loader, "num_workers", 0):
-        loader.worker_init_fn = functools.partial(_ignoring, numbers, loader.worker_init_fn)
-
-
-def _ignoring(numbers: list[int], then: Any, worker_id: int) -> None:
-    for number in numbers:
-        # DataLoader also stops its workers with SIGTERM: they exit after a grace period, rather than ignore it.
-        signal.signal(number, _exit_later if number == signal.SIGTERM else signal.SIG_IGN)
-    if then is not None:
-        then(worker_id)
-
-
-def _exit_later(*_: Any) -> None:
-    if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
-        signal.setitimer(signal.ITIMER_REAL, _WORKER_GRACE_S)
-
-
-class _SignalWatcher:
-    """Handle signals and poll the key-value store on one rank; see [Note: agreeing on a step]."""
-
-    def __init__(self, store: Any, rank: int, world_size: int, look_every_s: float) -> None:
-        self.store, self.rank, self.world_size, self.look_every_s = store, rank, world_size, look_every_s
-        #: Number of the last batch that this rank has started, or is about to.
-        self.begun = 1
-        self.requested = False
-        self._signal = ""
-        self._wake = threading.Event()
-        self._over = False
-        self._last: int | None = None
-        self._thread = threading.Thread(target=self._look, daemon=True, name="stratagem-preemption")
-        self._thread.start()
-
-    def signalled(self, number: int) -> None:
-        """Tell all ranks of a signal to this rank."""
-        self._signal = signal.Signals(number).name
-        self._wake.set()
-
-    def _look(self) -> None:
-        while not self._over:
-            self._wake.wait(self.look_every_s)
-            with contextlib.suppress(Exception):  # the store is gone when training has ended elsewhere
-                if self._signal and self.store.get("stop") is None:
-                    self.store.put("stop", f"{self._signal} to rank {self.rank}")
-                if self.store.get("stop") is not None:
-                    self.requested = True  # before the number is posted: see the note
-                    self.store.put(f"begun/{self.rank}", str(self.begun))
-                    return
-
-    def last_batch(self) -> int:
-        """Return the number of the last batch for all ranks; wait for the numbers of all ranks."""
-        deadline = time.monotonic() + _POST_TIMEOUT_S
-        while self._last is None:
-            posts = [self.store.get(f"begun/{rank}") for rank in range(self.world_size)]
-            if None not in posts:
-                self._last = max(int(post) for post in posts if post is not None)
-            elif time.monotonic() > deadline:
-                raise PeerError(
-                    f"rank {posts.index(None)} did not answer within {_POST_TIMEOUT_S:.0f} s of {self.reason()}",
-                    do="this rank stops without saving",
-                )
-            else:
-                time.sleep(0.01)
-        return self._last
-
-    def post_no_limit(self) -> None:
-        """Write that this rank has trained all batches, so that no rank stops before that."""
-        with contextlib.suppress(Exception):
-            self.store.put(f"begun/{self.rank}", str(_NO_LIMIT))
-
-    def reason(self) -> str:
-        """Return the signal that stopped training, and the rank that received it."""
-        return str(self.store.get("stop"))
-
-    def stop(self) -> None:
-        self._over = True
-        self._wake.set()
-        self._thread.join(_STOP_S)  # it may be blocked in a request to a store that is gone

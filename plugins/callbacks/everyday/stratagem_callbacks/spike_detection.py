@@ -72,7 +72,7 @@ class SpikeDetection(Callback):
         if trainer.is_global_zero:
             warnings.warn(found, stacklevel=2)
         if self.on_spike == "stop":
-            trainer.should_stop = True
+            trainer.stop(f"spike_detection: {found}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running mean, and the spikes."""

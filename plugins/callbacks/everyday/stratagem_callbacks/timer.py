@@ -93,7 +93,7 @@ class Timer(Callback):
             return
         if self.verbose and not trainer.should_stop:
             trainer.print(f"timer: training stops after {self.time_elapsed():.0f} s, as timer.duration says")
-        trainer.should_stop = True
+        trainer.stop(f"timer: {self.time_elapsed():.0f} s have passed, and timer.duration is {self._limit:g} s")
 
     def state_dict(self) -> dict[str, float]:
         """Return the seconds spent in each stage."""

@@ -65,6 +65,8 @@ class Report(Callback):
     _earlier: tuple[float, float, int, int] = field(init=False, default=(0.0, 0.0, 0, 0))
     _started_at_step: int = field(init=False, default=0)
     _position: Any = field(init=False, default=None)
+    #: The page, once it is written.
+    _page: Path | None = field(init=False, default=None)
 
     # --- Recording -----------------------------------------------------------------------------------------------
 
@@ -197,12 +199,17 @@ class Report(Callback):
         if trainer.is_global_zero and trainer.settings.writes_files and self._history.outcome:
             self._write(trainer)
 
+    def written_files(self) -> dict[str, str]:
+        """Return the page."""
+        return {} if self._page is None else {"report": str(self._page)}
+
     def _write(self, trainer: TrainerView) -> None:
         path = self.path or Path(trainer.settings.default_root_dir) / "report.html"
         try:
             text = render(gather(trainer, self._history))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
+            self._page = path
         except Exception as error:  # noqa: BLE001 - must not change the outcome of the run
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             warnings.warn(

@@ -85,16 +85,7 @@ def gather(trainer: TrainerView, history: History) -> Facts:
 
 def ending(trainer: TrainerView) -> dict[str, Any]:
     """Return the outcome of a fit that ended without an exception."""
-    settings = trainer.settings
-    if 0 <= settings.max_steps <= trainer.global_step:
-        detail = f"max_steps={settings.max_steps} reached"
-    elif settings.max_epochs is not None and 0 <= settings.max_epochs <= trainer.current_epoch:
-        detail = f"max_epochs={settings.max_epochs} reached"
-    elif trainer.should_stop:
-        detail = "stopped before its limits (should_stop)"
-    else:
-        detail = "max_time reached" if trainer.settings.max_time is not None else ""
-    return {"status": "Finished", "detail": detail}
+    return {"status": "Finished", "detail": trainer.outcome.reason}
 
 
 def failure(exception: BaseException) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,7 +38,8 @@ class _RunFileCommand(Command):
         # Flags may come after the file, too, where `runfile.read` parses everything.
         parser.add_argument("--print-config", action="store_true", help="print the full configuration; do not run")
         parser.add_argument("--explain", action="store_true", help="print the resolved plugins; do not run")
-        parser.add_argument("words", nargs=argparse.REMAINDER, metavar="--NAME VALUE", help="see below")
+        words = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="--NAME VALUE", help="see below")
+        words.required = False  # the message about a missing FILE must name nothing else
 
     def run(self, arguments: argparse.Namespace) -> int:
         from stratagem_fit.job import prepare
@@ -51,6 +53,7 @@ class _RunFileCommand(Command):
             print(explain(job))
         else:
             trainer, model, data = job.build()
+            trainer.outcome.how_to_resume = f"`stratagem fit {shlex.quote(arguments.file)} --ckpt_path last`"
             self.act(trainer, model, data, job.file.ckpt_path)
             trainer.close()
         return 0

@@ -34,6 +34,9 @@ from stratagem_launchers_local.reports import read_report, root_cause
 #: How long a process may take to notice that another died.
 NOTICE_S = 4.0
 
+#: How long the processes of this node may take to end after a second Ctrl-C.
+_SECOND_S = 2.0
+
 _DELAYED = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -121,10 +124,11 @@ def wait_for(children: list[Child], folder: Path) -> None:
         StratagemError: of the class that the failing process raised, or `LaunchError`; its note holds the traceback.
     """
     try:
-        while any(child.poll() is None for child in children):
-            if any(child.poll() not in (None, 0) for child in children):
-                break
-            time.sleep(0.01)
+        try:
+            _wait_until_one_fails(children)
+        except KeyboardInterrupt:
+            _pass_on(children)
+            raise
         if all(child.poll() == 0 for child in children):
             return
         # Most of the time the others fail too, and their reports may hold the cause.
@@ -138,6 +142,28 @@ def wait_for(children: list[Child], folder: Path) -> None:
     cause = root_cause(folder, children)
     assert cause is not None, "a process failed"
     raise cause
+
+
+def _wait_until_one_fails(children: list[Child]) -> None:
+    while any(child.poll() is None for child in children):
+        if any(child.poll() not in (None, 0) for child in children):
+            return
+        time.sleep(0.01)
+
+
+def _pass_on(children: list[Child]) -> None:
+    """After Ctrl-C wait for `children`, which may save first; a second one raises KeyboardInterrupt here."""
+    for child in children:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGINT)  # a terminal has sent it to them, other programs only to this one
+    try:
+        while all(child.poll() is None for child in children):
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        wait_until(lambda: all(child.poll() is not None for child in children), _SECOND_S)
+        raise
+    wait_until(lambda: all(child.poll() is not None for child in children), NOTICE_S)
 
 
 def _root_is_known(folder: Path) -> bool:

@@ -1,0 +1,94 @@
+"""Say in two lines why a fit ended, and where its files are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from stratagem.api import Callback, hookimpl
+from stratagem.api.paths import as_path, is_remote
+
+if TYPE_CHECKING:
+    from stratagem.api import TrainerView
+
+
+@define(eq=False, kw_only=True)
+class Ending(Callback):
+    """Print two lines when a fit ends: the limit, callback, signal or error that ended it, and the files that it wrote.
+
+    They go where the progress bar goes, and to stderr with ``enable_progress_bar=False``.
+    """
+
+    _training: bool = field(init=False, default=False)
+    _first_step: int = field(init=False, default=0)
+
+    @hookimpl
+    def on_train_start(self, trainer: TrainerView) -> None:
+        self._training, self._first_step = trainer.is_global_zero, trainer.global_step
+
+    @hookimpl(trylast=True)
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        if self._training:
+            self._training = False
+            _print(trainer, trainer.outcome.reason, _files(trainer) or "it wrote no files")
+
+    @hookimpl(trylast=True)
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+        if self._training:
+            self._training = False
+            found = filter(None, [self._rest(trainer), _files(trainer)])
+            _print(trainer, _reason(trainer, exception), "; ".join(found))
+
+    def _rest(self, trainer: TrainerView) -> str:
+        """Return what a fit that an exception ended can be continued from."""
+        newest = trainer.outcome.newest_checkpoint
+        if newest is None:
+            since = f" since step {self._first_step}, at which this fit started" if self._first_step else ""
+            return f"no checkpoint was saved{since}"
+        name = f"{_shown(str(newest.path))} (step {newest.step})"
+        if not newest.written:
+            if not trainer.run.is_saving:
+                return f"the checkpoint {name} was not completed"
+            name += ", which is being written and complete once the program has ended"
+        if not newest.resumable:
+            return f"the newest checkpoint is {name}, with weights only: a fit from it starts at step 0"
+        return f"continue with {trainer.outcome.how_to_resume} from {name}"
+
+
+def _print(trainer: TrainerView, reason: str, rest: str) -> None:
+    settings = trainer.settings
+    stream = sys.stdout if settings.enable_progress_bar else sys.stderr
+    place = f"step {trainer.global_step}"
+    if not trainer.position.epoch_ended and trainer.position.batches_done:
+        limit = f" of {settings.max_epochs}" if (settings.max_epochs or 0) > 0 else ""
+        place += f" in epoch {trainer.current_epoch + 1}{limit}"
+    print(f"training ended at {place}: {reason}\n{rest}", file=stream, flush=True)
+
+
+def _reason(trainer: TrainerView, exception: BaseException) -> str:
+    if isinstance(exception, KeyboardInterrupt):
+        return "Ctrl-C"
+    if isinstance(exception, SystemExit):
+        reason = f"exit code {exception.code or 0}"
+        return f"{trainer.outcome.reason}, {reason}" if trainer.outcome.reason else reason
+    return type(exception).__name__
+
+
+def _files(trainer: TrainerView) -> str:
+    """Return titles and paths of the files that plugins have written and that exist."""
+    return "; ".join(f"{title}: {_shown(path)}" for title, path in trainer.run.written_files().items() if _exists(path))
+
+
+def _exists(path: str) -> bool:
+    return is_remote(as_path(path)) or os.path.exists(path)
+
+
+def _shown(path: str) -> str:
+    """Return `path` relative to the current folder, if that is above it."""
+    if is_remote(as_path(path)):
+        return path
+    below = os.path.relpath(path)
+    return path if below.startswith(os.pardir) else below
