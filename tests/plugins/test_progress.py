@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -18,7 +16,10 @@ import stratagem as sg
 import stratagem_callbacks.progress
 from stratagem.api.readback import Readback
 from stratagem.callbacks import ProgressBar
+from stratagem_callbacks.pace import Pace, Progress
+from stratagem_callbacks.terminal_bar import TerminalBar
 from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.terminal import Terminal
 
 TESTS = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -89,49 +90,105 @@ def test_a_bar_in_a_terminal(tmp_path):
             """
         )
     )
-    parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen([sys.executable, str(script)], stdout=child, stderr=child, env=environment)
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            part = os.read(parent, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        shown += part
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    with Terminal([sys.executable, str(script)], cwd=tmp_path, columns=100) as terminal:
+        code = terminal.finish()
+    text = terminal.text
 
-    assert process.wait() == 0, text
+    assert code == 0, text
     assert "epoch 2/2" in text
     assert "4/4" in text
     assert "it/s" in text
     assert "val_loss 1.5" in text
-    assert "test" in text
+    assert re.search(r"validation  [0-2]/2 [━─]+ ", text)
+    assert re.search(r"test  2/2 ━+ ", text)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "run 100 %" in text
 
 
 def test_every_epoch_has_a_remaining_time_of_its_own():
-    from stratagem_callbacks.progress import _Bar
-
-    bar = _Bar(training=True)
-    (task,) = bar.progress.tasks
-    clock = iter(range(1000))
-    bar.progress.get_time = task._get_time = lambda: float(next(clock))
-    remaining = []
+    now = 0.0
+    pace = Pace(clock=lambda: now)
+    seen = []
     for epoch in range(3):
+        pace.start_epoch(0)
         for done in range(5):
-            bar.show(f"epoch {epoch + 1}/3", done, 4, 1.0, "", done == 4)
-            remaining.append(task.time_remaining)
+            seen.append(pace.progress("", done, 4 - done, 4 * (3 - epoch) - done))
+            now += (epoch + 1.0) * (done < 4)
+        pace.pause()
+        now += 8.0  # validation
+        pace.go_on()
+
+    assert [each.seconds_left for each in seen] == [None, 3, 2, 1, 0, 4, 6, 4, 2, 0, 8, 9, 6, 3, 0]
+    assert [each.share_of_run for each in seen[4::5]] == [4 / 12, 8 / 12, 1]
+    # Of the run, validations count: after the first epoch 12 s for 4 batches, after the second 28 s for 8.
+    assert [seen[number].run_seconds_left for number in (5, 10)] == [24.0, 14.0]
+
+
+def test_a_resumed_epoch_counts_its_own_batches_alone():
+    now = 0.0
+    pace = Pace(clock=lambda: now)
+    pace.start_epoch(30)
+    now += 5.0
+
+    assert pace.progress("", 35, 5, 5).rate == 1.0
+    assert pace.progress("", 35, 5, 5).share_of_run == 0.5
+
+
+def displayed(numbers, width, run=0.4, total=400.0):
+    bar = TerminalBar(training=True)
+    bar.close()
+    progress = Progress("epoch 12/200", 25, total, 18.3, 83.0, run, None if run is None else 4000.0)
+    return bar._line(progress, numbers, width).plain.rstrip("\n")
+
+
+def test_at_80_columns_epoch_batch_bar_and_time_stay_and_metrics_give_way():
+    many = [f"metric_{number} 0.1234" for number in range(9)]
+    line = displayed(["loss 0.8178", *many], 80)
+
+    assert re.match(r"epoch 12/200   25/400 [━─]{8,} 1:23  run 40 % 1:06:40 left  18.3 it/s$", line)
+    assert len(line) <= 80
+    assert "loss 0.8178" in displayed(["loss 0.8178", *many], 90)
+    assert "metric_8 0.1234" in displayed(many, 300)
+
+
+@pytest.mark.parametrize("width", [10, 20, 30, 38, 40, 50, 60, 70, 80, 120])
+def test_a_line_fits_its_terminal(width):
+    line = displayed(["loss 0.8178"] * 5, width)
+
+    assert len(line) <= width
+    assert ("1:23" in line) == (width > 20)
+    assert ("run 40 %" in line) == (width >= 60)
+
+
+def test_a_loader_without_a_length_has_no_time():
+    progress = Progress("epoch 1", 25, float("inf"), 18.3, None)
+    bar = TerminalBar(training=True)
     bar.close()
 
-    for epoch in range(3):
-        start, *within, end = remaining[5 * epoch : 5 * epoch + 5]
-        assert end == 0
-        assert not start
-        assert all(each is None or each > 0 for each in within)
-        assert within[-1] is not None
+    assert re.match(r"epoch 1  25 ─+ -:--  18.3 it/s  loss 1", bar._line(progress, ["loss 1"], 80).plain)
+
+
+class Twice(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own_loss", loss, prog_bar=True)
+        return loss
+
+
+def test_no_number_is_shown_twice(capsys):
+    sg.Trainer(max_epochs=1, **QUIET).fit(Twice(), joined_batches(3, 8))
+    line = capsys.readouterr().out.splitlines()[1]
+
+    assert "own_loss" in line
+    assert "  loss" not in line
+
+
+def test_a_launch_says_what_takes_so_long(tmp_path, monkeypatch, capfd):
+    sg.Trainer(max_epochs=1, strategy="ddp_fork", devices=2, **QUIET).fit(Net(), joined_batches(4, 8))
+    lines = capfd.readouterr().out.splitlines()
+
+    assert lines[0] == "starting 2 processes, which takes some seconds"
+    assert [line for line in lines if line.startswith("2 processes on cpu")]
 
 
 def test_tqdm_times_every_epoch_on_its_own():
@@ -144,7 +201,7 @@ def test_tqdm_times_every_epoch_on_its_own():
     starts = []
     for _ in range(3):
         for done in range(5):
-            bar.show("epoch", done, 4, 1.0, "", False)
+            bar.show(Progress("epoch", done, 4, 1.0, None), [], False)
         starts.append(bar.training.start_t)
     bar.close()
 

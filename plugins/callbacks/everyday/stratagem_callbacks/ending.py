@@ -10,6 +10,7 @@ from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
 from stratagem.api.paths import as_path, is_remote
+from stratagem.api.peer_errors import is_echo
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
@@ -74,7 +75,7 @@ def _reason(trainer: TrainerView, exception: BaseException) -> str:
     if isinstance(exception, SystemExit):
         reason = f"exit code {exception.code or 0}"
         return f"{trainer.outcome.reason}, {reason}" if trainer.outcome.reason else reason
-    return type(exception).__name__
+    return "an error of another process" if is_echo(exception) else type(exception).__name__
 
 
 def _files(trainer: TrainerView) -> str:

@@ -13,14 +13,20 @@ from stratagem.api import Callback, hookimpl
 from stratagem.api.notebook import in_notebook
 from stratagem.api.readback import Readback
 from stratagem.api.validators import more_than
+from stratagem_callbacks.pace import Pace, Progress, batches_left
 
 if TYPE_CHECKING:
-    from stratagem.api import TrainerView
+    from collections.abc import Generator
+
+    from stratagem.api import RunContext, TrainerView
 
 
 @define(eq=False, kw_only=True)
 class ProgressBar(Callback):
-    """Show epoch, batches, rate, remaining time, the loss and metrics logged with ``prog_bar=True``."""
+    """Show epoch, batches, remaining time, rate, the loss and metrics logged with ``prog_bar=True``.
+
+    Where they do not fit into a line of the terminal, metrics give way first, then the rate and the rest of the run.
+    """
 
     #: Seconds between two updates of the bar: each update takes some time.
     refresh_every_s: float = field(default=0.25, validator=more_than(0))
@@ -29,17 +35,23 @@ class ProgressBar(Callback):
 
     _view: Any = field(init=False, default=None)
     _due: float = field(init=False, default=math.inf)
-    _began: float = field(init=False, default=0.0)
-    _first_batch: int = field(init=False, default=0)
+    _pace: Pace = field(init=False, factory=Pace)
     _standalone: bool = field(init=False, default=False)
     #: Metrics of the next update, being copied from the device.
     _pending: Readback | None = field(init=False, default=None)
+
+    @hookimpl(wrapper=True)
+    def launch(self, run: RunContext) -> Generator[None, Any, Any]:
+        if not run.settings.barebones:
+            print(f"starting {run.num_processes} processes, which takes some seconds", flush=True)
+        return (yield)
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
         if trainer.is_global_zero:
             self._open(trainer)
-            self._start_epoch(trainer)  # on_train_epoch_start is not called when resuming within an epoch
+            self._pace = Pace()
+            self._pace.start_epoch(trainer.position.batches_done)  # no on_train_epoch_start when resuming within one
             world, size = trainer.world_size, trainer.effective_batch_size
             text = f"{world} process{'es' if world > 1 else ''} on {trainer.run.device.type}"
             self._view.print_line(text + (f", effective batch size {size}" if size else ""))
@@ -47,7 +59,7 @@ class ProgressBar(Callback):
     @hookimpl
     def on_train_epoch_start(self, trainer: TrainerView) -> None:
         if self._view is not None:
-            self._start_epoch(trainer)
+            self._pace.start_epoch(trainer.position.batches_done)
             self._show(trainer)
 
     @hookimpl
@@ -61,6 +73,7 @@ class ProgressBar(Callback):
     @hookimpl
     def on_validation_start(self, trainer: TrainerView) -> None:
         if not trainer.sanity_checking:
+            self._pace.pause()
             self._start_pass(trainer, "validation", trainer.num_val_batches)
 
     @hookimpl
@@ -69,6 +82,7 @@ class ProgressBar(Callback):
 
     @hookimpl
     def on_validation_end(self) -> None:
+        self._pace.go_on()
         self._end_pass()
 
     @hookimpl
@@ -112,9 +126,6 @@ class ProgressBar(Callback):
     def teardown(self) -> None:
         self._close()
 
-    def _start_epoch(self, trainer: TrainerView) -> None:
-        self._began, self._first_batch = time.perf_counter(), trainer.position.batches_done
-
     def _start_pass(self, trainer: TrainerView, title: str, sizes: list[float]) -> None:
         """Show an evaluation, within training or alone."""
         if not trainer.is_global_zero:
@@ -143,7 +154,9 @@ class ProgressBar(Callback):
 
     def _bar(self, training: bool) -> Any:
         """Return the view for terminals."""
-        return _Bar(training)
+        from stratagem_callbacks.terminal_bar import TerminalBar
+
+        return TerminalBar(training)
 
     def _notebook_bar(self, training: bool) -> Any:
         """Return the view for notebooks."""
@@ -155,27 +168,26 @@ class ProgressBar(Callback):
             view.close()
 
     def _show(self, trainer: TrainerView, done: int = 0, final: bool = False) -> None:
-        now = time.perf_counter()
-        self._due = now + (self.refresh_every_s if not isinstance(self._view, _Lines) else self.line_every_s)
-        if self._first_batch and not done:
-            done = self._first_batch
-        seconds = now - self._began
-        rate = (done - self._first_batch) / seconds if seconds > 0 else 0.0
-        epochs, total = trainer.max_epochs, trainer.num_training_batches
-        title = f"epoch {trainer.current_epoch + 1}" + (f"/{epochs}" if epochs > 0 else "")
+        every = self.line_every_s if isinstance(self._view, _Lines) else self.refresh_every_s
+        self._due = time.perf_counter() + every
+        done = done or trainer.position.batches_done
         pending, self._pending = self._pending, None
         if pending is None or final:
             pending = Readback(trainer.progress_bar_metrics)
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in pending.numbers().items())
-        self._view.show(title, done, _end_of(trainer, done, total), rate, numbers, final)
+        epochs = f"/{trainer.max_epochs}" if trainer.max_epochs > 0 else ""
+        in_epoch, in_run = batches_left(trainer, done)
+        self._view.show(
+            self._pace.progress(f"epoch {trainer.current_epoch + 1}{epochs}", done, in_epoch, in_run),
+            _as_texts(pending.numbers()),
+            final,
+        )
 
 
-def _end_of(trainer: TrainerView, done: int, total: float) -> float:
-    """Return the last batch of this epoch: before its end if `max_steps` is reached first."""
-    if trainer.max_steps < 0:
-        return total
-    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    return min(total, done + left)
+def _as_texts(numbers: dict[str, float]) -> list[str]:
+    """Return names with values; the loss is left out if the module logs the same value under a name of its own."""
+    loss = numbers.get("loss")
+    twice = loss is not None and any(value == loss for name, value in numbers.items() if name != "loss")
+    return [f"{name} {value:.4g}" for name, value in numbers.items() if not (twice and name == "loss")]
 
 
 class _Lines:
@@ -186,11 +198,9 @@ class _Lines:
     def print_line(self, text: str) -> None:
         print(text, flush=True)
 
-    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
-        if not done:
-            return
-        of = "" if math.isinf(total) else f"/{int(total)}"
-        self.print_line(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
+    def show(self, progress: Progress, numbers: list[str], final: bool) -> None:
+        if progress.done:
+            self.print_line(_line(progress, numbers))
 
     def start_pass(self, title: str, total: float) -> None:
         pass
@@ -212,9 +222,8 @@ class _NotebookLine(_Lines):
         self.width = 0
         self.title, self.done, self.total = "", 0, 0.0
 
-    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
-        of = "" if math.isinf(total) else f"/{int(total)}"
-        self._write(f"{title}  batch {done}{of}  {rate:.1f} it/s  {numbers}".rstrip())
+    def show(self, progress: Progress, numbers: list[str], final: bool) -> None:
+        self._write(_line(progress, numbers))
         if final:
             self._end_line()
 
@@ -245,59 +254,6 @@ class _NotebookLine(_Lines):
             self.width = 0
 
 
-class _Bar:
-    """Draw a rich progress bar, and a second one during evaluation."""
-
-    evaluating = False
-
-    def __init__(self, training: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[numbers]}"),
-            auto_refresh=False,
-        )  # fmt: skip
-        self.training: Any = self.progress.add_task("", rate="", numbers="") if training else None
-        self.evaluation: Any = None
-        self.next_refresh = 0.0
-        self.done = 0
-        self.progress.start()
-
-    def print_line(self, text: str) -> None:
-        self.progress.console.print(text)
-
-    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
-        if done < self.done:
-            self.progress.reset(self.training)  # a new epoch: otherwise rich keeps the task finished
-        self.done = done
-        self.progress.update(
-            self.training, description=title, completed=done, total=_as_count(total), rate=f"{rate:.1f} it/s",
-            numbers=numbers, refresh=True,
-        )  # fmt: skip
-
-    def start_pass(self, title: str, total: float) -> None:
-        self.evaluating = True
-        self.evaluation = self.progress.add_task(title, total=_as_count(total), rate="", numbers="")
-        self.progress.refresh()
-
-    def advance(self) -> None:
-        due = time.perf_counter() >= self.next_refresh
-        self.progress.update(self.evaluation, advance=1, refresh=due)
-        if due:
-            self.next_refresh = time.perf_counter() + 0.25
-
-    def end_pass(self) -> None:
-        if not self.evaluating:
-            return  # a sanity check shows nothing
-        self.evaluating = False
-        if self.training is not None:
-            self.progress.remove_task(self.evaluation)
-        self.progress.refresh()
-
-    def close(self) -> None:
-        self.progress.stop()
-
-
-def _as_count(total: float) -> int | None:
-    return None if math.isinf(total) else int(total)
+def _line(progress: Progress, numbers: list[str]) -> str:
+    batches = f"batch {progress.done}" + ("" if math.isinf(progress.total) else f"/{int(progress.total)}")
+    return "  ".join([progress.title, batches, f"{progress.rate:.1f} it/s", *numbers])

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define
 
 from stratagem.errors import ConfigError
+from stratagem_callbacks.pace import Progress
 from stratagem_callbacks.progress import ProgressBar
 
 
@@ -39,18 +40,18 @@ class _TQDM:
     def print_line(self, text: str) -> None:
         self.tqdm.write(text)
 
-    def show(self, title: str, done: int, total: float, rate: float, numbers: str, final: bool) -> None:
+    def show(self, progress: Progress, numbers: list[str], final: bool) -> None:
         bar = self.training
         if bar is None:
             return
-        if done < bar.n:
+        if progress.done < bar.n:
             bar.reset()  # a new epoch: restart rate and remaining time
-        bar.total, bar.n = None if math.isinf(total) else int(total), done
-        bar.set_description(title, refresh=False)
-        bar.set_postfix_str(numbers, refresh=False)
+        bar.total, bar.n = None if math.isinf(progress.total) else int(progress.total), progress.done
+        bar.set_description(progress.title, refresh=False)
+        bar.set_postfix_str("  ".join(numbers), refresh=False)
         bar.refresh()
         if final:
-            self.print_line(f"{title}  {numbers}".rstrip())
+            self.print_line("  ".join([progress.title, *numbers]))
 
     def start_pass(self, title: str, total: float) -> None:
         self.evaluating = True
