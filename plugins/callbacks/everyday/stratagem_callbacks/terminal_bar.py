@@ -76,13 +76,13 @@ class TerminalBar:
         from rich.text import Text
 
         head, time_left = f"{progress.title}  {_count(progress)}", _time(progress.seconds_left)
-        room = width - len(head) - len(time_left) - 2 - _SHORTEST
+        free = width - len(head) - len(time_left) - 2 - _SHORTEST
         rest = []
         for text in [*_of_run(progress), f"{progress.rate:.1f} it/s", *numbers]:
-            if len(text) + 2 <= room:
+            if len(text) + 2 <= free:
                 rest.append(text)
-                room -= len(text) + 2
-        length = max(0, min(_LONGEST, _SHORTEST + room, self.lengths.get(width, _LONGEST)))
+                free -= len(text) + 2
+        length = max(0, min(_LONGEST, _SHORTEST + free, self.lengths.get(width, _LONGEST)))
         self.lengths[width] = length
         share = 0.0 if math.isinf(progress.total) else progress.done / progress.total if progress.total else 1.0
         filled = min(length, int(share * length))
