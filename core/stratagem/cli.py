@@ -140,6 +140,7 @@ def _add_plugins(commands: Any) -> Any:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="list the installed plugins by kind (imports none of them)")
     listing.add_argument("--kind", help=f"only this kind: {', '.join(KINDS)}")
+    listing.add_argument("--presets", action="store_true", help="a row for each preset: a name for another's options")
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(act=_list)
     show = actions.add_parser("show", help="show one plugin: options, capabilities, hooks")
@@ -157,7 +158,8 @@ def _add_explain(commands: Any) -> None:
     parser = commands.add_parser("explain", help="show what a script would run, without starting a process")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("script", help="path of the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # the message about a missing script must name nothing else
     parser.set_defaults(act=_explain)
 
 
@@ -190,13 +192,9 @@ def _list(arguments: argparse.Namespace) -> int:
     if not entries:
         print("no plugins are installed; `pip install stratagem-ddp stratagem-precision ...` adds some")
         return 0
-    width = max(len(entry.name) for entry in entries)
-    current = None
-    for entry in entries:
-        if entry.kind != current:
-            current = entry.kind
-            print(f"{current}:")
-        print(f"  {entry.name:<{width}}  {entry.distribution} {entry.version}")
+    from stratagem.stack.plugin_table import plugin_table
+
+    print(plugin_table(entries, presets=arguments.presets))
     return 0
 
 

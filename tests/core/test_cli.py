@@ -12,6 +12,8 @@ import stratagem as sg
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
+from stratagem_testing import scripts
+from stratagem_testing.terminal import Terminal
 
 
 def test_list_by_kind(capsys):
@@ -20,6 +22,88 @@ def test_list_by_kind(capsys):
 
     assert "strategy:" in text
     assert "stratagem-ddp 0.1.0" in text
+
+
+def test_the_list_has_a_sentence_for_each_plugin_and_folds_presets(capsys):
+    assert main(["plugins", "list", "--kind", "strategy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["plugins", "list", "--kind", "strategy", "--presets"]) == 0
+    full = capsys.readouterr().out
+
+    (ddp,) = [line for line in lines if line.startswith("  ddp ")]
+    assert "Replicate the model in every process; average gradients while backward runs (stratagem-ddp 0.1.0)" in ddp
+    (presets,) = [line for line in lines if "presets" in line]
+    assert "ddp_spawn" in presets
+    assert "fsdp_cpu_offload" in presets
+    assert "\n  ddp_spawn " in full
+    assert all("no description" not in line for line in lines)
+
+
+def test_the_sentences_are_those_of_the_classes():
+    from stratagem.stack.describe import describe
+    from stratagem.stack.summaries import summary
+
+    for entry in registry.entries():
+        if entry.kind != "command" and not (found := summary(entry)).is_preset:
+            assert describe(entry)["summary"].rstrip(".") == found.text, entry.qualified_name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "show", "ddp"], ["plugins", "--help"]], ids=str)
+@pytest.mark.parametrize("columns", [40, 80])
+def test_text_fits_the_terminal(tmp_path, words, columns):
+    with Terminal([sys.executable, "-m", "stratagem", *words], cwd=tmp_path, columns=columns) as terminal:
+        assert terminal.finish() == 0
+    long = [line for line in terminal.text.splitlines() if len(line) > columns]
+
+    assert all(len(line.split()) == 1 for line in long), long  # a word that is longer than a line
+    assert ("\x1b[1m" in terminal.raw) == ("--help" not in words)
+
+
+@pytest.mark.slow
+def test_no_color_and_pipes_get_no_escapes(tmp_path):
+    command = [sys.executable, "-m", "stratagem", "plugins", "list"]
+    with Terminal(command, cwd=tmp_path, environment={"NO_COLOR": "1"}) as terminal:
+        terminal.finish()
+    piped = scripts.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert "\x1b[1m" not in terminal.raw
+    assert "\x1b" not in piped
+    assert max(map(len, piped.splitlines())) > 80  # whole lines, to search in
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], ["plugins", "--help"], ["plugins", "list"], ["plugins", "matrix", "--help"], ["fit", "--help"],
+        ["demo", "--help"], ["doctor", "--help"], ["run", "--help"], ["checkpoint", "--help"], ["migrate", "--help"],
+        ["deepspeed", "--help"], ["completion", "--help"], ["schema", "--help"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_help_imports_no_torch(words):
+    script = f"""
+import sys
+from stratagem.cli import main
+try: main({words!r})
+except SystemExit: pass
+print("IMPORTED", sorted({{"torch", "numpy", "rich", "deepspeed"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == "IMPORTED []"
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"), [(["fit"], "FILE"), (["explain"], "script"), (["validate"], "FILE"), (["predict"], "FILE")]
+)
+def test_a_missing_argument_names_only_what_is_required(capsys, words, missing):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"the following arguments are required: {missing}")
 
 
 def test_list_as_json(capsys):

@@ -24,6 +24,7 @@ from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 from stratagem.stack.plugins import Choice
 from stratagem.stack.registry import Entry
+from stratagem.stack.terminal_text import bold, width, wrapped
 
 if TYPE_CHECKING:
     from stratagem.config.settings import RunSettings
@@ -191,7 +192,8 @@ def cli_help(settings: TrainerSettings) -> str:
 
 
 def _help_lines(flag: str, kind: str, default: str, doc: str) -> list[str]:
-    return [f"  {flag} ({kind}; default {default})", *([f"      {doc}"] if doc else [])]
+    heading = wrapped(f"{flag} ({kind}; default {_as_written(default)})", "  ", "      ")
+    return [heading, *([wrapped(doc, "      ")] if doc else [])]
 
 
 def check_entry(entry: Entry) -> str | None:
@@ -257,16 +259,25 @@ def _check_options(cls: type[Any]) -> str | None:
 def render(description: dict[str, Any]) -> str:
     """Return `description` as text for people."""
     origin = f"{description['distribution']} {description['version']}, {description['value']}"
-    lines = [f"{description['kind']} {description['name']}  ({origin})", f"  {description['summary']}"]
+    title = f"{description['kind']} {description['name']}"
+    lines = [bold(title), wrapped(f"({origin})", "  "), wrapped(description["summary"], "  ")]
+    if width() is None:
+        lines[:2] = [f"{title}  ({origin})"]
     if description["options"]:
-        lines.append("options:")
+        lines.append(bold("options:"))
         for option in description["options"]:
-            lines.append(f"  {option['name']} = {option['default']}  ({option['type']})")
-            lines += [f"      {option['doc']}"] if option["doc"] else []
+            head = f"{option['name']} = {_as_written(option['default'])}  ({option['type']})"
+            lines.append(wrapped(head, "  ", "      "))
+            lines += [wrapped(option["doc"], "      ")] if option["doc"] else []
     for title in ("provides", "requires", "conflicts", "answers", "wraps", "acts"):
         if description[title]:
-            lines.append(f"{title}: {', '.join(description[title])}")
+            lines.append(wrapped(f"{title}: {', '.join(description[title])}", "", "  "))
     return "\n".join(lines)
+
+
+def _as_written(default: str) -> str:
+    """Return a default as it is written on a command line and in a run file."""
+    return {"True": "true", "False": "false", "None": "not set"}.get(default, default)
 
 
 def _option(cls: type[Any], name: str, field: attrs.Attribute[Any], preset: Any) -> dict[str, str]:

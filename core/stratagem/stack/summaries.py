@@ -1,0 +1,75 @@
+"""Say in one sentence what an installed plugin does: read from its source, without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+from attrs import frozen
+
+from stratagem.stack.registry import Entry
+
+#: How many modules to follow from the one that an entry point names to the one that defines its class.
+_MAX_HOPS = 4
+
+
+@frozen
+class Summary:
+    """What the source of an entry point says."""
+
+    #: The first sentence of its docstring, or a command's help; "" if there is none, or no source.
+    text: str = ""
+    #: Whether a function makes the plugin: a preset of another one.
+    is_preset: bool = False
+
+
+def summary(entry: Entry) -> Summary:
+    """Return the sentence of the plugin of `entry`."""
+    module, _, name = entry.value.partition(":")
+    for _ in range(_MAX_HOPS):
+        source = _source(module)
+        if found := re.search(rf"^(class|def) {re.escape(name)}\b", source, re.MULTILINE):
+            return Summary(_sentence(source[found.start() :], entry.kind), found[1] == "def")
+        if not (origin := _imported_from(source, module, name)):
+            break
+        module = origin
+    return Summary()
+
+
+def _sentence(definition: str, kind: str) -> str:
+    if kind == "command" and (help_text := re.search(r"^    help = \(?\s*(\"[^\n]*\")", definition, re.MULTILINE)):
+        return help_text[1].strip('"')
+    docstring = re.search(r"^[^\n]*?(?:\n(?!\s*\"\"\")[^\n]*){0,12}?\n\s+\"\"\"(.*?)\"\"\"", definition, re.DOTALL)
+    text = " ".join(docstring[1].split()) if docstring else ""
+    return text.split(". ")[0].rstrip(".")
+
+
+def _imported_from(source: str, module: str, name: str) -> str:
+    """Return the module from which `module` imports `name`; "" if it does not."""
+    for found in re.finditer(r"^\s*from (\.*[\w.]+) import (\([^)]*\)|[^\n]*)", source, re.MULTILINE):
+        if re.search(rf"\b{re.escape(name)}\b", found[2]):
+            return found[1] if not found[1].startswith(".") else f"{module}.{found[1].lstrip('.')}"
+    return ""
+
+
+@cache
+def _source(module: str) -> str:
+    """Return the source of `module`, found without importing its package; "" if there is none."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin)
+    for part in rest:
+        path = path.parent / part / "__init__.py"
+        if not path.exists():
+            path = path.parent.with_suffix(".py")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
