@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from stratagem_demo import gpt
 from stratagem_testing import scripts
 
 
@@ -28,6 +29,11 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert "2 processes on cpu, effective batch size 8" in first.stdout
     assert "after 4 steps; generated text" in first.stdout
     assert "The Python language" in first.stdout
+    assert re.search(r"^4 steps, about \d+ s; then it generates text$", first.stdout, re.MULTILINE)
+    assert first.stdout.count("training a GPT") == 1
+    after = first.stdout.partition("next:\n")[2].splitlines()
+    assert [line.split()[:2] for line in after] == [["stratagem", "demo"]] * 2 + [["stratagem", "plugins"]]
+    assert (tmp_path / "demo_run/stratagem_logs/version_0/metrics.csv").read_text().count("\n") >= 5
     assert "twice" not in first.stderr
 
     second = demo(tmp_path)
@@ -55,10 +61,27 @@ def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
-    assert "saving every 250 steps, at the end and on Ctrl-C" in said
+    assert "saved every 250 steps, at the end and on Ctrl-C" in said
     assert process.returncode != 0
-    saved = re.search(r"on_exception_checkpoint: saved (\S+) after step (\d+)", said)
-    if saved is None:  # the ranks were at different steps
-        assert "on_exception_checkpoint could not save" in said, said
-    else:
-        assert (tmp_path / saved[1]).exists()
+    saved = re.search(r"continue with `stratagem demo` from (\S+) \(step \d+\)", said)
+    assert saved is not None, said
+    assert (tmp_path / saved[1]).exists()
+
+
+def test_the_number_of_steps_follows_from_the_speed(monkeypatch):
+    vocabulary = "abc"
+    for seconds, steps in ((0.01, 500), (0.5, 150), (60.0, 20)):
+        monkeypatch.delenv("STRATAGEM_DEMO_MEASURED", raising=False)
+        monkeypatch.setattr(gpt, "_seconds", lambda model, mixed, batch_size, seconds=seconds: seconds * (2 - mixed))
+        assert gpt.measured(gpt.CharGPT(vocabulary), None, None, 32) == ("bf16-mixed", steps, seconds)
+        # The processes that this one starts read what it has measured.
+        assert gpt.measured(gpt.CharGPT(vocabulary), None, None, 32)[1] == steps
+    monkeypatch.delenv("STRATAGEM_DEMO_MEASURED")
+    assert gpt.measured(gpt.CharGPT(vocabulary), "32-true", 7, 32)[:2] == ("32-true", 7)
+    monkeypatch.delenv("STRATAGEM_DEMO_MEASURED")
+
+
+def test_durations_are_in_words():
+    assert [gpt.minutes(seconds) for seconds in (0.2, 20, 55, 80, 200)] == [
+        "1 s", "20 s", "1 minute", "1 minute", "3 minutes",
+    ]  # fmt: skip

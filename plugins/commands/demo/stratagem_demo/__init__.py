@@ -17,7 +17,9 @@ class Demo(sg.Command):
         parser.add_argument(
             "--dir", type=Path, default=Path("demo_run"), help="checkpoints and logs (default: %(default)s)"
         )
-        parser.add_argument("--steps", type=int, default=500, help="optimizer steps of this run (default: %(default)s)")
+        parser.add_argument(
+            "--steps", type=int, help="optimizer steps of this run (default: 500, fewer on a slow machine)"
+        )
         parser.add_argument("--batch-size", type=int, default=32, help="for each process (default: %(default)s)")
         parser.add_argument("--strategy", default="ddp", help="default: %(default)s")
         parser.add_argument("--precision", help="default: the faster of 32-true and bf16-mixed here")

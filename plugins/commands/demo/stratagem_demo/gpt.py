@@ -22,6 +22,11 @@ from stratagem.api.seeding import seed_everything
 Batch = tuple[Tensor, Tensor]
 CONTEXT = 96  # characters
 SAVE_EVERY = 250  # steps
+MOST_STEPS = 500
+#: Seconds that training may take unless the number of steps is given.
+BUDGET_S = 120.0
+#: A step takes longer than the measured part of it: the optimizer, messages between processes, logging, validation.
+OVERHEAD = 1.6
 
 
 # --- The model ---------------------------------------------------------------------------------------------------
@@ -137,39 +142,77 @@ def loaders(text: str, vocabulary: str, batch_size: int) -> tuple[DataLoader[Bat
 
 
 def run(
-    folder: Path, steps: int, batch_size: int, strategy: str, precision: str | None, devices: str | int | None
+    folder: Path, steps: int | None, batch_size: int, strategy: str, precision: str | None, devices: str | int | None
 ) -> None:
-    """Train `steps` more optimizer steps from the checkpoints in `folder`, if there are any, and print a sample."""
+    """Train `steps` more optimizer steps from the checkpoints in `folder`, if there are any, and print a sample.
+
+    Without `steps`, train as many as a few minutes allow on this machine.
+    """
     seed_everything(1)
     text = manual()
     vocabulary = "".join(sorted(set(text)))
-    model = CharGPT(vocabulary, steps=steps)
+    is_chosen = steps is not None
+    chosen_precision, chosen_steps, seconds = measured(CharGPT(vocabulary), precision, steps, batch_size)
+    model = CharGPT(vocabulary, steps=chosen_steps)
     train, held_out = loaders(text, vocabulary, batch_size)
 
     trainer = sg.Trainer(
         strategy=strategy,
-        precision=precision or faster_precision(model),
+        precision=chosen_precision,
         devices=devices or ("auto" if torch.cuda.is_available() else 2),
         default_root_dir=folder,
         max_epochs=-1,
+        max_time=None if is_chosen else BUDGET_S,  # the machine may get slower
         gradient_clip_val=1.0,
-        val_check_interval=min(250, len(train) // 2),
+        val_check_interval=max(1, min(250, chosen_steps // 2, len(train) // 2)),
         num_sanity_val_steps=0,
-        callbacks=[
-            {"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True},
-            "on_exception_checkpoint",  # save on Ctrl-C, too
-        ],
-        log_every_n_steps=10,
+        callbacks=[{"name": "model_checkpoint", "every_n_train_steps": SAVE_EVERY, "save_last": True}],
+        log_every_n_steps=max(1, min(10, chosen_steps // 50)),
     )
+    trainer.outcome.how_to_resume = "`stratagem demo`"
     started = sorted(folder.glob("checkpoints/*.ckpt"))
-    if started:
-        trainer.print(f"continuing from the checkpoints in {folder}; delete that folder to start again")
-    trainer.print(f"saving every {SAVE_EVERY} steps, at the end and on Ctrl-C in {folder / 'checkpoints'}")
+    if is_first_process():
+        print(plan(model, len(text), chosen_steps, seconds, folder, continues=bool(started)), flush=True)
     trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
     final = trainer.validate(model, held_out)[0]["val_loss"]
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     if trainer.is_global_zero:
         report(model, trainer, final)
+        print(NEXT)
+
+
+#: Printed at the end.
+NEXT = """
+next:
+    stratagem demo                                     train on from here
+    stratagem demo --strategy fsdp --dir demo_fsdp     the same model, sharded over the processes
+    stratagem plugins list --kind strategy             what else can train it"""
+
+
+def plan(model: CharGPT, characters: int, steps: int, seconds: float, folder: Path, continues: bool) -> str:
+    """Say what the demo is about to do, and how long it takes."""
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    lines = [
+        f"training a GPT with {size:.1f} million parameters on the Python manual ({characters:,} characters)",
+        f"{steps} steps, about {minutes(seconds * steps * OVERHEAD)}; then it generates text",
+        f"checkpoints and logs go to {folder}: saved every {SAVE_EVERY} steps, at the end and on Ctrl-C",
+    ]
+    if continues:
+        lines.append(f"continuing from the checkpoints in {folder}; delete that folder to start again")
+    return "\n".join(lines)
+
+
+def minutes(seconds: float) -> str:
+    """Return a duration in words."""
+    if seconds < 50:
+        return f"{max(1, round(seconds))} s"
+    count = max(1, round(seconds / 60))
+    return f"{count} minute{'s' if count > 1 else ''}"
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that prints, before the trainer has connected the processes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:
@@ -180,25 +223,39 @@ def report(model: CharGPT, trainer: sg.Trainer, val_loss: float) -> None:
     print("    " + sample.replace("\n", "\n    "))
 
 
-def faster_precision(model: CharGPT) -> str:
-    """Return "bf16-mixed" if its steps are faster here than in fp32, else "32-true"; all processes get the same."""
-    chosen = os.environ.get("STRATAGEM_DEMO_PRECISION")
-    if chosen is None:
-        chosen = "bf16-mixed" if _seconds(model, mixed=True) < _seconds(model, mixed=False) else "32-true"
-        os.environ["STRATAGEM_DEMO_PRECISION"] = chosen  # for the processes that this one starts
-    return chosen
+#: What the first process has measured, for the processes that it starts: precision, steps and seconds of a step.
+_MEASURED = "STRATAGEM_DEMO_MEASURED"
 
 
-def _seconds(model: CharGPT, mixed: bool) -> float:
+def measured(model: CharGPT, precision: str | None, steps: int | None, batch_size: int) -> tuple[str, int, float]:
+    """Return the precision whose steps are faster here, as many steps as fit the budget, and the seconds of one.
+
+    All processes get the same. Both are as given where they are given.
+    """
+    if _MEASURED not in os.environ:
+        times = {name: _seconds(model, name == "bf16-mixed", batch_size) for name in ("32-true", "bf16-mixed")}
+        fastest = precision or min(times, key=lambda name: times[name])
+        seconds = times.get(fastest, times["32-true"])
+        count = steps or max(20, min(MOST_STEPS, int(BUDGET_S / (seconds * OVERHEAD)) // 10 * 10))
+        os.environ[_MEASURED] = f"{fastest} {count} {seconds}"
+    name, number, text = os.environ[_MEASURED].split()
+    return name, int(number), float(text)
+
+
+def _seconds(model: CharGPT, mixed: bool, batch_size: int) -> float:
+    """Return the time of a step, with as many threads as each of two processes has on a CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     probe = CharGPT(model.vocabulary).to(device)
-    batch = torch.randint(len(model.vocabulary), (2, 32, CONTEXT), device=device)
-    best = float("inf")
-    for _ in range(4):
+    batch = torch.randint(len(model.vocabulary), (2, batch_size, CONTEXT), device=device)
+    times = []
+    for _ in range(5):
         start = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=mixed):
             loss = probe.loss(tuple(batch))
         loss.backward()
         loss.item()
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return sorted(times)[2]
