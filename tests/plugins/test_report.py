@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html.parser
 import re
+import subprocess
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch
 import stratagem as sg
 from stratagem.callbacks import Report
 from stratagem.errors import ConfigError
+from stratagem_report.history import Series
+from stratagem_report.page import without_copies
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.training import share
@@ -78,14 +82,14 @@ def test_one_page_that_needs_nothing_else(tmp_path):
     trainer = fit(tmp_path)
     found, text = page(tmp_path / "report.html")
 
-    assert found.addresses == []
+    assert found.addresses == ["stratagem_logs/version_0/metrics.csv"]
     assert not re.search(r"https?://(?!www\.w3\.org)", (tmp_path / "report.html").read_text())
     assert [path.name for path in tmp_path.glob("*report*")] == ["report.html"]
     assert found.tags.count("svg") >= 3
     for words in (
         "Described",
         "Finished",
-        "max_epochs=2 reached",
+        "max_epochs=2 is reached",
         "loss",
         "val_loss",
         "12",
@@ -103,6 +107,43 @@ def test_values_come_with_their_origins_and_plugins_with_their_versions(tmp_path
     assert re.search(r"accumulate_grad_batches 2 code", text)
     assert re.search(r"gradient_clip_val 0.5 environment", text)
     assert re.search(r"single_device.*stratagem-single-device 0.1.0", text)
+
+
+def test_files_are_linked_relative_to_the_page(tmp_path):
+    fit(tmp_path, report=Report(path=tmp_path / "pages" / "a.html"), logger=True, enable_checkpointing=True)
+    found, text = page(tmp_path / "pages" / "a.html")
+
+    targets = [(tmp_path / "pages" / unquote(address)).resolve() for address in found.addresses]
+    assert [path.name for path in targets] == ["epoch=1-step=12.ckpt", "metrics.csv"]
+    assert all(path.exists() for path in targets)
+    assert "checkpoint" in text
+
+
+def test_the_page_says_where_the_run_comes_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1", "--api_key", "sesame", "--token=sesame"])
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "train.py").write_text("")
+    for words in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    fit(tmp_path)
+    source = (tmp_path / "report.html").read_text()
+
+    assert "train.py --lr 0.1 --api_key" in source
+    assert "sesame" not in source
+    assert commit[:12] in source
+    assert "not committed" not in source
+
+
+def test_two_metrics_with_the_same_values_have_one_chart():
+    series, other = Series(), Series()
+    for step in range(5):
+        series.add(step, step / 2)
+        other.add(step, step / 3)
+
+    groups = {"loss": [("loss", series)], "again": [("again", series)], "accuracy": [("accuracy", other)]}
+    assert [title for title, _ in without_copies(groups)] == ["loss", "accuracy"]
 
 
 def test_nothing_on_the_page_is_executed_and_secrets_stay_secret(tmp_path):

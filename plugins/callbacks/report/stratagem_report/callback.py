@@ -173,7 +173,7 @@ class Report(Callback):
     @hookimpl
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
         if self._recording:
-            self._finish(trainer, failure(exception))
+            self._finish(trainer, failure(trainer, exception))
 
     def _finish(self, trainer: TrainerView, outcome: dict[str, Any]) -> None:
         self._count(trainer.global_step)
@@ -206,7 +206,7 @@ class Report(Callback):
     def _write(self, trainer: TrainerView) -> None:
         path = self.path or Path(trainer.settings.default_root_dir) / "report.html"
         try:
-            text = render(gather(trainer, self._history))
+            text = render(gather(trainer, self._history, path))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
             self._page = path

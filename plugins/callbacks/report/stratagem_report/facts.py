@@ -20,8 +20,11 @@ from attrs import frozen
 
 from stratagem.api.options import options
 from stratagem.api.redaction import redact
+from stratagem_report.origin import origin, written_files
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stratagem.api import TrainerView
     from stratagem.api.layout import Layout
     from stratagem_report.history import History
@@ -48,6 +51,10 @@ class Facts:
     layout: Layout | None
     written_at: str
     folder: str
+    #: (title, path, address relative to the page) of the files of the run that exist.
+    files: list[tuple[str, str, str]]
+    #: (name, text): the command line, and the commit of the folder in which it was given.
+    origin: list[tuple[str, str]]
     #: (name, value, origin) of all arguments except those that choose plugins.
     arguments: list[tuple[str, str, str]]
     #: As `RunContext.describe` returns them.
@@ -56,8 +63,8 @@ class Facts:
     versions: list[tuple[str, str]]
 
 
-def gather(trainer: TrainerView, history: History) -> Facts:
-    """Return the facts about the run of `trainer`."""
+def gather(trainer: TrainerView, history: History, page: Path) -> Facts:
+    """Return the facts about the run of `trainer`, for the page that is written to `page`."""
     run, settings, position = trainer.run, trainer.settings, trainer.position
     return Facts(
         module=type(trainer.module).__name__,
@@ -73,6 +80,8 @@ def gather(trainer: TrainerView, history: History) -> Facts:
         layout=run.strategy.layout(run.peers_world, trainer.module),
         written_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         folder=str(settings.default_root_dir),
+        files=written_files(trainer, page),
+        origin=origin(),
         arguments=_arguments(settings),
         plugins=run.describe()["plugins"],
         hyper_parameters=[pair for name, value in trainer.module.hparams.items() for pair in _flat(str(name), value)],
@@ -88,13 +97,15 @@ def ending(trainer: TrainerView) -> dict[str, Any]:
     return {"status": "Finished", "detail": trainer.outcome.reason}
 
 
-def failure(exception: BaseException) -> dict[str, Any]:
+def failure(trainer: TrainerView, exception: BaseException) -> dict[str, Any]:
     """Return the outcome of a fit that `exception` ended, with its traceback, but without source lines."""
     frames = traceback.extract_tb(exception.__traceback__)
-    stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
+    if isinstance(exception, KeyboardInterrupt | SystemExit):
+        by = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else trainer.outcome.reason or "SystemExit"
+        return {"status": "Interrupted", "detail": f"by {by}"}
     return {
-        "status": "Interrupted" if stopped else "Failed",
-        "detail": f"by {type(exception).__name__}" if stopped else f"with {type(exception).__name__}",
+        "status": "Failed",
+        "detail": f"with {type(exception).__name__}",
         "error": redact("message", _short(str(exception), 4000)),
         "frames": [f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in frames[-30:]],
     }

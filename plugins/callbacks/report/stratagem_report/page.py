@@ -31,7 +31,7 @@ def render(facts: Facts) -> str:
     history = facts.history
     script, style = _read("page.js"), _read("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    groups = list(grouped(history.metrics).items())
+    groups = without_copies(grouped(history.metrics))
     span = (history.first_step, max(history.last_step, history.first_step + 1))
     draw = functools.partial(chart, span=span, resumed=history.resumed)
     return (
@@ -130,10 +130,13 @@ def _memory_tile(history: History) -> list[tuple[str, str, str]]:
 
 def _machine(history: History, draw: Callable[..., Chart]) -> list[Chart]:
     """Return the charts of learning rates, speed and memory."""
-    charts = [draw("Learning rate", _distinct(history.rates))] if history.rates else []
-    for title, name in (("Optimizer steps", "steps/s"), ("Samples", "samples/s")):
+    logged = any(name.startswith("lr-") for name in history.metrics)  # by the callback learning_rate_monitor
+    charts = [draw("Learning rate", _distinct(history.rates))] if history.rates and not logged else []
+    # Samples and steps per second are the same curve.
+    for title, name in (("Samples", "samples/s"), ("Optimizer steps", "steps/s")):
         if name in history.speed:
             charts.append(draw(title, [(name, history.speed[name])], from_zero=True, unit=name))
+            break
     return [*charts, _memory_chart(history, draw)] if history.memory else charts
 
 
@@ -146,6 +149,14 @@ def grouped(metrics: dict[str, Series]) -> dict[str, list[tuple[str, Series]]]:
         title if len(curves) > 1 else curves[0][0]: sorted(curves, key=lambda curve: curve[1].stage != "train")
         for title, curves in groups.items()
     }
+
+
+def without_copies(groups: dict[str, list[tuple[str, Series]]]) -> list[tuple[str, list[tuple[str, Series]]]]:
+    """Return `groups` without those that have exactly the curves of an earlier one."""
+    seen: dict[tuple[tuple[float, ...], ...], str] = {}
+    for title, curves in groups.items():
+        seen.setdefault(tuple((*series.steps, *series.means) for _, series in curves), title)
+    return [(title, groups[title]) for title in seen.values()]
 
 
 def _distinct(rates: dict[str, Series]) -> list[tuple[str, Series]]:
