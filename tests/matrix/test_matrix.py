@@ -152,7 +152,10 @@ def test_the_page_has_every_combination_and_reason(tmp_path):
 
     assert page.count('<td class="yes"') == len(YES)
     assert page.count('<td class="no" title="') == len(NO)
-    assert page.count("<li>") == len({cell.reason for cell in NO})
+    assert page.count("<li id=") == len({cell.reason for cell in NO})
+    assert len(re.findall('<a href="#reason-', page)) == len(NO)
+    assert set(re.findall(r'data-strategy="([^"]+)"', page)) == {cell.strategy for cell in EVERY}
+    assert "@" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL).replace("stratagem@", "")
 
 
 def test_aliases_are_one_plugin_and_presets_are_left_out():

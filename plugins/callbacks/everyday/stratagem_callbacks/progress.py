@@ -35,7 +35,7 @@ class ProgressBar(Callback):
 
     _view: Any = field(init=False, default=None)
     _due: float = field(init=False, default=math.inf)
-    _pace: Pace = field(init=False, factory=Pace)
+    _pace: Pace = field(init=False, repr=False, factory=Pace)
     _standalone: bool = field(init=False, default=False)
     #: Metrics of the next update, being copied from the device.
     _pending: Readback | None = field(init=False, default=None)

@@ -20,6 +20,7 @@ from attrs import frozen
 
 from stratagem.api.options import options
 from stratagem.api.redaction import redact
+from stratagem.errors import shown as in_words
 from stratagem_report.origin import origin, written_files
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def shown(name: str, value: Any) -> str:
     """Return `value` as text, without secrets."""
     value = redact(name, _plain(value))
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else in_words(value, None)
     except Exception as error:  # noqa: BLE001 - user code
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     return _short(str(redact("value", text)), _MAX_LENGTH)

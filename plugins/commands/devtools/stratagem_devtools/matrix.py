@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
 
 from attrs import frozen
 
@@ -147,25 +148,44 @@ def _joined(by_hook: dict[str | None, dict[str, str]]) -> list[tuple[str, str, s
 
 
 def render_html(table: Sequence[Cell]) -> str:
-    """Return `table` as an HTML page, with the reason of each "no" as a tooltip and in a list below."""
+    """Return `table` as an HTML page that can be filtered; the reason of each "no" is a tooltip and in a list below."""
     precisions, rows, reasons = _arrange(table)
     head = "".join(f"<th>{html.escape(word)}</th>" for word in ("strategy", "comm hook", "checkpoint", *precisions))
     body = []
     for (strategy, hook, checkpoint), row in rows.items():
-        cells = [f"<td>{html.escape(word)}</td>" for word in (strategy, hook or "-", checkpoint)]
+        words = (strategy, hook or "-", checkpoint)
+        cells = [f"<td>{html.escape(word)}</td>" for word in words]
         for precision in precisions:
             reason = row[precision].reason
             title = f' title="{html.escape(reason)}"' if reason else ""
-            cells.append(f'<td class="{"no" if reason else "yes"}"{title}>{_word(row[precision], reasons)}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    notes = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+            cells.append(f'<td class="{"no" if reason else "yes"}"{title}>{_linked(row[precision], reasons)}</td>')
+        keys = " ".join(f'data-{axis}="{html.escape(word)}"' for axis, word in zip(_FILTERS, words, strict=True))
+        body.append(f"<tr {keys}>{''.join(cells)}</tr>")
+    notes = "".join(f'<li id="reason-{n}">{html.escape(reason)}</li>' for reason, n in reasons.items())
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>stratagem: combinations of plugins</title>'
-        "<style>body{font-family:sans-serif}table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em}"
-        ".yes{background:#dfd}.no{background:#fdd}</style>"
-        f"<h1>Combinations of plugins</h1><p>{html.escape(summary(table))}</p>"
-        f"<table><tr>{head}</tr>{''.join(body)}</table><ol>{notes}</ol></html>\n"
-    )
+        files("stratagem_devtools").joinpath("matrix.html").read_text(encoding="utf-8")
+        .replace("@SUMMARY@", html.escape(summary(table)))
+        .replace("@FILTERS@", "".join(map(_filter, _FILTERS, zip(*rows, strict=True))))
+        .replace("@HEAD@", head).replace("@BODY@", "".join(body)).replace("@REASONS@", notes)
+    )  # fmt: skip
+
+
+#: What a row is filtered by.
+_FILTERS = ("strategy", "hook", "checkpoint")
+
+
+def _filter(name: str, values: Iterable[str | None]) -> str:
+    """Return a select element that shows the rows with one of `values`."""
+    choices = "".join(f"<option>{html.escape(value)}</option>" for value in dict.fromkeys(v or "-" for v in values))
+    return f'<label>{name} <select name="{name}"><option value="">all</option>{choices}</select></label>'
+
+
+def _linked(cell: Cell, reasons: dict[str, int]) -> str:
+    """Return "yes", or "no" with a link to the reason."""
+    if cell.reason is None:
+        return "yes"
+    number = reasons[cell.reason]
+    return f'<a href="#reason-{number}">no ({number})</a>'
 
 
 def summary(table: Sequence[Cell]) -> str:
