@@ -203,7 +203,7 @@ def _mark_all(cls: type[Any], base: type[Any]) -> None:
     for name in _hooks_of(base):
         owner = next(each for each in cls.__mro__ if name in vars(each))
         method = vars(owner)[name]
-        if owner is base or method is None or hasattr(method, "stratagem_impl"):
+        if owner is base or method is None or hasattr(getattr(cls, name), "stratagem_impl"):
             continue
         if not isinstance(method, types.FunctionType):
             raise PluginError(f"{cls.__name__}.{name} is a {type(method).__name__}", expected="a method")

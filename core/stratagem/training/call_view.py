@@ -40,7 +40,6 @@ class CallView:
     num_sanity_val_steps, overfit_batches = _of_settings("num_sanity_val_steps"), _of_settings("overfit_batches")
     val_check_interval = _of_settings("val_check_interval")
     check_val_every_n_epoch = _of_settings("check_val_every_n_epoch")
-    reload_dataloaders_every_n_epochs = _of_settings("reload_dataloaders_every_n_epochs")
     log_every_n_steps = _of_settings("log_every_n_steps")
     gradient_clip_val = _of_settings("gradient_clip_val")
     gradient_clip_algorithm = _of_settings("gradient_clip_algorithm")

@@ -217,7 +217,9 @@ class ModelCheckpoint(Callback):
     @hookimpl(trylast=True)
     def on_train_epoch_end(self, trainer: TrainerView) -> None:
         cut_short = not trainer.position.epoch_ended  # `monitor` may be logged later in the epoch
-        if self._after_training(trainer) and not (cut_short and self.monitor not in (None, *trainer.callback_metrics)):
+        if self._after_training(trainer) and not (
+            cut_short and self.monitor not in (None, "epoch", "step", *trainer.callback_metrics)
+        ):
             self._save_if_due(trainer)
 
     @hookimpl(trylast=True)
