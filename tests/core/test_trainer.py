@@ -692,7 +692,7 @@ OF_LIGHTNING = {
     "checkpoint_callback", "checkpoint_callbacks", "ckpt_path", "current_epoch", "datamodule", "default_root_dir",
     "device_ids", "early_stopping_callback", "early_stopping_callbacks", "estimated_stepping_batches", "evaluating",
     "fast_dev_run", "fit", "global_rank", "global_step", "gradient_clip_algorithm", "gradient_clip_val",
-    "init_module", "interrupted", "is_global_zero", "limit_predict_batches", "limit_test_batches",
+    "init_module", "interrupted", "is_global_zero", "is_last_batch", "lightning_module", "num_sanity_val_batches", "limit_predict_batches", "limit_test_batches",
     "limit_train_batches", "limit_val_batches", "local_rank", "log_dir", "log_every_n_steps", "logged_metrics",
     "logger", "loggers", "lr_scheduler_configs", "max_epochs", "max_steps", "min_epochs", "min_steps", "model",
     "node_rank", "num_devices", "num_nodes", "num_predict_batches", "num_sanity_val_steps", "num_test_batches",

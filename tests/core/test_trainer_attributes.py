@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
@@ -234,3 +235,78 @@ def test_it_has_the_folder_of_the_logger(tmp_path):
     trainer.fit(Net(), loader(8))
     assert (trainer.log_dir / "metrics.csv").exists()
     assert sg.Trainer(default_root_dir=tmp_path, **QUIET).log_dir == tmp_path
+
+
+# --- Attributes of Lightning's that are not here, and what loads ----------------------------------------------------
+
+
+def test_an_attribute_of_lightnings_that_is_not_here_says_what_to_use():
+    trainer = sg.Trainer(**QUIET)
+
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'scaler'; use trainer.precision$"):
+        print(trainer.scaler)
+    with pytest.raises(AttributeError, match="Trainer has no attribute 'no_such'$"):
+        print(trainer.no_such)
+    assert not hasattr(trainer, "root_gpu")
+
+
+class Positions(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = []
+
+    def on_train_batch_end(self):
+        self.last.append(self.trainer.is_last_batch)
+
+
+def test_it_knows_the_last_batch_and_the_batches_of_the_sanity_check():
+    trainer, module = sg.Trainer(**QUIET, max_epochs=2, num_sanity_val_steps=3), Positions()
+    module.validation_step = lambda batch, batch_idx: None
+    trainer.fit(module, loader(12), [loader(8), loader(40)])
+
+    assert module.last == [False, False, True] * 2
+    assert trainer.num_sanity_val_batches == [2, 3]
+    assert trainer.lightning_module is module
+    assert module.dtype == torch.float32
+    assert module.double().dtype == torch.float64
+
+
+class Wide(Net):
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_module_is_loaded_by_lightnings_arguments(tmp_path):
+    trainer, module = sg.Trainer(**QUIET, max_epochs=1), Wide(width=5)
+    trainer.fit(module, loader(8))
+    trainer.save_checkpoint(filepath=tmp_path / "x.ckpt")
+
+    again = Wide.load_from_checkpoint(checkpoint_path=tmp_path / "x.ckpt", map_location="cpu")
+    assert again.hparams.width == 5
+    assert Wide.load_from_checkpoint(tmp_path / "x.ckpt", torch.device("meta")).device.type == "meta"
+    with pytest.raises(ConfigError, match="got map_location=.*; expected a device"):
+        Wide.load_from_checkpoint(tmp_path / "x.ckpt", map_location=lambda storage, _: storage)
+    with pytest.raises(ConfigError, match="got hparams_file; expected arguments of __init__; pass"):
+        Wide.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file="h.yaml")
+
+
+class Named(sg.DataModule):
+    def __init__(self, name=""):
+        self.name = name
+
+
+def test_a_data_module_is_made_from_data_sets():
+    made = Named.from_datasets(
+        data(12)[0], val_dataset=[data(8)[0], data(4)[0]], predict_dataset=data(4)[0], batch_size=4, name="mine"
+    )
+    train, (first, second) = made.train_dataloader(), made.val_dataloader()
+
+    assert made.name == "mine"
+    assert isinstance(train.sampler, torch.utils.data.RandomSampler)
+    assert isinstance(first.sampler, torch.utils.data.SequentialSampler)
+    assert [len(each) for each in (train, first, second, made.predict_dataloader())] == [3, 2, 1, 1]
+    with pytest.raises(ConfigError, match="Named has no test_dataloader"):
+        made.test_dataloader()
+    trainer = sg.Trainer(**QUIET)
+    assert len(trainer.predict(Net(), datamodule=made)) == 1

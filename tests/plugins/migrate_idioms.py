@@ -105,7 +105,6 @@ MODULE = {
     "def on_before_optimizer_step(self, optimizer, optimizer_idx):\n    pass":
         "def on_before_optimizer_step(self, optimizer):",
     "def training_end(self, output):\n    return output": "def training_step_end(self, output):",
-    "def on_fit_start(self):\n    self.kind = self.dtype": "self.kind = next(self.parameters()).dtype",
     "def on_fit_start(self):\n    self.kind = self.on_gpu": 'self.kind = (self.device.type == "cuda")',
     "def on_fit_start(self):\n    self.kind = self.use_ddp": "self.kind = (self.trainer.world_size > 1)",
     "def on_fit_start(self):\n    self.kind = self.datamodule": "self.kind = self.trainer.datamodule",
@@ -152,11 +151,8 @@ SCRIPT = {
     "pl.seed_everything(1, True)": "sg.seed_everything(1, workers=True)",
     "pl.seed_everything(1, verbose=False)": "sg.seed_everything(1)",
     "if trainer.is_global_zero:\n    trainer.save_checkpoint('last.ckpt')": "trainer.save_checkpoint('last.ckpt')",
-    "trainer.save_checkpoint('last.ckpt')\nNet.load_from_checkpoint(checkpoint_path='last.ckpt')":
-        "Net.load_from_checkpoint(path='last.ckpt')",
-    "trainer.save_checkpoint('last.ckpt')\nNet.load_from_checkpoint('last.ckpt', map_location='cpu')":
-        "Net.load_from_checkpoint('last.ckpt')",
-    "print(trainer.lightning_module)": "print(trainer.module)",
+    "trainer.save_checkpoint('last.ckpt')\nNet.load_from_checkpoint(checkpoint_path='last.ckpt', weights_only=True)":
+        "Net.load_from_checkpoint(checkpoint_path='last.ckpt')",
     "print(trainer.get_model())": "print(trainer.module)",
     "print(trainer.progress_bar_dict)": "print(trainer.progress_bar_metrics)",
     "print(trainer.training_type_plugin)": "print(trainer.strategy)",
@@ -202,7 +198,6 @@ ADVICE = [
     ("class A(pl.LightningModule):\n    def forward(self, x):\n        return x.cuda()", "check", "self.device"),
     ("class A(pl.Callback):\n    def teardown(self, trainer, pl_module, stage):\n        pass", "change",
      "@hookimpl def teardown(self, run)"),
-    ("class A(pl.LightningModule):\n    def __init__(self):\n        self.example_input_array = 1", "check", ""),
     ("trainer = pl.Trainer()\ntrainer.tune(model)", "change", 'callbacks=["learning_rate_finder", "batch_size_finder"]'),
     ("trainer = pl.Trainer()\ntrainer.test()", "check", 'trainer.test(ckpt_path="best")'),
     ("trainer = pl.Trainer()\nif trainer.is_global_zero:\n    trainer.test(model)", "change", "all ranks call it"),

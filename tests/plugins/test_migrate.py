@@ -370,10 +370,10 @@ def test_a_monitor_beside_the_optimizer_stays():
 
 def test_what_a_module_has_no_more():
     script = in_a_module(
-        "def on_fit_start(self):\n    self.logger.log_metrics({})\n    self.all_gather(self.dtype)\n    self.print(1)"
+        "def on_fit_start(self):\n    self.logger.log_metrics({})\n    self.all_gather(self.on_gpu)\n    self.print(1)"
     )
 
-    assert news(script) == ["next(self.parameters()).dtype"]
+    assert news(script) == ['self.device.type == "cuda"']
 
 
 def test_an_attribute_that_the_module_makes_is_its_own():
@@ -412,10 +412,9 @@ def at_work(body):
         ("runner.fit(model, train_dataloader=a)", "train_dataloaders="),
         ("runner.test(model, test_dataloaders=a)", "dataloaders="),
         ("runner.strategy.barrier()", "trainer.run.collectives.barrier()"),
-        ("runner.lightning_module", "trainer.module"),
         ("pl.Trainer.from_argparse_args(args)", "stratagem.Trainer.from_cli()"),
         ("os.environ['PL_TRAINER_MAX_EPOCHS'] = '1'", '"STRATAGEM_TRAINER_MAX_EPOCHS"'),
-        ("Net.load_from_checkpoint(path, map_location='cpu')", "the CPU, then .to(device)"),
+        ("Net.load_from_checkpoint(path, hparams_file='a.yaml')", "arguments of __init__ by name"),
         ("pl.seed_everything(1, True)", "seed_everything(1, workers=...)"),
     ],
 )

@@ -430,11 +430,9 @@ def test_methods_that_need_their_author_stay(body):
         ("def f(self): self.log('a', 1, True, False)", "def f(self): self.log('a', 1, prog_bar=True, logger=False)"),
         ("def f(self): self.log('a', 1, tbptt_pad_token=0)", "def f(self): self.log('a', 1)"),
         ("def f(self): return self.datamodule", "def f(self): return self.trainer.datamodule"),
-        ("def f(self): return self.dtype", "def f(self): return next(self.parameters()).dtype"),
         ("def f(self): return not self.on_gpu", 'def f(self): return not (self.device.type == "cuda")'),
         ("def __init__(self, hparams):\n    self.hparams = hparams",
          "def __init__(self, hparams):\n    self.save_hyperparameters(hparams)"),
-        ("def f(self): return self.trainer.lightning_module", "def f(self): return self.trainer.module"),
         ("def f(self): self.trainer.strategy.barrier('x')", "def f(self): self.trainer.run.collectives.barrier()"),
         ("def f(self): return self.optimizers(use_pl_optimizer=True)", "def f(self): return self.optimizers()"),
         ("def on_fit_start(self): super().on_fit_start()", "def on_fit_start(self): super().on_fit_start()"),
@@ -449,7 +447,7 @@ def test_methods_and_attributes(old, new):
     [
         ("trainer.fit(model, train_dataloader=a)", "trainer.fit(model, train_dataloaders=a)"),
         ("trainer.test(model, test_dataloaders=a)", "trainer.test(model, dataloaders=a)"),
-        ("Net.load_from_checkpoint(checkpoint_path=p, map_location='cpu')", "Net.load_from_checkpoint(path=p)"),
+        ("Net.load_from_checkpoint(checkpoint_path=p, weights_only=True)", "Net.load_from_checkpoint(checkpoint_path=p)"),
         ("Net.load_from_checkpoint(p, map_location=d)", "Net.load_from_checkpoint(p, map_location=d)"),
         ("pl.seed_everything(1, True)", "sg.seed_everything(1, workers=True)"),
         ("os.environ['PL_GLOBAL_SEED']", "os.environ['STRATAGEM_SEED']"),
@@ -625,7 +623,7 @@ def test_a_class_of_another_file_is_known_by_its_base(tmp_path):
 
 
 def test_an_attribute_that_a_base_may_set_stays():
-    script = "from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        return self.dtype\n"
+    script = "from base import Base\n\n\nclass Net(Base):\n    def f(self):\n        return self.on_gpu\n"
     source = Source(Path("a.py"), script.encode(), {"Base": "module"})
 
     assert rewrite(source) == script

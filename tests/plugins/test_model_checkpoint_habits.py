@@ -153,3 +153,24 @@ def test_options_that_mean_nothing_are_refused(options, message):
 def test_a_link_at_a_url_is_refused(tmp_path):
     with pytest.raises(ConfigError, match='save_last is "link", and the folder is .s3://bucket'):
         fit(tmp_path, [1.0], dirpath="s3://bucket/run", save_last="link")
+
+
+class Failing(Scored):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3:
+            raise RuntimeError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_exception_is_saved_on_request(tmp_path):
+    callback = ModelCheckpoint(save_on_exception=True)
+    trainer = sg.Trainer(**QUIET, max_epochs=3, callbacks=callback, default_root_dir=tmp_path)
+    batches = joined_batches(2, 8)
+    with pytest.raises(RuntimeError, match="no more"):
+        trainer.fit(Failing([1.0, 2.0, 3.0]), batches, batches)
+
+    assert names(tmp_path) == ["epoch=0-step=2.ckpt", "on_exception.ckpt"]
+    assert callback.saved_on_exception
+    whole = fit(tmp_path / "whole", [1.0, 2.0, 3.0])[1]
+    resumed = fit(tmp_path, [1.0, 2.0, 3.0], ckpt_path=tmp_path / "checkpoints" / "on_exception.ckpt")[1]
+    assert relative_difference(resumed.state_dict(), whole.state_dict()) == 0

@@ -249,8 +249,8 @@ class TrainerView(Protocol):
     def progress_bar_metrics(self) -> dict[str, Any]:
         """What a progress bar shows now: the loss, and what was logged with ``prog_bar=True``."""
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
-        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
+        """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
 
         With `trainable_only` frozen parameters are left out.
         """

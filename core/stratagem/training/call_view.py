@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.api.trainer_view import TrainerState
 from stratagem.errors import ConfigError
@@ -23,6 +23,34 @@ def _of_settings(name: str) -> Any:
 def _is_stage(*stages: str) -> Any:
     """Return a property that tells whether one of `stages` is under way."""
     return property(lambda view: view.state.stage in stages)
+
+
+#: Attributes of Lightning's trainers, of any version, and what to use instead.
+_INSTEAD: Final = {
+    "distributed_sampler_kwargs": "trainer.run.mesh, which says what each process reads",
+    "enable_validation": "trainer.val_dataloaders",
+    "precision_plugin": "trainer.precision",
+    "progress_bar_callback": "trainer.callbacks",
+    "received_sigterm": "the callback 'preemption', which saves and ends the run",
+    "scaler": "trainer.precision",
+    "root_gpu": "trainer.run.device",
+    "root_device": "trainer.run.device",
+    "num_gpus": "trainer.num_devices",
+    "gpus": "trainer.num_devices",
+    "num_processes": "trainer.num_devices",
+    "training_type_plugin": "trainer.strategy",
+    "accelerator_connector": "trainer.explain()",
+    "fit_loop": "trainer.position",
+    "tuner": "the callbacks 'learning_rate_finder' and 'batch_size_finder'",
+    "tune": "the callbacks 'learning_rate_finder' and 'batch_size_finder'",
+    "lr_schedulers": "trainer.lr_scheduler_configs",
+    "lightning_optimizers": "trainer.optimizers",
+    "weights_save_path": "trainer.checkpoint_callback.dirpath",
+    "is_last_epoch": "trainer.current_epoch == trainer.max_epochs - 1",
+    "progress_bar_dict": "trainer.progress_bar_metrics",
+    "get_model": "trainer.model",
+    "reload_dataloaders_every_n_epochs": "trainer.settings.reload_dataloaders_every_n_epochs",
+}
 
 
 class CallView:
@@ -44,6 +72,11 @@ class CallView:
     gradient_clip_val = _of_settings("gradient_clip_val")
     gradient_clip_algorithm = _of_settings("gradient_clip_algorithm")
     min_epochs, min_steps = _of_settings("min_epochs"), _of_settings("min_steps")
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to use where `name` is an attribute of Lightning's trainers."""
+        hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     # --- The call --------------------------------------------------------------------------------------------------
 
@@ -77,6 +110,21 @@ class CallView:
     def model(self) -> Any:
         """The module that is trained or evaluated, without what the strategy wraps around it (`run.model`)."""
         return self._state.module
+
+    #: The same, under Lightning's name.
+    lightning_module = model
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Batches of each validation loader that the sanity check uses."""
+        steps = self.settings.num_sanity_val_steps
+        return [min(steps if steps >= 0 else math.inf, size) for size in self._state.num_val_batches]
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch of the epoch was used last."""
+        position = self._state.position
+        return position.epoch_done or position.batches_done >= self._state.num_training_batches > 0
 
     @property
     def train_dataloader(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from stratagem.errors import ConfigError
@@ -16,6 +17,37 @@ class DataModule(HyperparametersMixin):
     prepare_data_per_node = True
     #: The trainer that uses it.
     trainer: Any = None
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **arguments: Any,
+    ) -> DataModule:
+        """Make one from data sets, of which each may be a list; training data are shuffled, unless they are iterables.
+
+        Args:
+            arguments: of ``__init__``.
+        """
+        from torch.utils.data import DataLoader, IterableDataset
+
+        def loaders(given: Any, shuffle: bool = False) -> Any:
+            if isinstance(given, list | tuple):
+                return [loaders(each, shuffle) for each in given]
+            shuffle = shuffle and not isinstance(given, IterableDataset)
+            return DataLoader(given, batch_size, shuffle=shuffle, num_workers=num_workers)
+
+        module = cls(**arguments)
+        stages = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, given in stages.items():
+            if given is not None:
+                vars(module)[f"{stage}_dataloader"] = functools.partial(loaders, given, stage == "train")
+        return module
 
     def prepare_data(self) -> None:
         """Download and preprocess; called once on each node, before `setup`."""

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from stratagem.api.items import items_of
 from stratagem.errors import CheckpointError, ConfigError, nearest, shown
 
@@ -125,6 +127,30 @@ def arguments_from(cls: type[Any], state: dict[str, Any], given: dict[str, Any],
     wanted = [each for each in accepted.values() if each.kind in named][1:]
     _check_given(cls, [each.name for each in wanted if each.default is each.empty], arguments, path)
     return arguments
+
+
+def check_loading_options(cls: type[Any], map_location: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what Lightning's `load_from_checkpoint` takes and this one does not, unless ``__init__`` takes it.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    if not isinstance(map_location, str | torch.device | None):
+        raise ConfigError(
+            f"load_from_checkpoint got map_location={shown(map_location)}", expected='a device, such as "cuda:0"',
+            do="leave it out, and move the module: weights are loaded on the CPU",
+        )  # fmt: skip
+    own = inspect.signature(cls.__init__).parameters
+    for name, instead in _LOADING.items():
+        if name in arguments and name not in own:
+            raise ConfigError(f"load_from_checkpoint got {name}", expected="arguments of __init__", do=instead)
+
+
+#: Arguments of Lightning's `load_from_checkpoint`, and what to do instead.
+_LOADING = {
+    "hparams_file": "pass the arguments of __init__ by name",
+    "weights_only": "leave it out: code in a checkpoint is never run",
+}
 
 
 def _check_given(cls: type[Any], needed: list[str], arguments: dict[str, Any], path: Any) -> None:

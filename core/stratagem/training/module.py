@@ -9,7 +9,12 @@ import torch
 from stratagem.api.capabilities import CLIP_BY_NORM, CLIP_BY_VALUE
 from stratagem.errors import ConfigError
 from stratagem.runtime.step_module import COMPILER
-from stratagem.training.hyperparameters import Hyperparameters, HyperparametersMixin, arguments_from
+from stratagem.training.hyperparameters import (
+    Hyperparameters,
+    HyperparametersMixin,
+    arguments_from,
+    check_loading_options,
+)
 from stratagem.training.metric_log import log_metric, refuse_unknown_options
 from stratagem.training.module_access import ModuleAccess
 from stratagem.training.module_events import ModuleEvents
@@ -34,6 +39,8 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     automatic_optimization = True
     #: False: a checkpoint may lack some of this module's weights, or hold others.
     strict_loading = True
+    #: An input for `forward`: the graph that TensorBoard draws, and stages of a pipeline, are found with it.
+    example_input_array: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,22 +266,35 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         return run.clip_gradients(getattr(optimizer, "optimizer", optimizer), **{option: float(limit)})
 
     @classmethod
-    def load_from_checkpoint(cls, path: str | Path, *, strict: bool = True, **arguments: Any) -> Module:
-        """Build the module with its saved hyper-parameters (overridden by `arguments`) and load its weights on the CPU.
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: torch.device | str | None = None,
+        *,
+        strict: bool = True,
+        **arguments: Any,
+    ) -> Module:
+        """Build the module with its saved hyper-parameters, overridden by `arguments`, and load its weights.
+
+        Args:
+            map_location: the device to move the module to; it is loaded on the CPU.
+            strict: False: the checkpoint may lack some of the weights, or hold others.
 
         Raises:
             CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
+            ConfigError: `map_location` is not a device.
         """
         from stratagem.api.named_state import load_weights
         from stratagem.checkpoint.trained_part import check_part
         from stratagem.stack.formats import read_any
 
-        state = read_any(path)
-        module = cls(**arguments_from(cls, state, arguments, path))
+        check_loading_options(cls, map_location, arguments)
+        state = read_any(checkpoint_path)
+        module = cls(**arguments_from(cls, state, arguments, checkpoint_path))
         build(module)
-        strict = check_part(state, module.state_dict(), strict, path)
+        strict = check_part(state, module.state_dict(), strict, checkpoint_path)
         load_weights(module, state["state_dict"], strict)
-        return module
+        return module if map_location is None else module.to(map_location)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fit": None}

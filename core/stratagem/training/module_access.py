@@ -57,6 +57,11 @@ class ModuleAccess(nn.Module):
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     #: Torch's DeviceMesh, for a `configure_model` that cuts layers: ``self.device_mesh["tensor"]``.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters; torch's default without any."""
+        return next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
+
     device_mesh = property(device_mesh_of)
 
     @property

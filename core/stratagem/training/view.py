@@ -279,13 +279,13 @@ class View(CallView):
 
         return trial_steps(self._state, who)
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
-        """Write to `path` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, trainable_only: bool = False) -> None:
+        """Write to `filepath` what resuming needs, or with `weights_only` what predicting needs. All ranks call it.
 
         With `trainable_only` frozen parameters are left out: a model loads it that has them already, such as a base
         model with adapters. One with other frozen parameters is refused.
 
-        `path` may be a URL such as ``s3://bucket/run/last.ckpt``.
+        `filepath` may be a URL such as ``s3://bucket/run/last.ckpt``.
         """
         from stratagem.training import trainer_state
 
@@ -294,8 +294,8 @@ class View(CallView):
         self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
         state = trainer_state.dump(self._state, weights_only, trainable_only)
         self._state.events.emit("on_save_checkpoint", checkpoint=state)
-        self.run.ask("save_checkpoint", state=state, path=as_path(path))
-        saved = SavedCheckpoint(as_path(path), self.global_step, resumable=not (weights_only or trainable_only))
+        self.run.ask("save_checkpoint", state=state, path=as_path(filepath))
+        saved = SavedCheckpoint(as_path(filepath), self.global_step, resumable=not (weights_only or trainable_only))
         self._state.outcome.newest_checkpoint = saved
         self.run.after_save(saved.mark_written)
 

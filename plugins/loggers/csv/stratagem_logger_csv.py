@@ -50,6 +50,15 @@ class CSVLogger(Logger):
         """Return the file."""
         return {} if self._folder is None else {"metrics": str(self._file)}
 
+    @property
+    def experiment(self) -> CSVLogger:
+        """The logger itself: `log_metrics` and `save` are all there is."""
+        return self
+
+    def save(self) -> None:
+        """Write buffered rows to the file."""
+        self.flush()
+
     @hookimpl
     def log_hyperparams(self, params: dict[str, Any], run: RunContext) -> None:
         self._hparams = {**self._hparams, **params}

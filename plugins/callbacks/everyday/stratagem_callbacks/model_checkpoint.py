@@ -22,6 +22,7 @@ from stratagem.api.validators import at_least, at_least_or_unlimited, duration_o
 from stratagem.errors import ConfigError
 from stratagem_callbacks.kept_files import link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
+from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 
 if TYPE_CHECKING:
     from stratagem.api import TrainerView
@@ -68,6 +69,8 @@ class ModelCheckpoint(Callback):
     every_n_train_steps: int | None = field(default=None, validator=at_least(1))
     #: Save each time that this much time has passed, instead of epochs: seconds, a timedelta, or "DD:HH:MM:SS".
     train_time_interval: timedelta | str | None = field(default=None, validator=duration_or_text)
+    #: Save when an exception ends training, too, as the callback `on_exception_checkpoint` does.
+    save_on_exception: bool = False
     #: Leave out optimizers and all other state that only resuming needs.
     save_weights_only: bool = False
     #: Leave out frozen parameters, such as those of a base model with adapters; loading needs a model that has them.
@@ -95,6 +98,7 @@ class ModelCheckpoint(Callback):
     #: The folder of `best_k_models`; "" before the first fit.
     _folder: str = field(init=False, default="")
     _occupied: Path | None = field(init=False, default=None)
+    _guard: OnExceptionCheckpoint | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         intervals = ("every_n_epochs", "every_n_train_steps", "train_time_interval")
@@ -106,6 +110,8 @@ class ModelCheckpoint(Callback):
                 'model_checkpoint.save_last is "link" with save_top_k=0', expected="a checkpoint to link to",
                 do="set save_last=True, or keep one",
             )  # fmt: skip
+        if self.save_on_exception:
+            self._guard = OnExceptionCheckpoint(dirpath=self.dirpath)
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
                 f"model_checkpoint.save_top_k is {self.save_top_k} without a monitor",
@@ -168,9 +174,33 @@ class ModelCheckpoint(Callback):
     @hookimpl
     def on_train_start(self) -> None:
         self._start_interval()
+        if self._guard is not None:
+            self._guard.on_train_start()
 
     @hookimpl
-    def on_exception(self) -> None:
+    def setup(self, stage: str) -> None:
+        if self._guard is not None:
+            self._guard.setup(stage)
+
+    @hookimpl
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._guard is not None:
+            self._guard.on_save_checkpoint(checkpoint)
+
+    @hookimpl
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._guard is not None:
+            self._guard.on_load_checkpoint(checkpoint)
+
+    @property
+    def saved_on_exception(self) -> bool:
+        """Whether the last fit ended with an exception and was saved."""
+        return self._guard is not None and self._guard.saved_on_exception
+
+    @hookimpl
+    def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
+        if self._guard is not None and not trainer.fast_dev_run:
+            self._guard.on_exception(trainer, exception)
         self._vacate()
 
     def written_files(self) -> dict[str, str]:
@@ -234,6 +264,8 @@ class ModelCheckpoint(Callback):
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None
                 self.last_model_path = trainer.run.collectives.broadcast_object(path)
                 self._write(trainer, self.last_model_path)
+        if self._guard is not None:
+            self._guard.on_train_end()
 
     def _after_training(self, trainer: TrainerView) -> bool:
         if self.save_on_train_epoch_end is None:

@@ -15,7 +15,6 @@ from stratagem_migrate.source import Source, methods, short
 SELF: Final[dict[str, tuple[str, str]]] = {
     "on_gpu": ('self.device.type == "cuda"', ""),
     "on_tpu": ('self.device.type == "xla"', "the trainer divides the loader: no sampler is needed"),
-    "dtype": ("next(self.parameters()).dtype", ""),
     "to_onnx": ("torch.onnx.export(self, ...)", ""),
     "to_torchscript": ("torch.jit.trace or torch.jit.script", ""),
     "to_tensorrt": ("torch_tensorrt.compile", ""),
@@ -30,7 +29,6 @@ SELF: Final[dict[str, tuple[str, str]]] = {
     "log_grad_norm": ('callbacks=["gradient_norms"]', ""),
     "device_mesh": ("self.trainer.run.mesh", ""),
     "get_progress_bar_dict": ("self.trainer.progress_bar_metrics", ""),
-    "example_input_array": ("your own tensor", "stratagem does not read it"),
 }
 #: Attributes of LightningDataModule that DataModule does not have.
 _DATA: Final[dict[str, tuple[str, str]]] = {
@@ -62,7 +60,7 @@ def _own_attribute(source: Source, node: ast.Attribute, own: set[str]) -> Iterat
     name, stored = node.attr, isinstance(node.ctx, ast.Store)
     if name == "hparams":
         yield from _hparams(source, node)
-    elif stored and name in ("truncated_bptt_steps", "example_input_array"):
+    elif stored and name == "truncated_bptt_steps":
         yield source.finding(node, CHECK, f"self.{name} = ...", "", "stratagem does not read it")
     elif not stored and name in SELF and name not in own and name not in installed.module_attributes():
         yield source.finding(node, CHANGE, f"self.{name}", *SELF[name])

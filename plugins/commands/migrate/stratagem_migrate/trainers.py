@@ -18,7 +18,6 @@ _TRAINER: Final[dict[str, tuple[str, str]]] = {
     "tuner": ('callbacks=["learning_rate_finder", "batch_size_finder"]', "they run when fit starts"),
     "lr_find": ('callbacks=["learning_rate_finder"]', "it runs when fit starts"),
     "scale_batch_size": ('callbacks=["batch_size_finder"]', "it runs when fit starts"),
-    "lightning_module": ("trainer.module", ""),
     "get_model": ("trainer.module", ""),
     "training_type_plugin": ("trainer.strategy", ""),
     "precision_plugin": ("trainer.precision", ""),
@@ -145,8 +144,8 @@ def loading(source: Source) -> Iterator[Finding]:
     """Find arguments of `load_from_checkpoint` that would be passed to ``__init__``."""
     if not source.is_about_lightning:
         return
-    replaced = {"map_location": "the CPU, then .to(device)", "hparams_file": "arguments of __init__ by name",
-                "checkpoint_path": "path=", "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
+    replaced = {"hparams_file": "arguments of __init__ by name",
+                "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
     known = installed.parameters("Module", "load_from_checkpoint")
     for node in source.nodes:
         if (

@@ -15,10 +15,10 @@ from stratagem_migrate.rewriting.edits import Edits, code, expression
 from stratagem_migrate.source import UNKNOWN, Source, constant, methods
 
 #: Attributes of a module that one expression replaces.
-_SELF: Final = ("on_gpu", "on_tpu", "dtype", "use_ddp", "datamodule", "device_mesh")
+_SELF: Final = ("on_gpu", "on_tpu", "use_ddp", "datamodule", "device_mesh")
 #: Attributes of a trainer that one expression replaces.
 _TRAINER: Final = {
-    "lightning_module": "module", "training_type_plugin": "strategy", "precision_plugin": "precision",
+    "training_type_plugin": "strategy", "precision_plugin": "precision",
     "root_gpu": "run.device", "root_device": "run.device", "proc_rank": "global_rank",
     "running_sanity_check": "sanity_checking", "progress_bar_dict": "progress_bar_metrics",
 }  # fmt: skip
@@ -168,11 +168,7 @@ def _keyword_renamed(old: str, new: str) -> Callable[[Any], Any]:
 
 def _rewrite_loading(edits: Edits, node: ast.Call) -> None:
     known = frozenset(installed.parameters("Module", "load_from_checkpoint"))
-    if "checkpoint_path" not in known and any(each.arg == "checkpoint_path" for each in node.keywords):
-        edits.at(node, _keyword_renamed("checkpoint_path", "path"))
-    _drop_keywords(
-        edits, node, {"map_location": _is(None, "cpu"), "weights_only": _always, "hparams_file": _is(None)}, known
-    )
+    _drop_keywords(edits, node, {"weights_only": _always, "hparams_file": _is(None)}, known)
 
 
 def _rewrite_guard(edits: Edits, node: ast.If) -> None:

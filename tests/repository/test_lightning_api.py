@@ -1,0 +1,127 @@
+"""docs/lightning-api.md has every public name of Lightning's, and says of each what is true."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import stratagem as sg
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint
+from stratagem.loggers import CSVLogger, TensorBoardLogger
+
+PAGE = Path(__file__).parents[2] / "docs/lightning-api.md"
+VERSION = "2.6.6"
+PACKAGES = (f"lightning=={VERSION}", "lightning-utilities==0.15.*")
+
+#: Prints the names by section of the page.
+LISTS = """
+import inspect, json, sys
+sys.path.append(sys.argv[1])
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+def names(cls, base=object):
+    return sorted(name for name in set(dir(cls)) - set(dir(base)) if not name.startswith("_"))
+
+def arguments(*functions):
+    found = {name for function in functions for name in inspect.signature(function).parameters}
+    return sorted(found - {"self", "cls", "kwargs"})
+
+methods = (pl.Trainer.fit, pl.Trainer.validate, pl.Trainer.test, pl.Trainer.predict, pl.Trainer.save_checkpoint,
+           pl.LightningModule.log, pl.LightningModule.load_from_checkpoint)
+print(json.dumps({
+    "Arguments of the Trainer": arguments(pl.Trainer.__init__),
+    "Trainer": names(pl.Trainer),
+    "Arguments of its methods, of `log` and of `load_from_checkpoint`": arguments(*methods),
+    "LightningModule": names(pl.LightningModule, torch.nn.Module),
+    "LightningDataModule": names(pl.LightningDataModule),
+    "Callback": names(pl.Callback),
+    "Options of ModelCheckpoint": arguments(ModelCheckpoint.__init__),
+    "ModelCheckpoint": names(ModelCheckpoint, pl.Callback),
+    "Options of EarlyStopping": arguments(EarlyStopping.__init__),
+    "Logger": names(Logger),
+    "CSVLogger": names(CSVLogger, Logger),
+    "TensorBoardLogger": names(TensorBoardLogger, Logger),
+}))
+"""
+
+
+def sections():
+    """Return for each section of the page its names: what is the same, and what the table says of the others."""
+    found = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        title, _, body = part.partition("\n")
+        text, _, table = body.partition("|")
+        same = re.findall(r"`([^`]+)`", text)
+        rows = re.findall(r"^\|? ?`([^`]+)` \| (\w+) \| (.+) \|$", table, re.MULTILINE)
+        found[title] = same, {name: (status, reason) for name, status, reason in rows}
+    return found
+
+
+def ours():
+    """Return what there is here, by section."""
+    trainer = sg.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    methods = (sg.Trainer.fit, sg.Trainer.validate, sg.Trainer.test, sg.Trainer.predict, sg.Trainer.save_checkpoint,
+               sg.Module.log, sg.Module.load_from_checkpoint)  # fmt: skip
+    return {
+        "Arguments of the Trainer": set(inspect.signature(sg.Trainer).parameters),
+        "Trainer": {*dir(trainer)},
+        "Arguments of its methods, of `log` and of `load_from_checkpoint`": {
+            name for method in methods for name in inspect.signature(method).parameters
+        },
+        "LightningModule": {*dir(sg.Module)},
+        "LightningDataModule": {*dir(sg.DataModule)},
+        "Callback": {*dir(sg.Callback)},
+        "Options of ModelCheckpoint": set(inspect.signature(ModelCheckpoint).parameters),
+        "ModelCheckpoint": {*dir(ModelCheckpoint)},
+        "Options of EarlyStopping": set(inspect.signature(EarlyStopping).parameters),
+        "Logger": {*dir(sg.Logger)},
+        "CSVLogger": {*dir(CSVLogger)},
+        "TensorBoardLogger": {*dir(TensorBoardLogger)},
+    }
+
+
+def test_what_the_page_calls_the_same_exists_and_what_it_calls_refused_does_not():
+    page, here = sections(), ours()
+
+    assert {*page} == {*here}
+    for title, (same, differs) in page.items():
+        assert set(same) <= here[title], title
+        assert {status for status, _ in differs.values()} <= {"changed", "refused"}, title
+        refused = {name for name, (status, _) in differs.items() if status == "refused"}
+        assert not refused & here[title], title
+        assert not set(same) & set(differs), title
+    assert sum(len(same) + len(differs) for same, differs in page.values()) > 300
+
+
+@pytest.mark.slow
+def test_the_page_has_every_name_of_the_installed_lightning(tmp_path):
+    folder = environment(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "stratagem")
+    own = next(path for path in sys.path if path.endswith("site-packages"))
+    result = subprocess.run([folder / "bin/python", "-c", LISTS, own], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+    expected = json.loads(result.stdout)
+    found = {title: sorted([*same, *differs]) for title, (same, differs) in sections().items()}
+    assert found == expected
+
+
+def environment(cache):
+    """Return an environment with Lightning, made once; torch is this one's."""
+    folder = cache / f"lightning-{VERSION}"
+    if not (folder / "made").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES]
+        subprocess.run(pip, check=True, capture_output=True)
+        (folder / "made").touch()
+    return folder
