@@ -249,9 +249,10 @@ def test_the_others_go_on_when_a_peer_is_gone(peers, end):
 
 def test_a_late_peer_receives_the_state_of_the_others(peers):
     """The second has other weights, and comes when the first has made three steps. Schedulers are part of the state."""
-    peers.start(0, batches=7, hold_at=3, arguments=["--scheduled"])
+    patient = {"matchmaking_time": 10.0}  # on a busy machine: a peer that finds nobody in time steps alone
+    peers.start(0, batches=7, hold_at=3, strategy=patient, arguments=["--scheduled"])
     peers.wait_for(peers.folder / "holding")
-    peers.start(1, batches=7, begin=3, arguments=["--scheduled"])
+    peers.start(1, batches=7, begin=3, strategy=patient, arguments=["--scheduled"])
     first, second = peers.results()
 
     common = sorted(set(first["kept"]) & set(second["kept"]))
