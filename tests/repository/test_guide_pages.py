@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.errors import ConfigError
 from stratagem_testing import scripts
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,6 +31,40 @@ def run_script(folder: Path, source: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+class Parts(sg.Module):
+    """A regression with a backbone and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+    def training_step(self, batch):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, self.parameters()), lr=0.05)
+
+
+@pytest.fixture
+def names(tmp_path) -> dict:
+    """What the guides take as given."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    batches = DataLoader(TensorDataset(x, x[:, :1].sin()), 8, shuffle=True)
+    return {"sg": sg, "torch": torch, "time": time, "folder": tmp_path, "model": Parts(), "batches": batches}
 
 
 # --- A loop of your own ------------------------------------------------------------------------------------------
@@ -62,3 +99,45 @@ def test_the_step_of_the_loop_of_your_own_skips_the_scheduler_where_fp16_overflo
             rates.append(scheduler.get_last_lr()[0])
 
     assert rates == [1.0, 0.5]
+
+
+# --- Callbacks ---------------------------------------------------------------------------------------------------
+
+
+def test_the_callbacks_of_the_guide_have_the_effects_that_it_describes(names, tmp_path):
+    used, function, written, average, lines, later = snippets("callbacks.md")
+    exec(used, names)
+    assert names["trainer"].checkpoint_callback.best_model_path.endswith(".ckpt")
+    assert len(list((tmp_path / "checkpoints").glob("*.ckpt"))) == 2
+
+    exec(function, names)
+    assert names["epochs"] == [0, 1]
+
+    exec(written, names)
+    assert names["trainer"].current_epoch == 1  # 8 of at most 5
+    assert names["trainer"].callback_metrics["slow_batches"] == 8
+    again = names["SlowBatches"](limit_s=0.0)
+    trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path / "slow", callbacks=again)
+    trainer.fit(Parts(), names["batches"], ckpt_path="last")
+    assert again.count == 16
+
+    exec(average, names)
+    assert names["average"].num_averaged == 2
+
+    exec(lines, names)
+    assert len((tmp_path / "rank0.txt").read_text().splitlines()) == 64
+
+    names["model"] = Parts()
+    before = names["model"].backbone.weight.clone()
+    exec(later, names)
+    assert len(names["trainer"].optimizers[0].param_groups) == 2
+    assert not torch.equal(before, names["model"].backbone.weight)
+
+
+def test_a_method_that_is_never_called_is_refused():
+    class Old(sg.Callback):
+        def on_epoch_end(self, trainer, pl_module):
+            raise AssertionError("called")
+
+    with pytest.raises(ConfigError, match=r"on_epoch_end, which is never called; expected on_train_epoch_end"):
+        sg.Trainer(callbacks=Old(), accelerator="cpu")
