@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -36,10 +37,10 @@ def run_script(folder: Path, source: str) -> str:
 class Parts(sg.Module):
     """A regression with a backbone and a head."""
 
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
         self.save_hyperparameters()
-        self.backbone, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.backbone, self.head = nn.Linear(8, width), nn.Linear(width, 1)
 
     def forward(self, x):
         return self.head(torch.tanh(self.backbone(x)))
@@ -64,7 +65,15 @@ def names(tmp_path) -> dict:
     """What the guides take as given."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     batches = DataLoader(TensorDataset(x, x[:, :1].sin()), 8, shuffle=True)
-    return {"sg": sg, "torch": torch, "time": time, "folder": tmp_path, "model": Parts(), "batches": batches}
+    return {
+        "sg": sg,
+        "torch": torch,
+        "time": time,
+        "folder": tmp_path,
+        "Model": Parts,
+        "model": Parts(),
+        "batches": batches,
+    }
 
 
 # --- A loop of your own ------------------------------------------------------------------------------------------
@@ -141,3 +150,49 @@ def test_a_method_that_is_never_called_is_refused():
 
     with pytest.raises(ConfigError, match=r"on_epoch_end, which is never called; expected on_train_epoch_end"):
         sg.Trainer(callbacks=Old(), accelerator="cpu")
+
+
+# --- Loggers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_loggers_of_the_guide_write(names, tmp_path):
+    pytest.importorskip("tensorboard")
+    chosen, by_hand, written = snippets("loggers.md")
+    exec(chosen, names)
+    names["trainer"].fit(Parts(), names["batches"])
+    rows = (tmp_path / "digits" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert rows[0].split(",") == ["epoch", "step", "loss"]
+    assert len(rows) == 1 + 16 // 4
+    assert list((tmp_path / "stratagem_logs" / "first").glob("events.*"))
+
+    exec(by_hand, names)
+    assert scalars(names["trainer"].log_dir, "weights") == [8, 16]
+    assert "weights" not in names["trainer"].callback_metrics
+
+    exec(written, names)
+    first, *values = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert first == {"width": 8}
+    assert [line["step"] for line in values] == [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(ValueError, match="broken"):
+        fit_until_it_breaks(names)
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1]) == {"failed": "broken"}
+
+
+def scalars(folder: Path, name: str) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert "head" in events.Tags()["histograms"]
+    return [event.step for event in events.Scalars(name)]
+
+
+def fit_until_it_breaks(names: dict) -> None:
+    class Breaks(Parts):
+        def on_train_start(self):
+            raise ValueError("broken")
+
+    trainer = sg.Trainer(
+        max_epochs=1, default_root_dir=names["folder"], logger=names["Lines"](names["folder"] / "log.jsonl")
+    )
+    trainer.fit(Breaks(), names["batches"])
