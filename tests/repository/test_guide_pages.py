@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigError
-from stratagem_testing import scripts
+from stratagem_testing import run_in_processes, scripts
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -66,14 +66,9 @@ def names(tmp_path) -> dict:
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     batches = DataLoader(TensorDataset(x, x[:, :1].sin()), 8, shuffle=True)
     return {
-        "sg": sg,
-        "torch": torch,
-        "time": time,
-        "folder": tmp_path,
-        "Model": Parts,
-        "model": Parts(),
-        "batches": batches,
-    }
+        "sg": sg, "torch": torch, "time": time, "DataLoader": DataLoader, "TensorDataset": TensorDataset,
+        "folder": tmp_path, "Model": Parts, "model": Parts(), "batches": batches,
+    }  # fmt: skip
 
 
 # --- A loop of your own ------------------------------------------------------------------------------------------
@@ -196,3 +191,57 @@ def fit_until_it_breaks(names: dict) -> None:
         max_epochs=1, default_root_dir=names["folder"], logger=names["Lines"](names["folder"] / "log.jsonl")
     )
     trainer.fit(Breaks(), names["batches"])
+
+
+# --- Data --------------------------------------------------------------------------------------------------------
+
+
+def write_texts(folder: Path) -> None:
+    for number in range(3):
+        rows = torch.randn(10, 8, generator=torch.Generator().manual_seed(number)).tolist()
+        (folder / f"{number}.txt").write_text("\n".join(" ".join(map(str, row)) for row in rows))
+
+
+def test_the_loaders_of_the_guide_are_read(names, tmp_path):
+    write_texts(tmp_path)
+    plain, module, stream, several, pairs, growing = snippets("data.md")
+    steps = []
+    for source in (plain, module, stream, pairs, growing):
+        exec(source, names)
+        steps.append(names["trainer"].global_step)
+    exec(several, names)
+
+    assert steps == [8, 2 * 6, 6, 8, 2 + 4 + 6]
+    assert set(names["trainer"].callback_metrics) >= {"error/dataloader_idx_0", "error/dataloader_idx_1"}
+
+
+def test_shares_without_a_length_need_numbers_of_batches(names, tmp_path):
+    write_texts(tmp_path)
+    exec(snippets("data.md")[2], names)
+    for option in ("val_check_interval", "limit_train_batches"):
+        trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path / option, **{option: 0.5})
+        with pytest.raises(ConfigError, match=rf"{option} is 0.5 and the (training )?loader has no length"):
+            trainer.fit(Parts(), datamodule=names["Texts"]())
+
+
+def _files_read(rank, world_size, folder):
+    names = {"sg": sg, "torch": torch, "DataLoader": DataLoader, "folder": folder}
+    exec(snippets("data.md")[2].partition("\n\n\ntrainer")[0], names)
+    trainer = sg.Trainer(
+        strategy="ddp", devices=world_size, accelerator="cpu", max_epochs=1, default_root_dir=folder, barebones=True
+    )
+    data = names["Texts"]()
+    trainer.fit(Parts(), datamodule=data)
+    return [path.name for path in data.train_dataloader().dataset.paths], trainer.global_step
+
+
+def test_the_stream_of_the_guide_is_divided_and_ends_with_the_shorter_share(tmp_path):
+    write_texts(tmp_path)
+
+    assert run_in_processes(_files_read, 2, tmp_path) == [(["0.txt", "2.txt"], 2), (["1.txt"], 2)]
+
+
+def test_a_loader_that_fit_got_is_not_made_again(names, tmp_path):
+    trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path, reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(ConfigError, match="fit got a training loader, which cannot be made again"):
+        trainer.fit(Parts(), names["batches"])
