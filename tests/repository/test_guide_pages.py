@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -245,3 +248,49 @@ def test_a_loader_that_fit_got_is_not_made_again(names, tmp_path):
     trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path, reload_dataloaders_every_n_epochs=1)
     with pytest.raises(ConfigError, match="fit got a training loader, which cannot be made again"):
         trainer.fit(Parts(), names["batches"])
+
+
+# --- Several machines --------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def on_two_nodes(commands: list[list], folder: Path, variables: list[dict[str, str]]) -> list[str]:
+    """Run a command for each node at the same time; return what they printed."""
+    processes = [
+        scripts.Popen(
+            command, cwd=folder, env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, given in zip(commands, variables, strict=True)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.wait() for process in processes] == [0, 0], outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_the_first_check_meets_under_two_agents_of_torchrun(tmp_path):
+    (tmp_path / "meet.py").write_text(snippets("several-machines.md")[1])
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    commands = [[*start, "--node-rank", str(node), *where, "meet.py"] for node in range(2)]
+    first, second = on_two_nodes(commands, tmp_path, [{}, {}])
+
+    host = socket.gethostname()
+    assert f"2 processes on {host}, {host}, this one on " in first
+    assert "processes on" not in second
+
+
+@pytest.mark.slow
+def test_the_script_trains_on_two_nodes_by_variables(tmp_path):
+    source = snippets("several-machines.md")[0].replace("max_epochs=2", "max_epochs=2, devices=1, num_nodes=2")
+    (tmp_path / "train.py").write_text(source)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = [meeting | {"NODE_RANK": str(node)} for node in range(2)]
+    outputs = on_two_nodes([[sys.executable, "train.py"]] * 2, tmp_path, variables)
+
+    assert "2 processes" in outputs[0]
+    assert "effective batch size 8" in outputs[0]
