@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.errors import ConfigError
+from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes, scripts
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -248,6 +248,51 @@ def test_a_loader_that_fit_got_is_not_made_again(names, tmp_path):
     trainer = sg.Trainer(max_epochs=2, default_root_dir=tmp_path, reload_dataloaders_every_n_epochs=1)
     with pytest.raises(ConfigError, match="fit got a training loader, which cannot be made again"):
         trainer.fit(Parts(), names["batches"])
+
+
+# --- What lies where ---------------------------------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_writes_the_files_of_the_guide_and_leaves_those_of_another_run(names, tmp_path):
+    first, second = snippets("what-lies-where.md")
+    tree = re.search(r"^writes\n\n```\n(.*?)^```", (DOCS / "what-lies-where.md").read_text(), re.M | re.S)[1]
+    exec(first, names)
+    names["trainer"].close()
+    written = files_in(tmp_path / "run")
+
+    assert {path.rpartition("/")[2] for path in written} == set(re.findall(r"[\w=.-]+\.(?:\w+)(?=\s)", tree))
+    exec(second, names)
+    assert written < files_in(tmp_path / "run")
+    assert "checkpoints/epoch=2-step=24.ckpt" in files_in(tmp_path / "run")
+    assert "stratagem_logs/version_1/metrics.csv" in files_in(tmp_path / "run")
+
+
+@pytest.mark.parametrize("option", ["barebones", "fast_dev_run"])
+def test_a_trial_writes_nothing(names, tmp_path, option):
+    trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, **{option: True})
+    trainer.fit(Parts(), names["batches"])
+
+    assert files_in(tmp_path) == set()
+
+
+def test_a_checkpoint_overwrites_a_file_at_its_path_and_no_folder(names, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").write_text("mine")
+    for form in ("full", "sharded"):
+        trainer = sg.Trainer(max_epochs=1, barebones=True, checkpoint=form, default_root_dir=tmp_path)
+        trainer.fit(Parts(), names["batches"])
+        if form == "full":
+            trainer.save_checkpoint(tmp_path / "notes.txt")
+        with pytest.raises(CheckpointError):
+            trainer.save_checkpoint(tmp_path / "folder")
+
+    assert (tmp_path / "notes.txt").read_bytes() != b"mine"
+    assert files_in(tmp_path / "folder") == {"mine"}
 
 
 # --- Several machines --------------------------------------------------------------------------------------------
