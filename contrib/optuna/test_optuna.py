@@ -1,6 +1,7 @@
 """`optuna_pruning` reports after each validation, and raises TrialPruned on all ranks; a search ends bad trials."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -221,6 +222,26 @@ def test_a_search_on_digits_ends_bad_trials_early(digits):
     assert [len(trial.intermediate_values) for trial in study.trials[2:]] == [1, 1]
     assert study.best_params["lr"] in (3e-3, 1e-2)
     assert study.best_value < 1.0
+
+
+class Rated(Net):
+    def __init__(self, lr):
+        super().__init__(lr=lr)
+
+
+def test_the_search_of_the_guide_prunes_and_finds_a_rate(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "hyper-parameter-search.md"
+    if not page.exists():
+        pytest.skip("the page is in the repository only")
+    (source,) = [each for each in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.M | re.S) if "optuna" in each]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"sg": sg, "Model": Rated, "batches": joined_batches(4, 8)}
+    exec(source, names)
+
+    trials = names["study"].trials
+    assert len(trials) == 6
+    assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
+    assert names["study"].best_params["lr"] > 0
 
 
 def test_an_instance_that_served_an_earlier_trial_starts_again():

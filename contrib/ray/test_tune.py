@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import time
@@ -270,3 +271,27 @@ def test_a_search_on_digits_ends_bad_trials_early(tuned):
     assert (reports[1e-6], reports[1e-7]) == (1, 1)
     best = min(results.values(), key=lambda result: result.metrics["val_loss"])
     assert best.config["case"] in (1e-2, 3e-3)
+
+
+# --- The guide ---------------------------------------------------------------------------------------------------
+
+
+class Rated(Net):
+    def __init__(self, lr):
+        super().__init__(lr=lr)
+
+
+def test_the_search_of_the_guide_finds_a_rate(tuned, tmp_path, monkeypatch, capsys):
+    """`tuned` has started Ray."""
+    page = Path(__file__).parents[2] / "docs" / "hyper-parameter-search.md"
+    if not page.exists():
+        pytest.skip("the page is in the repository only")
+    (source,) = [each for each in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.M | re.S) if "ray" in each]
+    monkeypatch.chdir(tmp_path)
+    place = f"run_config=tune.RunConfig(storage_path={str(tmp_path / 'results')!r}, "
+    names: dict[str, Any] = {"sg": sg, "Model": Rated, "batches": joined_batches(4, 8)}
+    exec(source.replace("run_config=tune.RunConfig(", place), names)
+
+    best = capsys.readouterr().out.splitlines()[-1]
+    assert 1e-4 <= float(re.fullmatch(r"\{'lr': (\S+)\}", best)[1]) <= 1.0
+    assert len(list((tmp_path / "results").glob("*/*/result.json"))) == 4

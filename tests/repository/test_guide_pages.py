@@ -40,7 +40,7 @@ def run_script(folder: Path, source: str) -> str:
 class Parts(sg.Module):
     """A regression with a backbone and a head."""
 
-    def __init__(self, width=8):
+    def __init__(self, width=8, lr=0.05):
         super().__init__()
         self.save_hyperparameters()
         self.backbone, self.head = nn.Linear(8, width), nn.Linear(width, 1)
@@ -60,7 +60,7 @@ class Parts(sg.Module):
         return self(batch[0])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, self.parameters()), lr=0.05)
+        return torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, self.parameters()), lr=self.hparams.lr)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_the_loggers_of_the_guide_write(names, tmp_path):
 
     exec(written, names)
     first, *values = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert first == {"width": 8}
+    assert first == {"width": 8, "lr": 0.05}
     assert [line["step"] for line in values] == [1, 2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(ValueError, match="broken"):
         fit_until_it_breaks(names)
@@ -339,3 +339,70 @@ def test_the_script_trains_on_two_nodes_by_variables(tmp_path):
 
     assert "2 processes" in outputs[0]
     assert "effective batch size 8" in outputs[0]
+
+
+# --- Hydra -------------------------------------------------------------------------------------------------------
+
+
+def hydra_project(folder: Path) -> None:
+    """Write the files of the guide, named in their first lines."""
+    (folder / "conf").mkdir()
+    for source in [*snippets("hydra.md"), *snippets("hydra.md", "yaml")]:
+        name, _, content = source.removeprefix("# ").partition("\n")
+        (folder / name).write_text(content)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_to_hydra_train(tmp_path):
+    pytest.importorskip("hydra")
+    hydra_project(tmp_path)
+    (commands,) = snippets("hydra.md", "shell")
+    for command in commands.splitlines():
+        folder = "hydra.sweep.dir" if "--multirun" in command else "hydra.run.dir"
+        arguments = [*command.split()[1:], f"{folder}=out/{len(list(tmp_path.glob('out/*')))}"]
+        done = scripts.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    checkpoints = sorted(path.relative_to(tmp_path / "out").as_posix() for path in tmp_path.rglob("*.ckpt"))
+
+    assert checkpoints == [
+        "0/checkpoints/epoch=1-step=16.ckpt",
+        "1/checkpoints/epoch=2-step=24.ckpt",
+        "2/checkpoints/epoch=1-step=8.ckpt",
+        "3/0/checkpoints/epoch=1-step=16.ckpt",
+        "3/1/checkpoints/epoch=1-step=16.ckpt",
+    ]
+    assert (tmp_path / "out" / "2" / "train_rank_1.log").exists()
+
+
+def test_instances_are_passed_beside_instantiate(names):
+    hydra_utils = pytest.importorskip("hydra.utils")
+    from omegaconf import OmegaConf
+
+    from stratagem.callbacks import EarlyStopping
+
+    config = OmegaConf.create(snippets("hydra.md", "yaml")[0]).trainer
+    config.default_root_dir = str(names["folder"])
+    callbacks = [EarlyStopping("val_loss")]
+    with pytest.raises(Exception, match="callbacks is"):
+        hydra_utils.instantiate(config, callbacks=callbacks)
+    plain = OmegaConf.to_container(config)
+    with pytest.raises(Exception, match="callbacks is"):
+        hydra_utils.instantiate(OmegaConf.create(plain | {"_convert_": "none"}))
+
+    assert hydra_utils.instantiate(config, _partial_=True)(callbacks=callbacks).callbacks[0] is callbacks[0]
+    named, built, *_ = hydra_utils.instantiate(config).callbacks
+    assert (named.monitor, built.monitor) == ("val_loss", "val_loss")
+
+
+# --- Hyper-parameter search --------------------------------------------------------------------------------------
+
+
+def test_a_search_without_a_library_finds_the_best_of_three(names):
+    """With Optuna and Ray the guide is run by the tests of contrib/optuna and contrib/ray."""
+    exec(snippets("hyper-parameter-search.md")[0], names)
+    errors = {lr: names["objective"](lr) for lr in (0.3, 0.1, 0.01)}
+
+    assert names["best"] == min(errors, key=errors.get)
+    assert len(set(errors.values())) == 3
