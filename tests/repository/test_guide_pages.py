@@ -406,3 +406,13 @@ def test_a_search_without_a_library_finds_the_best_of_three(names):
 
     assert names["best"] == min(errors, key=errors.get)
     assert len(set(errors.values())) == 3
+
+
+# --- First steps on GPUs -----------------------------------------------------------------------------------------
+
+
+def test_the_first_steps_on_gpus_train_on_the_cpu_where_there_is_none(names, tmp_path):
+    for number, source in enumerate(snippets("first-gpu.md")):
+        alone = source.replace('strategy="ddp", ', 'strategy="ddp", devices=1, accelerator="auto", ')
+        exec(alone.replace("max_epochs=1", f"max_epochs=1, default_root_dir=folder / '{number}'"), names)
+        assert names["trainer"].global_step == 8
