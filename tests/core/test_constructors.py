@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import attrs
 import pytest
 from attrs import define, field
+from omegaconf import OmegaConf
 
 import stratagem as sg
 from stratagem.api.kinds import KINDS
@@ -191,3 +192,13 @@ class WithAttributes(sg.Callback):
 def test_attributes_that_are_not_options_are_copied_and_pickled(duplicate):
     """A callback that a user writes has them, and a launcher may send it to another process."""
     assert duplicate(WithAttributes("here")).folder == "here"
+
+
+def test_lists_and_mappings_of_a_configuration_library_choose_plugins():
+    given = OmegaConf.create(
+        {"callbacks": ["model_summary", {"name": "early_stopping", "monitor": "loss"}], "logger": ["csv"]}
+    )
+    trainer = sg.Trainer(accelerator="cpu", enable_progress_bar=False, callbacks=given.callbacks, logger=given.logger)
+
+    assert trainer.early_stopping_callback.monitor == "loss"
+    assert type(trainer.logger).__name__ == "CSVLogger"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
@@ -63,3 +64,9 @@ def test_what_has_not_arrived_is_waited_for_only_when_it_is_read(monkeypatch):
     assert not coming.ready
     assert coming.numbers() == {"loss": 1.0}
     assert coming.ready
+
+
+def test_a_number_with_gradients_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert as_numbers({"a": torch.ones(1, requires_grad=True)}) == {"a": 1.0}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.errors import CheckpointError, ConfigError
+from stratagem.errors import CheckpointError, ConfigError, LaunchError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import data, joined_batches, loss_of, net, part, relative_difference, train_plainly
 
@@ -171,3 +171,13 @@ def _store():
 
 def test_a_second_group_of_the_user_is_joined_as_the_first():
     assert run_in_processes(_joins_groups_of_the_user, 2, limit_s=90) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_run_that_would_need_processes_and_starts_none_is_refused():
+    with (
+        pytest.raises(
+            LaunchError, match=r"this process is one of 2, and nothing says where they meet; .*run.launch\(main\)"
+        ),
+        sg.Run(strategy="ddp", devices=2, accelerator="cpu"),
+    ):
+        pass

@@ -19,7 +19,7 @@ def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for names, stacked in _stacked(values):
         numbers.update(zip(names, stacked.tolist(), strict=True))
-    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}
+    return {name: numbers[name] if name in numbers else _number(value) for name, value in values.items()}
 
 
 class Readback:
@@ -52,7 +52,11 @@ class Readback:
         numbers: dict[str, float] = {}
         for names, copy in self._copies:
             numbers.update(zip(names, copy.tolist(), strict=True))
-        return {name: numbers[name] if name in numbers else float(value) for name, value in self._values.items()}
+        return {name: numbers[name] if name in numbers else _number(value) for name, value in self._values.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _stacked(values: Mapping[str, Any]) -> list[tuple[list[str], Tensor]]:

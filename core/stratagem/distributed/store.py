@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.api.world import KeyValueStore
 from stratagem.distributed.probe import wait_for_store
 from stratagem.distributed.rendezvous import LOOPBACK, RendezvousStore
+from stratagem.errors import LaunchError
 
 if TYPE_CHECKING:
     from stratagem.api.world import World
@@ -54,7 +55,12 @@ def connect_store(world: World, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
     if world.main_port is None:
-        assert world.world_size == 1, "an environment that reports several processes must report the port of the store"
+        if world.world_size > 1:
+            raise LaunchError(
+                f"this process is one of {world.world_size}, and nothing says where they meet",
+                expected="processes that a launcher started",
+                do="call run.launch(main), or start the script with torchrun",
+            )
         return dist.HashStore()
     global _num_connections, _opened
     _num_connections += 1
