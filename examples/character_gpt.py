@@ -6,7 +6,6 @@ from pydoc_data.topics import topics  # the texts of help(): the language refere
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
 
 import stratagem as sg
@@ -25,13 +24,12 @@ class GPT(sg.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
-        embedded = self.tokens(text) + self.places.weight[: text.shape[1]]
-        return self.head(self.blocks(embedded, mask, is_causal=True))
+        return self.head(self.blocks(self.tokens(text) + self.places.weight[: len(mask)], mask, is_causal=True))
 
     def training_step(self, text: Tensor, batch_idx: int) -> Tensor:  # text: (B, LENGTH + 1)
         if self.global_step in (0, 100, 500):
             self.written[self.global_step] = self.write("The ", 220)
-        loss = F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         self.losses.append(loss.item())
         return loss
 
@@ -50,14 +48,12 @@ if __name__ == "__main__":
     sg.seed_everything(1)
     text = " ".join(filter(str.isascii, " ".join(topics.values()).split()))
     model = GPT("".join(sorted(set(text))))
-    windows = torch.tensor([*map(model.letters.index, text)]).unfold(0, LENGTH + 1, 16)
-    loader = DataLoader(windows, batch_size=32, shuffle=True)
+    loader = DataLoader(torch.tensor([*map(model.letters.index, text)]).unfold(0, LENGTH + 1, 16), 32, shuffle=True)
     sg.Trainer(max_steps=501, logger=False, enable_checkpointing=False).fit(model, loader)
     figure, (curve, page) = plt.subplots(1, 2, figsize=(9, 3), width_ratios=(1, 2), layout="constrained")
     curve.plot(model.losses)
     curve.set(xlabel="step", ylabel="loss")
     page.set_axis_off()
-    for row, (step, written) in enumerate(model.written.items()):
-        lines = textwrap.fill(written, 78)
-        page.text(0, 1 - row / 3, f"after {step} steps:\n{lines}", va="top", family="monospace", size=8)
+    pages = [f"after {step} steps:\n{textwrap.fill(text, 78)}" for step, text in model.written.items()]
+    page.text(0, 1, "\n\n".join(pages), va="top", family="monospace", size=8)
     figure.savefig("character_gpt.png", dpi=90)

@@ -28,9 +28,8 @@ class GAN(sg.Module):
         for optimizer, loss in zip(self.optimizers(), (self.critic_loss, self.generator_loss), strict=True):
             self.toggle_optimizer(optimizer)  # the parameters of the other network get no gradients
             optimizer.zero_grad()
-            self.manual_backward(
-                loss(real.requires_grad_(), self.generator(torch.randn(len(real), 8, device=self.device)))
-            )
+            made = self.generator(torch.randn(len(real), 8, device=self.device))
+            self.manual_backward(loss(real.requires_grad_(), made))
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
