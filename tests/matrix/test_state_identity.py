@@ -10,6 +10,7 @@ import torch
 
 import stratagem as sg
 from stratagem.api.json_tree import encode
+from stratagem.api.kinds import keeps_state
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
@@ -61,7 +62,7 @@ def stateful():
         except ConfigError:  # it needs an option
             assert entry.name in NEED_OPTIONS, "add it to NEEDED"
             continue
-        if any(callable(getattr(plugin, method, None)) for method in _METHODS):
+        if any(keeps_state(plugin, method) for method in _METHODS):
             found.setdefault((entry.kind, type(plugin)), []).append(entry)
     return found
 

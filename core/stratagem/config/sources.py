@@ -124,7 +124,11 @@ def _yaml(text: str, path: Path) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is not YAML ({_one_line(error)})", do="fix that line") from error
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        told = " ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+        said = told or _one_line(error)
+        raise ConfigError(f"{path} is not YAML{where} ({said})", do="fix that line") from error
 
 
 #: The most values that a file may have, with every use of an anchor counted.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.api.capabilities import CUSTOM_CLIPPING, CUSTOM_STEP
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, nearest
 from stratagem.stack.lightning_callbacks import Instead, refuse
 from stratagem.training.custom_step import STEP_METHODS
 from stratagem.training.datamodule import DataModule
@@ -132,6 +132,7 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         if overrides(module, step):
             _check_known(module, step)
     _check_hidden(module)
+    _warn_of_misspelled(module)
     for event in EVENTS:
         if overrides(module, event) and by_name(event, getattr(module, event)) is None:
             raise _takes_others(module, event, arguments_of(event))
@@ -140,6 +141,14 @@ def check(module: Module, datamodule: Any, stack: Stack, stage: str) -> None:
         _check_arguments(datamodule, DATA_CALLED_WITH, DataModule)
     if stage == "fit":
         _check_strategy(module, stack)
+
+
+def _warn_of_misspelled(module: Module) -> None:
+    """Warn of methods that are called almost as an event, and that nothing calls."""
+    known = {*EVENTS, *CALLED_WITH, *MODULE, *dir(Module)}
+    for name in dir(type(module)):
+        if name.startswith("on_") and name not in known and (hint := nearest(name, EVENTS)):
+            warnings.warn(f"{type(module).__name__} defines {name}, which nothing calls; {hint}", stacklevel=2)
 
 
 def _check_hidden(module: Module) -> None:

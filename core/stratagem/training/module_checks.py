@@ -10,6 +10,13 @@ from stratagem.training.module import Module, overrides
 from stratagem.training.signatures import takes
 
 
+def check_instance(model: Any, stage: str) -> None:
+    """Refuse a class where a module is expected."""
+    if isinstance(model, type):
+        name = model.__name__
+        raise ConfigError(f"{stage} got the class {name}", expected="a module", do=f"call the class: {name}(...)")
+
+
 def require(model: Any, method: str, stage: str) -> None:
     """Refuse a module that does not define `method`."""
     if isinstance(model, Module) and not overrides(model, method):

@@ -130,6 +130,9 @@ class StageRunner:
         state.train_batches, state.use_loader = train_batches, self.use_loader
         if resumed is not None:
             trainer_state.restore(state, resumed, self.read_from)
+            if self.settings.enable_progress_bar and not self.settings.barebones:
+                where = f"epoch {state.position.epoch}, step {state.position.global_step}"
+                run.print(f"resumed from {self.read_from} ({where})", flush=True)
         elif request.worker_state is not None:
             trainer_state.restore_worker_state(state, request.worker_state)
         state.should_stop, state.outcome.reason, run.step.skipped_batches = False, "", 0
@@ -173,6 +176,11 @@ class StageRunner:
         left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
         optimizers, self.run.lr_scheduler_configs = read(configured)
+        if not (optimizers or left_out) and self.run.is_global_zero:
+            warnings.warn(
+                f"{type(self.module).__name__}.configure_optimizers returned no optimizer: nothing is trained",
+                stacklevel=2,
+            )
         if overrides(self.module, "lr_scheduler_step"):
             for config in self.run.lr_scheduler_configs:
                 config.custom_step = self.module.lr_scheduler_step

@@ -23,7 +23,7 @@ from stratagem.training.events import Events
 from stratagem.training.fit_state import FitState
 from stratagem.training.interrupt import shorten_traceback
 from stratagem.training.module import Module, original, overrides
-from stratagem.training.module_checks import check_signature, require
+from stratagem.training.module_checks import check_instance, check_signature, require
 from stratagem.training.progress import Position
 from stratagem.training.view import View
 
@@ -213,6 +213,7 @@ class Trainer(View):
             CheckpointError: there is no such checkpoint, it is damaged, or it belongs to another model.
         """
         model = original(model)
+        check_instance(model, "fit")
         require(model, "training_step", "fit")
         check_signature(model)
         if not self.run.stack.strategy.makes_optimizer():
@@ -281,6 +282,7 @@ class Trainer(View):
         model = self._state.module if model is None else original(model)
         if model is None:
             raise ConfigError(f"{stage} got no model and none was trained before", expected="a model")
+        check_instance(model, stage)
         if stage != "predict":
             require(model, _STEPS[stage], stage)
         results: list[Any] = self._call(stage, model, loaders, datamodule, ckpt_path, keep_predictions=keep_predictions)
@@ -308,6 +310,8 @@ class Trainer(View):
             loaders, datamodule = None, loaders
         if datamodule is not None and loaders is not None:
             raise ConfigError(f"{stage} got loaders and a datamodule", expected="one of the two")
+        if stage != "fit" and loaders is None and datamodule is None and model is self._state.module:
+            datamodule = self._state.datamodule  # of the call before
         request = StageRequest(stage, loaders, val_loaders, datamodule, ckpt_path, keep_predictions)
         state = self._state
         if model is not state.module:

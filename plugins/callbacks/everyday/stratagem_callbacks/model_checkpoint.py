@@ -349,7 +349,7 @@ class ModelCheckpoint(Callback):
             self.best_k_models.pop(old, None)
         self.best_k_models[path] = math.nan if score is None else score
         if self.monitor is None:
-            self.best_model_path = path
+            self.best_model_path, self.best_model_score = path, None
         else:
             self.best_model_path = min(self.best_k_models, key=lambda kept: self._sort_key(self.best_k_models[kept]))
             self.best_model_score = self.best_k_models[self.best_model_path]

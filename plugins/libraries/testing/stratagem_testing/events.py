@@ -86,7 +86,7 @@ class LoggerConformance(_ObserverConformance):
         """Other ranks have metrics of their part of the data only, and would overwrite rank 0's files."""
         first, *others = self.run_in(_files_written, several, self._arguments(several))
 
-        assert first, "no file was written"
+        assert first, "no file was written under default_root_dir"
         assert all(files == [] for files in others), f"other ranks wrote {others}"
 
     def test_strange_metrics_are_kept_or_refused_early(self) -> None:
