@@ -176,7 +176,7 @@ class StageRunner:
         left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
         optimizers, self.run.lr_scheduler_configs = read(configured)
-        if not (optimizers or left_out) and self.run.is_global_zero:
+        if not (optimizers or self.run.stack.strategy.makes_optimizer()) and self.run.is_global_zero:
             warnings.warn(
                 f"{type(self.module).__name__}.configure_optimizers returned no optimizer: nothing is trained",
                 stacklevel=2,

@@ -224,14 +224,20 @@ class Trainer(View):
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
         ckpt_path: str | Path | None = None, verbose: bool = True,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Validate `model` (or the one trained last); return (and, if `verbose`, print) the metrics of each loader."""
+        """Validate `model`, or the one trained last; return the metrics of each loader.
+
+        With `verbose` and a progress bar they are printed, too.
+        """
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
         ckpt_path: str | Path | None = None, verbose: bool = True,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Test `model` (or the one trained last); return (and, if `verbose`, print) the metrics of each loader."""
+        """Test `model`, or the one trained last; return the metrics of each loader.
+
+        With `verbose` and a progress bar they are printed, too.
+        """
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -269,7 +275,7 @@ class Trainer(View):
         verbose: bool,
     ) -> list[dict[str, float]]:  # fmt: skip
         results = self._evaluate(stage, model, loaders, datamodule, ckpt_path)
-        if verbose and not self.settings.barebones:
+        if verbose and self.settings.enable_progress_bar and not self.settings.barebones:
             for number, metrics in enumerate(results):
                 which = f"{stage} {number}" if len(results) > 1 else stage
                 self.print(f"{which}: " + ("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or "-"))
