@@ -385,10 +385,10 @@ def test_instances_are_passed_beside_instantiate(names):
     config = OmegaConf.create(snippets("hydra.md", "yaml")[0]).trainer
     config.default_root_dir = str(names["folder"])
     callbacks = [EarlyStopping("val_loss")]
-    with pytest.raises(Exception, match="callbacks is"):
+    with pytest.raises(Exception, match=r"callbacks(\[\d\])? is"):
         hydra_utils.instantiate(config, callbacks=callbacks)
     plain = OmegaConf.to_container(config)
-    with pytest.raises(Exception, match="callbacks is"):
+    with pytest.raises(Exception, match=r"callbacks(\[\d\])? is"):
         hydra_utils.instantiate(OmegaConf.create(plain | {"_convert_": "none"}))
 
     assert hydra_utils.instantiate(config, _partial_=True)(callbacks=callbacks).callbacks[0] is callbacks[0]

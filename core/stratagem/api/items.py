@@ -1,16 +1,21 @@
-"""`items_of`: what a mapping, a namespace or a dataclass holds, by name."""
+"""Lists, and what a mapping, a namespace or a dataclass holds by name, also of other libraries' types."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from stratagem.errors import ConfigError, shown
+
+
+def is_list(value: Any) -> bool:
+    """Whether `value` is a list of any type, such as a configuration library's."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def items_of(value: Any, caller: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from stratagem.api.items import is_list
 from stratagem.api.kinds import KINDS, Plugin
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
@@ -135,7 +136,7 @@ class _Chooser:
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else _as_list(value)
         argument = argument or argument_of(kind)
-        path = f"{argument}[{{}}]" if _is_list(value) and len(values) > 1 else argument
+        path = f"{argument}[{{}}]" if is_list(value) and len(values) > 1 else argument
         alone = len(values) == 1
         return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
 
@@ -270,12 +271,7 @@ def _unset(value: Any) -> bool:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if _is_list(value) else [value]
-
-
-def _is_list(value: Any) -> bool:
-    """Whether `value` is a list of any type, such as a configuration library's."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return list(value) if is_list(value) else [value]
 
 
 def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:

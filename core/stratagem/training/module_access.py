@@ -59,8 +59,13 @@ class ModuleAccess(nn.Module):
     #: Torch's DeviceMesh, for a `configure_model` that cuts layers: ``self.device_mesh["tensor"]``.
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters; torch's default without any."""
-        return next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
+        """The dtype of the parameters, torch's default without any; or what the module has set."""
+        own: torch.dtype | None = self.__dict__.get("_own_dtype")
+        return own or next((parameter.dtype for parameter in self.parameters()), torch.get_default_dtype())
+
+    @dtype.setter
+    def dtype(self, value: torch.dtype) -> None:
+        self.__dict__["_own_dtype"] = value
 
     device_mesh = property(device_mesh_of)
 
