@@ -18,6 +18,11 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return the items of a list, or anything else as the only item."""
+    return list(value) if is_list(value) else [value]
+
+
 def items_of(value: Any, caller: str) -> dict[str, Any]:
     """Return what a mapping, a namespace or a dataclass holds, by name.
 

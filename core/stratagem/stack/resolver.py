@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from stratagem.api.items import is_list
+from stratagem.api.items import as_list, is_list
 from stratagem.api.kinds import KINDS, Plugin
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
@@ -121,7 +121,7 @@ class _Chooser:
     def __init__(self, settings: Any) -> None:
         self.origins, self.options = settings.origins, dict(settings.options)
         self.extras: dict[str, list[Choice]] = {kind: [] for kind in (*KINDS, "plugin")}
-        for index, value in enumerate(_as_list(settings.plugins)):
+        for index, value in enumerate(as_list(settings.plugins)):
             choice = self._extra(value, f"plugins[{index}]")
             self.extras[choice.kind].append(choice)
 
@@ -134,7 +134,7 @@ class _Chooser:
         return next(iter(asked + extras), None)
 
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
-        values = [] if _unset(value) else _as_list(value)
+        values = [] if _unset(value) else as_list(value)
         argument = argument or argument_of(kind)
         path = f"{argument}[{{}}]" if is_list(value) and len(values) > 1 else argument
         alone = len(values) == 1
@@ -270,10 +270,6 @@ def _unset(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == "auto")
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if is_list(value) else [value]
-
-
 def _launcher(chooser: _Chooser, settings: Any, strategy: Choice) -> Choice:
     return _for_strategy(chooser, "launcher", settings.launcher, strategy, strategy.plugin.default_launcher())
 
@@ -387,7 +383,7 @@ def _transforms(settings: Any) -> list[Choice]:
 
 def _is_listed(entry: registry.Entry, settings: Any) -> bool:
     """Whether the user lists the callback of `entry`, or one of a class derived from it."""
-    listed = [*_as_list(getattr(settings, "callbacks", ())), *_as_list(settings.plugins)]
+    listed = [*as_list(getattr(settings, "callbacks", ())), *as_list(settings.plugins)]
     return any(_names(value, entry) for value in listed)
 
 
