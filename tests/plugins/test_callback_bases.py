@@ -1,4 +1,4 @@
-"""Callbacks to derive from: averages of one's own, writers of predictions, and plans of what is trained when."""
+"""Base classes of callbacks: they average weights, write predictions, and freeze parts of a model until an epoch."""
 
 from __future__ import annotations
 

@@ -173,10 +173,11 @@ class StageRunner:
         return data | own
 
     def _make_optimizers(self) -> list[Optimizer]:
-        left_out = self.run.stack.strategy.makes_optimizer() and not overrides(self.module, "configure_optimizers")
+        strategy_makes_one = self.run.stack.strategy.makes_optimizer()
+        left_out = strategy_makes_one and not overrides(self.module, "configure_optimizers")
         configured = None if left_out else self.module.configure_optimizers()
         optimizers, self.run.lr_scheduler_configs = read(configured)
-        if not (optimizers or self.run.stack.strategy.makes_optimizer()) and self.run.is_global_zero:
+        if not (optimizers or strategy_makes_one) and self.run.is_global_zero:
             warnings.warn(
                 f"{type(self.module).__name__}.configure_optimizers returned no optimizer: nothing is trained",
                 stacklevel=2,
