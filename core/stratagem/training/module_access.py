@@ -56,7 +56,6 @@ class ModuleAccess(nn.Module):
         """Where the parameters are."""
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
-    #: Torch's DeviceMesh, for a `configure_model` that cuts layers: ``self.device_mesh["tensor"]``.
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters, torch's default without any; or what the module has set."""
@@ -67,6 +66,7 @@ class ModuleAccess(nn.Module):
     def dtype(self, value: torch.dtype) -> None:
         self.__dict__["_own_dtype"] = value
 
+    #: Torch's DeviceMesh, for a `configure_model` that cuts layers: ``self.device_mesh["tensor"]``.
     device_mesh = property(device_mesh_of)
 
     @property

@@ -169,7 +169,7 @@ class Interruption(OwnCheckpoint):
 
     def _save(self, trainer: TrainerView) -> None:
         """Save, unless the newest checkpoint is recent, or another callback saves when the exception is raised."""
-        if any(hasattr(each, "saved_on_exception") for each in trainer.callbacks):
+        if any(getattr(each, "save_on_exception", False) for each in trainer.callbacks):
             return
         trainer.run.wait_for_saves()
         if trainer.run.collectives.broadcast_object(self._is_due(trainer)):

@@ -28,6 +28,8 @@ class OnExceptionCheckpoint(OwnCheckpoint):
     """
 
     positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename")
+    #: Tells `interruption` that this callback saves on Ctrl-C.
+    save_on_exception: ClassVar[bool] = True
 
     #: Folder to save in; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
