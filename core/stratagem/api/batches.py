@@ -43,6 +43,12 @@ def with_batch_size(loader: Any, batch_size: int) -> Any:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor (or object with ``.to``) on `device`; containers keep their type."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return move_leaf(batch, device)
+    if kind is list or kind is tuple:
+        return kind([move_leaf(part, device) if type(part) is torch.Tensor else move_batch(part, device)
+                     for part in batch])  # fmt: skip
     return map_batch(batch, lambda leaf: move_leaf(leaf, device), is_leaf=lambda part: hasattr(part, "to"))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -98,6 +100,27 @@ class HookCaller:
         caller = getattr(self.hook, hook, None)
         return caller if caller is not None and caller.get_hookimpls() else None
 
+    def direct(self, event: str, **given: Any) -> Callable[..., None] | None:
+        """Return a function that calls the implementations of `event` in pluggy's order, at a tenth of pluggy's cost.
+
+        Args:
+            event: a hook without answers.
+            given: those of its arguments that are the same in each call; the function takes the others.
+        """
+        caller = self.implemented(event)
+        if caller is None:
+            return None
+        found = caller.get_hookimpls()[::-1]  # the last one is called first
+        if any(each.wrapper or each.hookwrapper for each in found):
+            return functools.partial(caller, **given)
+        calls = [_bound(each.function, each.argnames, given) for each in found]
+
+        def call_all(**arguments: Any) -> None:
+            for function, names in calls:
+                function(*[arguments[name] if name in arguments else given[name] for name in names])
+
+        return call_all
+
     def answered(self, hook: str, answer: Any) -> Any:
         if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
             found = "None" if answer is None else f"a {type(answer).__name__}"
@@ -127,6 +150,12 @@ class HookCaller:
                 caller = default_hooks.transfer_batch  # called for every batch: without the cost of pluggy
             keep = not plain or name in ("clip_gradients", "transfer_batch")
             setattr(self, name, caller if keep else None)
+
+
+def _bound(function: Any, names: tuple[str, ...], given: dict[str, Any]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return `function` with its first arguments, as far as they are `given`, and the names of the others."""
+    first = tuple(itertools.takewhile(given.__contains__, names))
+    return functools.partial(function, *(given[name] for name in first)), names[len(first) :]
 
 
 class _PluginManager(pluggy.PluginManager):

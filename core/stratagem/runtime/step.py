@@ -53,15 +53,14 @@ class Step:
 
         `sync` is False when this batch's gradients are only accumulated.
         """
-        self._run.sync_gradients = sync
+        self._run.sync_gradients, self._with_index = sync, with_index
         if self._hooks.step_context is None:
-            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+            return self._forward_backward_inside(batch, batch_idx, divisor)
         with contextlib.ExitStack() as stack:
             self._hooks.enter_all(stack, "step_context", stage="train", sync=sync and not self._run.manual)
-            return self._forward_backward_inside(batch, batch_idx, divisor, with_index)
+            return self._forward_backward_inside(batch, batch_idx, divisor)
 
-    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int, with_index: bool) -> Any:
-        self._with_index = with_index
+    def _forward_backward_inside(self, batch: Any, batch_idx: int, divisor: int) -> Any:
         if self._hooks.forward_backward is None:
             return self.forward_backward(batch, batch_idx, divisor)
         return self._hooks.forward_backward(

@@ -43,7 +43,8 @@ class StepModule(nn.Module):
         self.__dict__["_compiled"] = {}
 
     def forward(self, method: str, *arguments: Any, **options: Any) -> Any:
-        output = self.step(method, *arguments, **options)
+        step = self._compiled.get(method) or self._step(method)  # as `step`, without another call
+        output = step(*arguments, **options)
         return self.end(method, output) if method in self._ends else output
 
     def step(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -70,10 +71,11 @@ class StepModule(nn.Module):
 
     @property
     def _compiler(self) -> Callable[[Any], Any] | None:
-        return self.__dict__.get("_own_compiler") or self.module.__dict__.get(COMPILER)
+        compiler: Callable[[Any], Any] | None = self.__dict__.get("_own_compiler")
+        return compiler or self._modules["module"].__dict__.get(COMPILER)
 
     def _step(self, method: str) -> Any:
-        step, compiler = getattr(self.module, method), self._compiler
+        step, compiler = getattr(self._modules["module"], method), self._compiler
         if compiler is None:
             return step
         _exclude_from_graphs()

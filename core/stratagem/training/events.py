@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,15 +43,13 @@ class Events:
             hook(trainer=self.trainer, module=self.module, run=self.run)
 
     def _find(self, name: str) -> Callable[..., None] | None:
-        hook = self.run.hooks.implemented(name)
+        plugins = self.run.hooks.direct(name, trainer=self.trainer, module=self.module, run=self.run)
         own = by_name(name, getattr(self.module, name)) if name in EVENTS and overrides(self.module, name) else None
-        if own is None:
-            given = {"trainer": self.trainer, "module": self.module, "run": self.run}
-            return None if hook is None else functools.partial(hook, **given)
+        if own is None or plugins is None:
+            return own or plugins
 
         def call(**arguments: Any) -> Any:
-            if hook is not None:
-                hook(trainer=self.trainer, module=self.module, run=self.run, **arguments)
+            plugins(**arguments)
             return own(**arguments)
 
         return call

@@ -185,13 +185,15 @@ class TrainLoop:
             self._batch(batch, batch_idx, is_last)
             if self.skips_rest:
                 break
-            state.leave_if_asked()
+            if state.on_leaving:
+                state.leave_if_asked()
             validates = not position.validated
             if validates:
                 self._validate()
             if self._out_of_steps():
                 break
-            if self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()):
+            may_end = state.should_stop or self.deadline is not None
+            if may_end and self._trained_enough() and (self._is_told_to_stop() or self._out_of_time()):
                 if not (validates or position.epoch_done):
                     self._validate()  # so that checkpoints and callbacks see metrics of this point
                 break
@@ -277,7 +279,8 @@ class TrainLoop:
             state.callback_metrics.update(state.stage_metrics.step_values())
         if self.batch_end is not None:
             self.batch_end(outputs=outputs, batch=batch, batch_idx=batch_idx)
-        log_step(state)
+        if state.stage_metrics.metrics:
+            log_step(state)
 
     @staticmethod
     def _check_answer(answer: Any, batch_idx: int) -> None:

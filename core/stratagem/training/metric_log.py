@@ -111,9 +111,7 @@ def _publish_late(state: FitState, name: str, stage_metrics: StageMetrics) -> No
 
 
 def log_step(state: FitState) -> None:
-    """After a training batch: hand step metrics to the loggers when it is their turn."""
-    if not state.stage_metrics.metrics:
-        return
+    """After a training batch that has metrics: hand those of the step to the loggers when it is their turn."""
     step = state.position.global_step
     state.stage_metrics.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
     if step % state.settings.log_every_n_steps == 0 and step != state.last_logged_step and step:
