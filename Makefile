@@ -20,7 +20,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo docs docs-serve ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu lint types release changelog clean
+.PHONY: demo docs docs-serve ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -66,6 +66,13 @@ test-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
 
 bench-gpu: gpu-bundle/run $(filter .venv-gpu/%,$(BARE))
 	PYTHON=$(BARE) gpu-bundle/run bench $(ARGUMENTS)
+
+# All tables of the benchmarks, into benchmark-results/ and the docs: an hour. The quick ones: five minutes.
+bench: $(STAMP)-dev
+	$(BIN)/python benchmarks/run.py --docs docs/benchmarks.md $(ARGUMENTS)
+
+bench-quick: $(STAMP)-dev
+	$(BIN)/python benchmarks/run.py --quick $(ARGUMENTS)
 
 gpu-bundle/run:
 	$(MAKE) gpu-bundle

@@ -416,3 +416,23 @@ def test_the_first_steps_on_gpus_train_on_the_cpu_where_there_is_none(names, tmp
         alone = source.replace('strategy="ddp", ', 'strategy="ddp", devices=1, accelerator="auto", ')
         exec(alone.replace("max_epochs=1", f"max_epochs=1, default_root_dir=folder / '{number}'"), names)
         assert names["trainer"].global_step == 8
+
+
+# --- What costs what -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_that_finds_out_what_costs_what_prints_the_table_of_the_page(tmp_path):
+    printed = run_script(tmp_path, snippets("what-costs-what.md")[0])
+
+    head, *rows = snippets("what-costs-what.md", "text")[0].splitlines()
+    assert head in printed
+    assert all(re.search(rf"^{re.escape(row.split('  ')[0])} +[0-9.]+ ", printed, re.MULTILINE) for row in rows)
+    columns = (tmp_path / "stratagem_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert {"throughput/samples_per_s", "comm/bytes_per_step"} <= set(columns.split(","))
+
+
+def test_the_optimizer_of_the_page_is_fused():
+    names = {"torch": torch}
+    exec(snippets("what-costs-what.md")[1], names)
+    assert names["optimizer"].defaults["fused"]

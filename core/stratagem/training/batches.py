@@ -30,6 +30,7 @@ from attrs import define
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import generators_of, in_order_of_several, restore_sampler_seeds, sampler_seeds, set_epoch
+from stratagem.training.loader_wait import LoaderWait
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,6 +68,7 @@ class ResumableBatches:
         self._replay_states: dict[int, dict[str, Any]] = {}
         self._accumulate = 1
         self._buffers = _Buffers(module)
+        self.wait = LoaderWait(warns=run.is_global_zero)
 
     def use(self, loader: Any, num_batches: float) -> None:
         """Take `num_batches` of `loader` from the next epoch on."""
@@ -173,7 +175,10 @@ class ResumableBatches:
             if "random" in (again := replay_states.get(number, {})):
                 self.restore_random_state(again["random"])
             self._keep_replay_state(number, accumulate)
-            return next(iterator, _END)
+            began = time.perf_counter()
+            batch = next(iterator, _END)
+            self.wait.add(began, self.loader)
+            return batch
 
         if now is not None and position.batches_done and not replay_states:
             self.restore_random_state(now)

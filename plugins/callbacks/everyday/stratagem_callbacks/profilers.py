@@ -244,7 +244,8 @@ class SimpleProfiler(Callback):
         width = max(map(len, totals), default=6)
         lines = [f"{'action':<{width}}  {'total s':>10}  {'share':>6}  {'calls':>8}  {'mean ms':>9}"]
         for action, (seconds, calls) in sorted(totals.items(), key=lambda item: -item[1][0]):
-            numbers = f"{seconds:>10.3f}  {seconds / total:>6.1%}  {calls:>8}  {1e3 * seconds / calls:>9.3f}"
+            share = f"{seconds / total:.1%}" if seconds <= total else ""  # what came before the stage
+            numbers = f"{seconds:>10.3f}  {share:>6}  {calls:>8}  {1e3 * seconds / calls:>9.3f}"
             lines.append(f"{action:<{width}}  {numbers}")
         return "\n".join(lines)
 
