@@ -41,7 +41,8 @@ def main(options):
     callbacks = [*options.pop("callbacks", [])]
     if own["checkpoints_every"]:
         callbacks += [{"name": "model_checkpoint", "every_n_train_steps": own["checkpoints_every"]}]
-    quiet = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu", "enable_checkpointing": False}
+    quiet = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
+    quiet["enable_checkpointing"] = bool(own["checkpoints_every"])
     trainer = sg.Trainer(**({"default_root_dir": "."} | quiet | options), callbacks=callbacks)
     module = Recorded(own["pause_s"])
     batches = joined_batches(own["batches"], own["batch_size"])

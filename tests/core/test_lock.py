@@ -138,7 +138,10 @@ def test_the_same_run_passes_and_drift_is_refused(tmp_path):
         ({"precision": "32-true"}, "precision is '32-true.* in this run and 'bf16-mixed"),
         ({"precision": "bf16-mixed", "max_epochs": 2}, "max_epochs is 2 in this run and 1 in the lock"),
         ({"precision": {"name": "bf16-mixed", "cache_enabled": False}}, "precision.bf16-mixed.cache_enabled is False"),
-        ({"precision": "bf16-mixed", "callbacks": ["progress"]}, r"callback is 'progress .* and '\(not set\)'"),
+        (
+            {"precision": "bf16-mixed", "callbacks": ["gradient_norms"]},
+            r"callback is 'gradient_norms .* and '\(not set\)'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             sg.Trainer(**({"max_epochs": 1} | QUIET | drift), lock=path)
@@ -202,7 +205,7 @@ def _differing(rank, size, arguments, call):
         ([{}, {"strategy": {"name": "ddp", "bucket_cap_mb": 1.0}}], "fit", "bucket_cap_mb is 1.0 on rank 1 and 25.0"),
         ([{}, {"accumulate_grad_batches": 2}], "fit", "accumulate_grad_batches is 2 on rank 1 and '\\(not set\\)'"),
         ([{}, {"comm_hook": "fp16_compress"}], "fit", "comm_hook is 'fp16_compress.* on rank 1 and '\\(not set\\)'"),
-        ([{"callbacks": ["progress"]}, {}], "fit", "callback is '\\(not set\\)' on rank 1 and 'progress"),
+        ([{"callbacks": ["gradient_norms"]}, {}], "fit", "callback is '\\(not set\\)' on rank 1 and 'gradient_norms"),
         ([{"max_epochs": 3}, {}], "fit", "max_epochs is 1 on rank 1 and 3 on rank 0"),
         ([{}, {}], "resume", "ckpt_path is '1.ckpt' on rank 1 and None on rank 0"),
         ([{}, {}], ["fit", "validate"], "the call is 'validate' on rank 1 and 'fit' on rank 0"),

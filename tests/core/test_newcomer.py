@@ -111,3 +111,33 @@ def test_a_mistake_in_yaml_names_its_line(tmp_path):
     (tmp_path / "y.yaml").write_text("max_epochs: 1\nstrategy: ddp\n  devices: 2\n")
     with pytest.raises(ConfigError, match=r"y.yaml is not YAML in line 3, column 10 \("):
         sg.Trainer.from_config(tmp_path / "y.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, "enable_checkpointing is False (code), and "),
+        ({"enable_progress_bar": False, "callbacks": ["tqdm"]}, "and callback 'tqdm' is listed; expected one of"),
+        ({"enable_model_summary": False, "callbacks": [{"name": "model_summary"}]}, "callback 'model_summary' is lis"),
+        ({"enable_checkpointing": False, "plugins": [ModelCheckpoint()]}, "callback 'model_checkpoint' is listed"),
+        ({"logger": False, "plugins": ["csv"]}, "logger is False (code), and logger 'csv' is listed"),
+        ({"barebones": True, "logger": "csv"}, "barebones is True (code), and logger is 'csv' (code)"),
+        ({"barebones": True, "plugins": ["csv"]}, "barebones is True (code), and logger 'csv' is listed"),
+        ({"barebones": True, "callbacks": "model_checkpoint"}, "and callback 'model_checkpoint' is listed"),
+        ({"barebones": True, "enable_progress_bar": True}, "and enable_progress_bar is True (code)"),
+    ],
+)
+def test_what_an_argument_switches_off_is_not_listed(arguments, text):
+    with pytest.raises(ConfigError) as error:
+        sg.Trainer(accelerator="cpu", **arguments)
+
+    assert text in str(error.value)
+
+
+def test_a_module_brings_no_checkpoints_that_are_switched_off():
+    class Keeps(Net):
+        def configure_callbacks(self):
+            return ModelCheckpoint()
+
+    with pytest.raises(ConfigError, match=r"enable_checkpointing is False \(code\), and callback"):
+        sg.Trainer(**QUIET, enable_checkpointing=False).fit(Keeps(), BATCHES)

@@ -248,7 +248,7 @@ def test_standard_callbacks_come_unless_one_of_their_class_is_listed():
 
 
 def test_barebones_and_a_fast_run_have_fewer_plugins():
-    bare, fast = resolved(barebones=True, enable_model_summary=True), resolved(fast_dev_run=True, logger="csv")
+    bare, fast = resolved(barebones=True), resolved(fast_dev_run=True, logger="csv")
 
     assert (bare.callbacks, bare.loggers) == ([], [])
     assert names(fast.callbacks) == ["progress"]
@@ -258,6 +258,12 @@ def test_barebones_and_a_fast_run_have_fewer_plugins():
 @pytest.mark.parametrize(("logger", "expected"), [(True, ["csv"]), (False, []), (["csv", "tensorboard"], None)])
 def test_loggers(logger, expected):
     assert names(resolved(logger=logger).loggers) == (expected if expected is not None else logger)
+
+
+def test_a_profiler_does_not_add_what_plugins_adds_again():
+    assert names(resolved(plugins=[ModelCheckpoint()], profiler="simple").callbacks) == [
+        "model_checkpoint", "simple_profiler", "progress",
+    ]  # fmt: skip
 
 
 def test_a_profiler_is_the_callback_of_that_name():

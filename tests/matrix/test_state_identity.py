@@ -34,6 +34,7 @@ NEEDED = {
 BESIDE = {
     "comm_hook": {"strategy": "ddp"},
     "deepspeed": {"precision": "bf16-mixed"},
+    "model_checkpoint": {"enable_checkpointing": True},
 }
 
 

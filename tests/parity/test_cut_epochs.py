@@ -172,7 +172,8 @@ def test_callbacks_that_watch_what_a_cut_epoch_lacks_go_on(tmp_path):
     """Nothing was validated when training ended."""
     keep = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_on_train_epoch_end=True)
     watch = EarlyStopping(monitor="val_loss", check_on_train_epoch_end=True)
-    trainer = sg.Trainer(max_steps=2, callbacks=[keep, watch], num_sanity_val_steps=0, **QUIET)
+    arguments = QUIET | {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer = sg.Trainer(max_steps=2, callbacks=[keep, watch], **arguments)
     trainer.fit(Watched(), loader(), loader())
 
     assert (trainer.global_step, watch.wait_count, keep.best_model_path) == (2, 0, "")

@@ -247,7 +247,7 @@ def test_a_folder_of_objects_may_be_copied_to_a_disk(tmp_path):
 
 
 def test_the_callback_keeps_its_checkpoints_at_a_url(tmp_path):
-    arguments = QUIET | {"default_root_dir": tmp_path, "checkpoint": "sharded"}
+    arguments = QUIET | {"default_root_dir": tmp_path, "checkpoint": "sharded", "enable_checkpointing": True}
     callback = ModelCheckpoint(dirpath="memory://kept", save_last=True)
     trainer = sg.Trainer(max_epochs=3, callbacks=[callback], **arguments)
     trainer.fit(Scheduled(), joined_batches(2, 24))

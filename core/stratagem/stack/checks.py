@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stratagem.api.capabilities import ACCUMULATION, CLIP_BY_NORM, CLIP_BY_VALUE, MULTI_PROCESS, Capabilities
 from stratagem.api.kinds import Plugin
-from stratagem.errors import ConfigError, PluginError, nearest
-from stratagem.stack import registry
+from stratagem.errors import ConfigError, PluginError, nearest, shown
+from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
@@ -102,6 +102,42 @@ def check_order(stack: Stack) -> None:
                 "get nothing",
                 expected=f"{[*(name for name in names if name != choice.name), choice.name]}",
             )
+
+
+#: Arguments that add a callback, and the role of that callback in the catalog.
+SWITCHES = {
+    "enable_progress_bar": "progress", "enable_checkpointing": "checkpointing", "enable_model_summary": "summary",
+}  # fmt: skip
+
+
+def check_switches(settings: Any, stack: Stack, listed: Sequence[Choice]) -> None:
+    """Refuse a callback or a logger of `listed`, or an argument for one, that another argument switches off."""
+    bare = getattr(settings, "barebones", False)
+    for switch, role in SWITCHES.items():
+        if bare and getattr(settings, switch, None) and switch in settings.origins:
+            raise _contradiction(settings, "barebones", f"{switch} is True ({settings.origins[switch]})")
+        off = "barebones" if bare else switch
+        entries = [entry for entry in registry.entries("callback") if entry.name == catalog.default(role)]
+        if (bare or getattr(settings, switch, None) is False) and entries:
+            for choice in listed:
+                if choice.kind == "callback" and isinstance(choice.plugin, entries[0].load()):
+                    raise _contradiction(settings, off, f"{choice} is listed")
+    if bare and "logger" in settings.origins and settings.logger not in (None, False):
+        raise _contradiction(
+            settings, "barebones", f"logger is {shown(settings.logger)} ({settings.origins['logger']})"
+        )
+    if stack.loggers and (bare or getattr(settings, "logger", None) is False):
+        raise _contradiction(settings, "barebones" if bare else "logger", f"{stack.loggers[0]} is listed")
+
+
+def _contradiction(settings: Any, switch: str, other: str) -> ConfigError:
+    """Return the error for argument `switch`, which excludes what `other` states."""
+    origin = f" ({settings.origins[switch]})" if switch in settings.origins else ""
+    return ConfigError(
+        f"{switch} is {getattr(settings, switch)}{origin}, and {other}",
+        expected="one of the two",
+        do=f"drop {switch}, or the other",
+    )
 
 
 def check_sync_batchnorm(settings: Any, stack: Stack) -> None:

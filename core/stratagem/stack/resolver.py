@@ -22,10 +22,12 @@ from stratagem.config.settings import PluginOption, argument_of
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack import catalog, registry
 from stratagem.stack.checks import (
+    SWITCHES,
     check_absorbed,
     check_capabilities,
     check_hooks,
     check_order,
+    check_switches,
     check_sync_batchnorm,
     needs_of,
 )
@@ -69,7 +71,7 @@ def resolve(settings: Any) -> Stack:
         launcher=_launcher(chooser, settings, strategies[-1]),
         accelerator=accelerator,
         checkpoint=_checkpoint(chooser, settings, strategies[-1]),
-        callbacks=chooser.many("callback", getattr(settings, "callbacks", ()))
+        callbacks=(listed := chooser.many("callback", getattr(settings, "callbacks", ())))
         + _profiler(settings, chooser)
         + _transforms(settings)
         + _standard_callbacks(settings),
@@ -86,6 +88,7 @@ def resolve(settings: Any) -> Stack:
     chooser.check_all_used()
     check_absorbed(stack)
     check_order(stack)
+    check_switches(settings, stack, listed)
     check_sync_batchnorm(settings, stack)
     check_capabilities(stack, needs_of(settings, stack))
     check_hooks(stack)
@@ -107,6 +110,7 @@ def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
     callbacks = sorted([*kept, *added], key=lambda choice: hasattr(choice.plugin, "best_model_path"))
     changed = attrs.evolve(stack, callbacks=callbacks)
+    check_switches(settings, changed, added)
     check_capabilities(changed, {})
     check_hooks(changed)
     return callbacks
@@ -135,10 +139,11 @@ class _Chooser:
 
     def many(self, kind: str, value: Any, argument: str = "") -> list[Choice]:
         values = [] if _unset(value) else as_list(value)
-        argument = argument or argument_of(kind)
+        # What `plugins` adds comes with the kind's own argument only.
+        extras, argument = [] if argument else self.extras[kind], argument or argument_of(kind)
         path = f"{argument}[{{}}]" if is_list(value) and len(values) > 1 else argument
         alone = len(values) == 1
-        return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + self.extras[kind]
+        return [self._choose(kind, each, path.format(i), alone) for i, each in enumerate(values)] + extras
 
     def default_callback(self, value: Any) -> Choice:
         """Return a callback that the user did not choose, without options that were set for a chosen one."""
@@ -307,12 +312,9 @@ def _for_strategy(chooser: _Chooser, kind: str, value: Any, strategy: Choice, wa
 
 
 def _standard_callbacks(settings: Any) -> list[Choice]:
-    wanted = {
-        "progress": "enable_progress_bar", "checkpointing": "enable_checkpointing", "summary": "enable_model_summary",
-    }  # fmt: skip
     quiet = getattr(settings, "barebones", False)
     choices = []
-    for role, switch in wanted.items():
+    for switch, role in SWITCHES.items():
         value = getattr(settings, switch, False)
         if not (sys.stdout.isatty() if value is None else value) or quiet:
             continue
