@@ -94,6 +94,10 @@ class WandbLogger(Logger):
             )  # fmt: skip
         return self._open() if self._rank == 0 else NoOpRun()
 
+    def written_files(self) -> dict[str, str]:
+        """Return the folder of the run that is open."""
+        return {"wandb": str(Path(self._run.dir).parent)} if self._is_open else {}
+
     @property
     def run_id(self) -> str | None:
         """Id of the wandb run, to continue it with ``id``; None before there is one."""

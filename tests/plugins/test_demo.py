@@ -85,3 +85,11 @@ def test_durations_are_in_words():
     assert [gpt.minutes(seconds) for seconds in (0.2, 20, 55, 80, 200)] == [
         "1 s", "20 s", "1 minute", "1 minute", "3 minutes",
     ]  # fmt: skip
+
+
+def test_the_demo_announces_no_more_than_it_does(tmp_path):
+    arguments = (gpt.CharGPT("ab"), 1000, 500, 0.1, tmp_path)
+
+    limited = gpt.plan(*arguments, continues=False, limited=True)
+    assert "up to 500 steps, about 1 minute and 2 minutes at most; then it generates text" in limited
+    assert "\n500 steps, about 1 minute; then" in gpt.plan(*arguments, continues=False, limited=False)

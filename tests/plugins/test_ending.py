@@ -15,6 +15,7 @@ import torch
 
 import stratagem as sg
 from stratagem.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
+from stratagem_testing import scripts
 from stratagem_testing.reference import Net, joined_batches
 from stratagem_testing.terminal import CTRL_C, Terminal
 
@@ -148,6 +149,46 @@ def test_the_second_line_says_where_the_files_are(tmp_path, monkeypatch, capsys)
         "report: report.html; metrics: stratagem_logs/version_0/metrics.csv"
     )
     assert all(Path(path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+def test_the_second_line_has_what_profilers_and_tensorboard_wrote(tmp_path, monkeypatch, capsys, profiler):
+    monkeypatch.chdir(tmp_path)
+    trainer = sg.Trainer(
+        max_epochs=1, profiler=profiler, logger="tensorboard", enable_checkpointing=False, accelerator="cpu",
+        enable_progress_bar=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(Validated(), joined_batches(6, 8))
+    titles = {"simple": "time of actions: profile-simple-rank0.txt",
+              "advanced": "time of functions: profile-advanced-rank0.prof",
+              "pytorch": "trace: trace-rank0.json"}  # fmt: skip
+
+    assert (
+        last_lines(capsys)[1]
+        == f"{titles[profiler]}; tensorboard: {Path(trainer.logger.log_dir).relative_to(tmp_path)}"
+    )
+
+
+SPAWNS = """
+import stratagem as sg
+from stratagem_testing.reference import Net, joined_batches
+
+if __name__ == "__main__":
+    trainer = sg.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_epochs=1, logger=False,
+                         enable_progress_bar=False)
+    trainer.fit(Net(), joined_batches(2, 8))
+    print("outcome:", trainer.outcome.reason, trainer.outcome.newest_checkpoint.step)
+"""
+
+
+@pytest.mark.slow
+def test_the_outcome_comes_back_from_spawned_processes(tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNS)
+    result = scripts.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert "outcome: max_epochs=1 is reached 2" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(("every", "told"), [(50, True), (9, True), (8, False), (1, False)])

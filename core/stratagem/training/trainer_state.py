@@ -40,6 +40,7 @@ from stratagem.training.rank_states import check_meshes, mesh_of, with_the_same_
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stratagem.api.trainer_view import FitOutcome
     from stratagem.training.fit_state import FitState
     from stratagem.training.module import Module
 
@@ -397,13 +398,14 @@ class WorkerResult:
     state: dict[str, Any]
     callback_metrics: dict[str, Any]
     logged_metrics: dict[str, Any]
+    outcome: FitOutcome
 
     @classmethod
     def pack(cls, fit: FitState, result: Any, fitted: bool) -> WorkerResult:
         """Collective."""
         with fit.run.making_whole():  # the parent has no shards
             state = dump(fit, weights_only=not fitted)
-        return cls(result, state, dict(fit.callback_metrics), dict(fit.logged_metrics))
+        return cls(result, state, dict(fit.callback_metrics), dict(fit.logged_metrics), fit.outcome)
 
     def unpack(self, fit: FitState) -> Any:
         """Apply the state in the parent, as if it had trained there; return the result."""
@@ -412,6 +414,7 @@ class WorkerResult:
         _allocate(fit.module)
         load_weights(fit.module, self.state["state_dict"])
         fit.callback_metrics, fit.logged_metrics = self.callback_metrics, self.logged_metrics
+        fit.outcome = self.outcome
         if "loop" in self.state:
             fit.position.load_state_dict(self.state["loop"])
             fit.position.epoch_random_state = None

@@ -77,6 +77,10 @@ class TensorBoardLogger(Logger):
         """The folder of the files; None before the first metric or hyper-parameter."""
         return self._folder
 
+    def written_files(self) -> dict[str, str]:
+        """Return the folder of the files."""
+        return {} if self._folder is None else {"tensorboard": str(self._folder)}
+
     @property
     def experiment(self) -> SummaryWriter | NoOpWriter:
         """The `SummaryWriter`, for images, histograms and text; on ranks other than 0 an object that does nothing."""

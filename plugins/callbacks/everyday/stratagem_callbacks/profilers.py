@@ -57,6 +57,11 @@ class SimpleProfiler(Callback):
     _open: dict[str, float] = field(init=False, factory=dict)
     #: Seconds and calls before the current test or predict.
     _before: dict[str, tuple[float, int]] = field(init=False, factory=dict)
+    _written: Path | None = field(init=False, default=None)
+
+    def written_files(self) -> dict[str, str]:
+        """Return this rank's table, once it is written."""
+        return {} if self._written is None else {"time of actions": str(self._written)}
 
     def _begin(self, action: str) -> None:
         self._open[action] = time.perf_counter()
@@ -232,6 +237,7 @@ class SimpleProfiler(Callback):
             name = "profile-simple" if stage == "training" else f"profile-simple-{stage}"
             path = _folder(trainer, self.dirpath) / f"{name}-rank{trainer.global_rank}.txt"
             path.write_text(text + "\n", encoding="utf-8")
+            self._written = path
 
     def summary(self, stage: str = "training") -> str:
         """Return a table of the actions, longest first, as fractions of `stage`; some actions include others."""
@@ -262,6 +268,11 @@ class AdvancedProfiler(Callback):
     sort_by: Literal["cumulative", "tottime", "ncalls"] = "cumulative"
 
     _profile: Any = field(init=False, default=None)
+    _written: Path | None = field(init=False, default=None)
+
+    def written_files(self) -> dict[str, str]:
+        """Return this rank's profile, once it is written."""
+        return {} if self._written is None else {"time of functions": str(self._written)}
 
     @hookimpl(tryfirst=True)
     def on_train_start(self) -> None:
@@ -282,6 +293,7 @@ class AdvancedProfiler(Callback):
         stream = io.StringIO()
         pstats.Stats(profile, stream=stream).strip_dirs().sort_stats(self.sort_by).print_stats(self.top)
         path.with_suffix(".txt").write_text(stream.getvalue(), encoding="utf-8")
+        self._written = path
         trainer.print(stream.getvalue())
 
     @hookimpl
@@ -321,6 +333,10 @@ class PyTorchProfiler(Callback):
     _profile: Any = field(init=False, default=None)
     #: The current region of the trace.
     _region: Any = field(init=False, default=None)
+
+    def written_files(self) -> dict[str, str]:
+        """Return this rank's trace; it exists once `active` batches were recorded."""
+        return {} if self.trace is None else {"trace": str(self.trace)}
 
     @hookimpl(tryfirst=True)
     def on_train_start(self, trainer: TrainerView) -> None:

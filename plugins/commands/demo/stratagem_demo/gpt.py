@@ -172,7 +172,10 @@ def run(
     trainer.outcome.how_to_resume = "`stratagem demo`"
     started = sorted(folder.glob("checkpoints/*.ckpt"))
     if is_first_process():
-        print(plan(model, len(text), chosen_steps, seconds, folder, continues=bool(started)), flush=True)
+        limited = not is_chosen
+        print(
+            plan(model, len(text), chosen_steps, seconds, folder, continues=bool(started), limited=limited), flush=True
+        )
     trainer.fit(model, train, held_out, ckpt_path="last" if started else None)
     final = trainer.validate(model, held_out)[0]["val_loss"]
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
@@ -189,12 +192,16 @@ next:
     stratagem plugins list --kind strategy             what else can train it"""
 
 
-def plan(model: CharGPT, characters: int, steps: int, seconds: float, folder: Path, continues: bool) -> str:
-    """Say what the demo is about to do, and how long it takes."""
+def plan(
+    model: CharGPT, characters: int, steps: int, seconds: float, folder: Path, continues: bool, limited: bool
+) -> str:
+    """Say what the demo is about to do, and how long it takes; with `limited`, training ends after `BUDGET_S`."""
+    work = f"{'up to ' if limited else ''}{steps} steps, about {minutes(seconds * steps * OVERHEAD)}"
+    work += f" and {minutes(BUDGET_S)} at most" if limited else ""
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     lines = [
         f"training a GPT with {size:.1f} million parameters on the Python manual ({characters:,} characters)",
-        f"{steps} steps, about {minutes(seconds * steps * OVERHEAD)}; then it generates text",
+        f"{work}; then it generates text",
         f"checkpoints and logs go to {folder}: saved every {SAVE_EVERY} steps, at the end and on Ctrl-C",
     ]
     if continues:

@@ -79,7 +79,12 @@ class Check(Command):
             print(json.dumps(rows, indent=2))
         else:
             for each in rows:
-                print(f"{each['kind']} {each['name']}: {each['problem'] or 'ok'}")
+                print(f"{each['kind']} {each['name']}: {each['problem'] or 'loads'}")
+            broken = sum(bool(each["problem"]) for each in rows)
+            print(
+                f"{len(rows)} plugins: {len(rows) - broken} load, {broken} do not. Each was imported and its options "
+                "and hooks were looked at; `stratagem plugins check NAME` trains with one in the conformance kit."
+            )
         return int(any(each["problem"] for each in rows))
 
 
