@@ -49,10 +49,60 @@ class CheckpointError(StratagemError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'"`` for the known name closest to `name`, or an empty string."""
+    """Return ``"did you mean 'x'"`` for the known name closest to `name`, or an empty string.
+
+    First those that a mistake in typing leads to, then those that contain `name` or are most of it, then the most
+    similar one. Up to three that are equally close are all listed.
+    """
     lowered = {str(candidate).lower(): str(candidate) for candidate in known}
-    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.6)
-    return f"did you mean {lowered[close[0]]!r}" if close else ""
+    wanted = str(name).lower()
+    close = _mistyped(wanted, lowered) or _containing(wanted, lowered)
+    if not 0 < len(close) <= _MOST_HINTS:
+        close = difflib.get_close_matches(wanted, lowered, n=1, cutoff=0.6)
+    return f"did you mean {' or '.join(repr(lowered[each]) for each in close)}" if close else ""
+
+
+def mistyped(name: str, known: Iterable[str]) -> str:
+    """Return ``"did you mean 'x'"`` if `name` is a known name with a mistake in typing, or an empty string."""
+    close = _mistyped(name, known)[:_MOST_HINTS]
+    return f"did you mean {' or '.join(map(repr, close))}" if close else ""
+
+
+#: How many names a hint has at most.
+_MOST_HINTS = 3
+
+
+def _mistyped(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names with the fewest letters changed, added, left out or swapped: one in five, at least one."""
+    most = 0 if len(name) < 3 else max(1, len(name) // 5)
+    distances = {other: _distance(name, other) for other in known if abs(len(other) - len(name)) <= most}
+    least = min(distances.values(), default=most + 1)
+    return [other for other, distance in distances.items() if distance == least <= most]
+
+
+def _containing(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that begin with `name`, else that have it as words, else that are most of it."""
+    candidates = list(known)
+    if len(name) < 3:
+        return []
+    return (
+        [other for other in candidates if other.startswith(name)]
+        or [other for other in candidates if f"_{name}_" in f"_{other}_".replace("-", "_")]
+        or [other for other in candidates if other in name and len(other) >= 0.6 * len(name)]
+    )
+
+
+def _distance(one: str, other: str) -> int:
+    """Return how many letters must be changed, added, left out or swapped with the next one to turn one into other."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        earlier, before, row = before, row, [i]
+        for j, wanted in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                row[j] = min(row[j], earlier[j - 2] + 1)
+    return row[-1]
 
 
 def shown(value: Any, limit: int | None = 80) -> str:

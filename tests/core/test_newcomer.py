@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import stratagem as sg
-from stratagem.callbacks import ModelCheckpoint
+from stratagem.callbacks import EarlyStopping, ModelCheckpoint
 from stratagem.errors import ConfigError
+from stratagem_testing import scripts
 
 QUIET = {
     "accelerator": "cpu",
@@ -55,6 +58,34 @@ class Misspelt(Net):
         raise AssertionError
 
 
+class InAll(Net):
+    def test_step(self, batch, batch_idx):
+        return None
+
+    predict_step = test_step
+
+
+class MisspeltCallback(sg.Callback):
+    def on_train_epoch_ends(self, trainer):
+        raise AssertionError
+
+    def on_my_own(self):
+        raise AssertionError
+
+
+class MisspeltLogger(sg.Logger):
+    def log_metric(self, metrics, step):
+        raise AssertionError
+
+
+class LogsAndHelps(sg.Logger):
+    def log_metrics(self, metrics, step):
+        pass
+
+    def log_metric(self, metric):
+        """A method of its own."""
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -76,6 +107,110 @@ def test_a_misspelt_event_is_told():
         UserWarning, match="defines on_validation_epoch_ends, which nothing calls; .*on_validation_epoch_end"
     ):
         sg.Trainer(**QUIET).fit(Misspelt(), BATCHES)
+
+
+def test_a_misspelt_hook_of_a_callback_or_a_logger_is_told(recwarn):
+    sg.Trainer(**QUIET | {"logger": MisspeltLogger()}, callbacks=MisspeltCallback())
+    sg.Trainer(**QUIET | {"logger": LogsAndHelps()})
+
+    assert [str(each.message) for each in recwarn] == [
+        "callback 'MisspeltCallback' defines on_train_epoch_ends, which nothing calls; did you mean "
+        "'on_train_epoch_end'",
+        "logger 'MisspeltLogger' defines log_metric, which nothing calls; did you mean 'log_metrics'",
+    ]
+
+
+EMPTY = torch.utils.data.DataLoader(torch.ones(3, 1), 4, drop_last=True)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_loader_without_batches_is_told_once(stage, recwarn):
+    trainer = sg.Trainer(**QUIET)
+    trainer.fit(InAll(), BATCHES, EMPTY) if stage == "fit" else getattr(trainer, stage)(InAll(), EMPTY)
+
+    name = "validate" if stage == "fit" else stage
+    [message] = [str(each.message) for each in recwarn]
+    assert message.startswith(
+        f"the {name} loader has no batches (3 samples, batch_size=4, drop_last=True): nothing is "
+    )
+
+
+def test_validation_that_is_switched_off_is_not_told(recwarn):
+    sg.Trainer(**QUIET, limit_val_batches=0).fit(Net(), BATCHES, EMPTY)
+    sg.Trainer(**QUIET).fit(Net(), BATCHES, [])
+
+    assert [str(each.message) for each in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"comm_hook": "fp16"}, "did you mean 'fp16_compress'."),
+        ({"strategy": "dpp"}, "did you mean 'ddp' or 'dp'."),
+        ({"strategy": "pdd"}, "did you mean 'ddp'."),
+        ({"callbacks": "checkpoint"}, "did you mean 'model_checkpoint' or 'on_exception_checkpoint'."),
+        ({"logger": "tensorbaord"}, "did you mean 'tensorboard'."),
+        ({"max_epoch": 2}, "did you mean 'max_epochs'."),
+        ({"precision": "fp16"}, 'or precision="16-true" (everything in fp16).'),
+    ],
+)
+def test_the_nearest_name_is_the_one_that_was_meant(arguments, hint):
+    with pytest.raises(sg.StratagemError) as error:
+        sg.Trainer(accelerator="cpu", **arguments)
+
+    assert str(error.value).endswith(hint)
+
+
+class Plateau(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_lss", "strict": False}}
+
+
+def test_a_misspelt_monitor_is_told_before_the_first_epoch(recwarn):
+    stopping = EarlyStopping("val_los", strict=False)
+    trainer = sg.Trainer(**QUIET | {"num_sanity_val_steps": 1, "max_epochs": 1}, callbacks=[stopping])
+    trainer.fit(Plateau(), BATCHES, BATCHES)
+
+    assert [str(each.message).partition(". ")[0] for each in recwarn] == [
+        "callback 'early_stopping' monitors 'val_los', which the sanity check did not log; did you mean 'val_loss'",
+        "ReduceLROnPlateau monitors 'val_lss', which the sanity check did not log; did you mean 'val_loss'",
+    ]
+
+
+@pytest.mark.parametrize("name", ["val_loss", "train_loss", "val_loss2", "accuracy"])
+def test_another_metric_that_training_may_log_is_not_told(recwarn, name):
+    stopping = EarlyStopping(name, strict=False)
+    trainer = sg.Trainer(**QUIET | {"num_sanity_val_steps": 1, "max_epochs": 1}, callbacks=[stopping])
+    trainer.fit(Net(), BATCHES, BATCHES)
+
+    assert [str(each.message) for each in recwarn] == []
+
+
+MISTAKE = """
+import stratagem as sg
+
+def main():
+    sg.Trainer(strategy="ddp", accelerator="cpu", max_epoch=2)
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_sentence_of_the_error(tmp_path):
+    (tmp_path / "train.py").write_text(MISTAKE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    result = scripts.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    sentence = (
+        "ConfigError: Trainer has no argument 'max_epoch'; expected one of its arguments; did you mean 'max_epochs'."
+    )
+
+    assert result.returncode == 1
+    assert f"traceback : {sentence}" in result.stderr.splitlines()[-2]
+    assert "arguments.py" not in result.stderr
+    assert result.stderr.count("ConfigError in main") <= 1
 
 
 def test_the_data_of_a_fit_are_validated_on_afterwards():

@@ -243,4 +243,4 @@ def test_check_lists_what_is_broken_and_why(install, capsys):
     )
     assert "strategy typo: it implements 'wrap_modle', which is not a hook; did you mean 'wrap_model'" in lines
     assert "precision kind: Mine is not a stratagem.Precision" in lines
-    assert "strategy ddp: ok" in lines
+    assert "strategy ddp: loads" in lines

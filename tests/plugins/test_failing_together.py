@@ -49,6 +49,7 @@ def test_saving_on_rank_0_alone_is_named_on_all_ranks():
     sentence = "save_checkpoint was called on rank 0 and on 1 of 2 ranks, not on rank 1; expected all ranks to call it"
     assert sentence in first
     assert sentence in second
+    assert "look for an exception on a rank that is missing, and for loaders of different lengths" in first
 
 
 class Raises(Net):

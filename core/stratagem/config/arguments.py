@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from stratagem.config.moved_names import moved_argument
+from stratagem.distributed.torchrun_errors import end_with_sentence
 from stratagem.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def remember_arguments(init: C) -> C:
 
     @functools.wraps(init)
     def wrapper(self: Any, *values: Any, sources: Sequence[Source] = (), **arguments: Any) -> None:
+        end_with_sentence()
         for name in arguments:
             if name not in known:
                 raise ConfigError(

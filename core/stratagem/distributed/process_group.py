@@ -373,7 +373,10 @@ class TorchCollectives(Collectives):
             if late:
                 message += f", not on rank {late[0]}" + (f" and {len(late) - 1} more" if len(late) > 1 else "")
             raise ConfigError(
-                message, expected="all ranks to call it", do="remove the `if rank == 0` around it"
+                message,
+                expected="all ranks to call it",
+                do="remove an `if rank == 0` around it; without one, look for an exception on a rank that is missing, "
+                "and for loaders of different lengths, after which the ranks are not at the same step",
             ) from None
 
     def report_failure(self, text: str) -> None:

@@ -12,6 +12,7 @@ from stratagem.api.kinds import Plugin
 from stratagem.errors import ConfigError, PluginError, nearest, shown
 from stratagem.stack import catalog, registry
 from stratagem.stack.construction import make
+from stratagem.stack.misspelled import warn_of_misspelled_hooks
 from stratagem.stack.plugin_hooks import hook_implementations, hook_specifications
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def check_hooks(stack: Stack) -> None:
                 do="drop one of them",
             )
     for choice in stack.active():
+        warn_of_misspelled_hooks(choice)
         duties = _DUTIES.get(choice.kind, ())
         outer = choice in stack.strategies[:-1]
         missing = [hook for hook in duties if hook not in hook_implementations(choice.plugin) and not outer]

@@ -20,11 +20,13 @@ from stratagem.training import lightning_names, restarts, trainer_state
 from stratagem.training.batches import ResumableBatches, agreed_size
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
+from stratagem.training.empty_loaders import warn_of_empty_loaders
 from stratagem.training.evaluation import evaluate
 from stratagem.training.hints import warn_of_another_order, warn_of_slow_choices
 from stratagem.training.hyperparameters import logged_hyperparameters
 from stratagem.training.loops import TrainLoop
 from stratagem.training.module import Module, build, overrides
+from stratagem.training.monitored_names import warn_of_mistyped_monitors
 from stratagem.training.optimizer_handle import OptimizerHandle
 from stratagem.training.optimizers import read
 from stratagem.training.request import RequestLoaders, StageRequest
@@ -123,6 +125,7 @@ class StageRunner:
         state.loaders, state.make_loaders = {}, self._make_fit_loaders
         run.prepare(self.module, self._make_optimizers)
         self._make_fit_loaders()
+        warn_of_empty_loaders("validate", self.val_loaders, self.settings.limit_val_batches, run)
         earlier, state.make_loaders = state.train_batches, None
         train_batches = ResumableBatches(self.train_loader, state.num_training_batches, run, self.module)
         if earlier is not None and resumed is None:
@@ -273,6 +276,8 @@ class StageRunner:
             limits = [min(steps if steps > 0 else math.inf, limit) for limit in state.num_val_batches]
             state.events.emit("on_sanity_check_start")
             evaluate(state, "validate", self.val_loaders, limits)
+            if self.run.is_global_zero:
+                warn_of_mistyped_monitors(self.run, state.callback_metrics)
             state.events.emit("on_sanity_check_end")
         finally:
             state.sanity_checking = False
@@ -303,6 +308,7 @@ class StageRunner:
         word, limits = self.loaders.limits(loaders)
         setattr(state, f"num_{word}_batches", limits)
         state.loaders[stage] = loaders
+        warn_of_empty_loaders(stage, loaders, getattr(self.settings, f"limit_{word}_batches"), run)
         return evaluate(state, stage, loaders, limits, self.request.keep_predictions)
 
     # --- Checkpoints ---------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""Under torchrun: have an error in the configuration end the output as one sentence, rather than as many tracebacks.
+
+Torchrun's agent ends all processes when one fails, and prints a traceback of its own and a summary. A process tells the
+agent its error through a file that the agent names in the environment; the summary, which comes last, then shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from stratagem.distributed.user_line import innermost_user_line
+from stratagem.errors import CheckpointError, ConfigError, PluginError
+
+#: The file in which the agent looks for the error of a process.
+_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+#: Errors whose sentence tells all; a traceback of others is of use.
+_SENTENCES = (ConfigError, PluginError, CheckpointError)
+
+
+def end_with_sentence() -> None:
+    """Show an uncaught error in the configuration of this process in torchrun's summary, and without a traceback."""
+    if _FILE_VARIABLE in os.environ and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = print_sentence
+
+
+def print_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print one line on rank 0, where `error` is one in the configuration; other ranks leave it to the summary."""
+    if not (isinstance(error, _SENTENCES) and _told(error)):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ.get("RANK", "0") == "0":
+        where = innermost_user_line(trace)
+        print(f"{kind.__name__}{f' in {where}' if where else ''}: {error}", file=sys.stderr, flush=True)
+
+
+def _told(error: BaseException) -> bool:
+    """Write `error` to the agent's file; return whether that worked."""
+    content = {"message": f"{type(error).__name__}: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps({"message": content}), encoding="utf-8")
+        return True
+    return False
