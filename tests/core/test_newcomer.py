@@ -213,6 +213,27 @@ def test_torchrun_ends_with_the_sentence_of_the_error(tmp_path):
     assert result.stderr.count("ConfigError in main") <= 1
 
 
+def test_a_variable_of_the_trainer_is_told_to_who_makes_a_run(monkeypatch, recwarn):
+    monkeypatch.setenv("STRATAGEM_TRAINER_NUM_NODES", "2")
+    monkeypatch.setenv("STRATAGEM_TRAINER_MAX_EPOCHS", "2")  # no argument of a Run
+    sg.Run(accelerator="cpu")
+
+    assert [str(each.message) for each in recwarn] == [
+        "the variable STRATAGEM_TRAINER_NUM_NODES is set, which a Trainer reads and a Run does not; pass num_nodes= to Run"
+    ]
+
+
+@pytest.mark.parametrize(("address", "told"), [("10.0.0.1", 1), ("localhost", 0)])
+def test_a_node_of_several_that_would_train_alone_is_told(monkeypatch, recwarn, address, told):
+    for variable, value in {"MASTER_ADDR": address, "MASTER_PORT": "29500", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(variable, value)
+    sg.Trainer(**QUIET).fit(Net(), BATCHES)
+    messages = {str(each.message) for each in recwarn}
+
+    assert len(messages) == told
+    assert all("num_nodes is 1: this node trains alone. Pass num_nodes=, or unset NODE_RANK" in m for m in messages)
+
+
 def test_the_data_of_a_fit_are_validated_on_afterwards():
     trainer, data = sg.Trainer(**QUIET), Data()
     trainer.fit(Net(), datamodule=data)

@@ -148,6 +148,10 @@ SCRIPT = {
     "trainer.fit(model, train_dataloader=loader)": "trainer.fit(model, train_dataloaders=loader)",
     "trainer.validate(model, val_dataloaders=loader)": "trainer.validate(model, dataloaders=loader)",
     "trainer.test(model, test_dataloaders=loader, verbose=True)": "trainer.test(model, dataloaders=loader",
+    "@pl.utilities.rank_zero_only\ndef report():\n    print(1)\nreport()":
+        "@sg.rank_zero_only\ndef report():\n    print(1)\nreport()",
+    "from pytorch_lightning.utilities import rank_zero_only\n@rank_zero_only\ndef report():\n    print(1)\nreport()":
+        "from stratagem import rank_zero_only\n@rank_zero_only\ndef report():\n    print(1)\nreport()",
     "pl.seed_everything(1, True)": "sg.seed_everything(1, workers=True)",
     "pl.seed_everything(1, verbose=False)": "sg.seed_everything(1)",
     "if trainer.is_global_zero:\n    trainer.save_checkpoint('last.ckpt')": "trainer.save_checkpoint('last.ckpt')",
@@ -187,7 +191,8 @@ ADVICE = [
     ("pl.Trainer()\nmodel.validation_step = None", "change", "Trainer(limit_val_batches=0)"),
     ("from lightning_utilities.core.rank_zero import rank_zero_info\nrank_zero_info('a')", "change",
      "if trainer.is_global_zero:"),
-    ("@pl.utilities.rank_zero_only\ndef report():\n    print(1)", "change", "if trainer.is_global_zero:"),
+    ("from lightning_utilities.core.rank_zero import rank_zero_only\n@rank_zero_only\ndef report():\n    print(1)", "change",
+     "stratagem.rank_zero_only"),
     ("class A(pl.LightningModule):\n    def on_epoch_end(self):\n        pass", "change", "def on_train_epoch_end(self)"),
     ("class A(pl.LightningModule):\n    def training_step(self, batch, batch_idx, optimizer_idx):\n        pass", "change",
      "automatic_optimization = False"),

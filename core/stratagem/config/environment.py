@@ -32,6 +32,21 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Source:
     return layer
 
 
+def warn_of_trainer_variables(variables: Mapping[str, str] = os.environ) -> None:
+    """Warn of variables with arguments of a `Trainer`, which a `Run` does not read."""
+    from stratagem.config.settings import RunSettings, option_names
+
+    prefix = f"{PREFIX}TRAINER_"
+    known = option_names(RunSettings)
+    for variable in sorted(variables):
+        name = variable.removeprefix(prefix).lower()
+        if variable.startswith(prefix) and name in known:
+            warnings.warn(
+                f"the variable {variable} is set, which a Trainer reads and a Run does not; pass {name}= to Run",
+                stacklevel=2,
+            )
+
+
 def _check_not_misspelt(variable: str, name: str) -> None:
     """Refuse a variable that looks like a misspelt argument or option."""
     from stratagem.config.settings import TrainerSettings, option_names

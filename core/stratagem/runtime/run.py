@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from stratagem.config.arguments import remember_arguments
+from stratagem.config.environment import warn_of_trainer_variables
 from stratagem.config.settings import RunSettings, gather
 from stratagem.errors import PluginError
 from stratagem.runtime import launching, state_io
@@ -84,6 +85,8 @@ class Run:
         float32_matmul_precision: Literal["highest", "high", "medium"] | None = None,
     ) -> None:
         self._given: dict[str, Any]
+        if settings is None:
+            warn_of_trainer_variables()
         #: What hooks receive as `run`.
         self.context = Context(settings if settings is not None else gather(RunSettings, self._given))
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -42,6 +43,7 @@ class LocalEnvironment(Environment):
     def setup_environment(self, run: RunContext) -> World:
         if run.settings.environment in (None, "auto"):  # chosen by name, it needs no check
             check_single_start(os.environ, run.settings.num_nodes, run.num_processes * run.settings.num_nodes)
+        _warn_of_one_node(os.environ, run.settings.num_nodes)
         return local_world(os.environ, run.num_processes, run.settings.num_nodes)
 
 
@@ -142,6 +144,18 @@ def check_single_start(variables: Mapping[str, str], num_nodes: int, world_size:
                 if rank == "RANK"
                 else 'train a separate model in each process, set environment="local"'
             ),
+        )
+
+
+def _warn_of_one_node(variables: Mapping[str, str], num_nodes: int) -> None:
+    """Warn of the variables of one of several nodes in a run of one node, which would train alone."""
+    address = variables.get("MASTER_ADDR", "")
+    by_hand = "NODE_RANK" in variables and "LOCAL_RANK" not in variables and not was_launched(variables)
+    if num_nodes == 1 and by_hand and address not in ("", "localhost", "127.0.0.1", "::1"):
+        warnings.warn(
+            f"MASTER_ADDR is {address!r} and NODE_RANK is {variables['NODE_RANK']!r}, as on one of several nodes, and "
+            "num_nodes is 1: this node trains alone. Pass num_nodes=, or unset NODE_RANK",
+            stacklevel=2,
         )
 
 

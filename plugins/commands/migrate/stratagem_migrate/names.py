@@ -186,8 +186,9 @@ NAMES: Final[dict[str, Counterpart]] = {
     "PyTorchProfiler": Counterpart(text='profiler="pytorch"'),
     "PassThroughProfiler": Counterpart(text="no profiler="),
     # --- Utilities
+    "rank_zero_only": Counterpart("rank_zero_only"),
     **dict.fromkeys(
-        ("rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation"),
+        ("rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation"),
         Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints only on rank 0"),
     ),
     "CombinedLoader": Counterpart(
@@ -214,7 +215,8 @@ NAMES: Final[dict[str, Counterpart]] = {
 #: Names whose counterpart takes their place as it is, in a call or an annotation; `imports` tells how others differ.
 DROP_IN: Final = frozenset({
     "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "MisconfigurationException",
-    "find_usable_cuda_devices", "move_data_to_device", "Logger", "LightningLoggerBase", "Strategy", "Accelerator",
+    "find_usable_cuda_devices", "rank_zero_only", "move_data_to_device", "Logger", "LightningLoggerBase", "Strategy",
+    "Accelerator",
     "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "LearningRateLogger", "GradientAccumulationScheduler",
     "Timer", "StochasticWeightAveraging", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "BatchSizeFinder",
     "LearningRateFinder", "BackboneFinetuning", "WeightAveraging", "BasePredictionWriter", "BaseFinetuning",

@@ -68,6 +68,5 @@ def utilities(source: Source) -> Iterator[Finding]:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             package, _, last = source.qualified(node).rpartition(".")
             if package.startswith("lightning_utilities") and last in _RANK_ZERO:
-                yield source.finding(
-                    node, CHANGE, short(node), "if trainer.is_global_zero:", "without Lightning no rank is set"
-                )  # fmt: skip
+                instead = "stratagem.rank_zero_only" if last == "rank_zero_only" else "if trainer.is_global_zero:"
+                yield source.finding(node, CHANGE, short(node), instead, "without Lightning no rank is set")
