@@ -19,6 +19,7 @@ from stratagem.runtime.context import Context
 from stratagem_migrate import examine, installed, names, own, trainers
 from stratagem_migrate.source import Source
 from stratagem_testing import scripts
+from stratagem_testing.reference import Net, joined_batches
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-lightning.md"
 
@@ -431,6 +432,70 @@ def test_calls_that_stay():
 def test_a_test_without_a_model_uses_other_weights():
     assert [new for _, _, new in found(at_work("runner.test()"), "check")] == ['trainer.test(ckpt_path="best")']
     assert found(at_work("runner.test(ckpt_path='best')\nrunner.test(model)"), "check") == []
+
+
+def evaluated_after_fit(call):
+    """Run `call` after a fit with a data module, as the advice says."""
+
+    class Data(sg.DataModule):
+        def train_dataloader(self):
+            return joined_batches(2, 8)
+
+        val_dataloader = test_dataloader = train_dataloader
+
+    class Measured(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self(batch[0]).mean())
+
+        test_step = validation_step
+
+    trainer = sg.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.fit(Measured(), datamodule=Data())
+    return eval(call, {"trainer": trainer})
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_the_advice_for_a_test_without_a_model_works_after_a_fit_with_a_data_module(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [new] = [new for _, _, new in found(at_work(f"runner.{method}()"), "check")]
+
+    assert "loss" in evaluated_after_fit(new)[0]
+
+
+#: What `training_step` returns and the event does with it, and the advice.
+OUTPUTS = [
+    ("return loss", "self.total += outputs['loss']", ("change", "outputs")),
+    ("return loss", "x = outputs.get('loss')", ("change", "outputs")),
+    ("return {'loss': loss}", "self.total += outputs['loss']", None),
+    ("result = dict(loss=loss)\n        return result", "self.total += outputs['loss']", None),
+    ("return loss", "self.total += outputs", None),
+    ("return loss", "x = outputs['loss'] if isinstance(outputs, dict) else outputs", None),
+]
+
+
+@pytest.mark.parametrize(("returned", "use", "advice"), OUTPUTS)
+def test_the_outputs_of_a_batch_are_what_the_step_returned(returned, use, advice):
+    script = (
+        "import pytorch_lightning as pl\nclass Net(pl.LightningModule):\n    def training_step(self, batch, batch_idx):\n"
+        f"        {returned}\n    def on_train_batch_end(self, outputs, batch, batch_idx):\n        {use}\n"
+    )
+    rows = [
+        (kind, new) for kind in ("change", "check") for _, old, new in found(script, kind) if old.startswith("outputs")
+    ]
+
+    assert rows == ([advice] if advice else [])
+
+
+@pytest.mark.parametrize("name", ["outputs", "out"])
+def test_a_callback_does_not_know_what_the_step_returned(name):
+    script = (
+        "import pytorch_lightning as pl\nclass Watch(pl.Callback):\n"
+        f"    def on_train_batch_end(self, trainer, pl_module, {name}, batch, batch_idx):\n        print({name}['loss'])\n"
+    )
+    [(line, old, new)] = [row for row in found(script, "check") if row[0] == 4]
+
+    assert old == f"{name}['loss']"
+    assert new == f'{name}["loss"] if isinstance({name}, dict) else {name}'
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from stratagem_migrate import (
     hydra_calls,
     imports,
     other_uses,
+    outputs,
     own,
     ranks,
     trainers,
@@ -40,6 +41,7 @@ RULES = (
     own.on_self, trainers.on_trainer, trainers.loading, trainers.unshuffled, trainers.seeds,
     ranks.guarded, devices_and_env.devices, devices_and_env.variables, hydra_calls.instantiated,
     other_uses.switched_off, other_uses.minus_one, other_uses.loggers_by_hand, other_uses.utilities,
+    outputs.of_training,
 )  # fmt: skip
 
 

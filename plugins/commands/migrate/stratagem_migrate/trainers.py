@@ -110,7 +110,8 @@ def _trainer_call(source: Source, node: ast.Call, method: str) -> Iterator[Findi
     if method in ("validate", "test", "predict") and not node.args and _names(node).isdisjoint({"model", "ckpt_path"}):
         yield source.finding(
             node, CHECK, f"trainer.{method}() without a model", f'trainer.{method}(ckpt_path="best")',
-            "stratagem uses the weights at the end of training, Lightning those of the best checkpoint",
+            "stratagem uses the weights at the end of training, Lightning those of the best checkpoint; the data "
+            "module of fit is used again, and loaders that were passed to fit must be passed again",
         )  # fmt: skip
 
 
