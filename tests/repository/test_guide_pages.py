@@ -250,7 +250,7 @@ def test_a_loader_that_fit_got_is_not_made_again(names, tmp_path):
         trainer.fit(Parts(), names["batches"])
 
 
-# --- What lies where ---------------------------------------------------------------------------------------------
+# --- The files of a run ------------------------------------------------------------------------------------------
 
 
 def files_in(folder: Path) -> set[str]:
@@ -318,10 +318,10 @@ def on_two_nodes(commands: list[list], folder: Path, variables: list[dict[str, s
 
 @pytest.mark.slow
 def test_the_first_check_meets_under_two_agents_of_torchrun(tmp_path):
-    (tmp_path / "meet.py").write_text(snippets("several-machines.md")[1])
+    (tmp_path / "connect.py").write_text(snippets("several-machines.md")[1])
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    commands = [[*start, "--node-rank", str(node), *where, "meet.py"] for node in range(2)]
+    commands = [[*start, "--node-rank", str(node), *where, "connect.py"] for node in range(2)]
     first, second = on_two_nodes(commands, tmp_path, [{}, {}])
 
     host = socket.gethostname()
