@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -424,3 +425,12 @@ def test_choosing_the_logger_does_not_import_wandb():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert result.stdout.strip() == "['stratagem_wandb']"
+
+
+def test_the_last_lines_of_a_fit_name_the_folder_of_the_run(tmp_path):
+    trainer = fit(tmp_path, logger=OFFLINE, max_epochs=1)
+    folder = trainer.run.written_files()["wandb"]
+    trainer.close()
+
+    assert Path(folder).is_dir()
+    assert Path(folder).name.startswith("offline-run-")

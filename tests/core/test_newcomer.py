@@ -213,7 +213,7 @@ def test_torchrun_ends_with_the_sentence_of_the_error(tmp_path):
     assert result.stderr.count("ConfigError in main") <= 1
 
 
-def test_a_variable_of_the_trainer_is_told_to_what_makes_a_run(monkeypatch, recwarn):
+def test_a_variable_of_the_trainer_beside_a_run_is_told(monkeypatch, recwarn):
     monkeypatch.setenv("STRATAGEM_TRAINER_NUM_NODES", "2")
     monkeypatch.setenv("STRATAGEM_TRAINER_MAX_EPOCHS", "2")  # no argument of a Run
     sg.Run(accelerator="cpu")

@@ -509,3 +509,16 @@ def test_two_plugins_that_replace_layers_are_refused():
         sg.Trainer(precision=_Rounds(), callbacks=[_Halves()], **QUIET)
     with pytest.raises(ConfigError, match="callback '_Halves' cannot be used with callback '_Halves': both replace"):
         sg.Trainer(callbacks=[_Halves(), _Halves()], **QUIET)
+
+
+@pytest.mark.parametrize("first", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("second", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_module_in_the_dtype_of_an_earlier_run_is_refused(first, second):
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module = Net()
+    sg.Trainer(precision=first, max_epochs=1, **quiet).fit(module, joined_batches(1, 4))
+
+    again = sg.Trainer(precision=second, max_epochs=1, **quiet)
+    with pytest.raises(ConfigError, match=f"precision '{first}' of an earlier run converted this Net to .* '{second}'"):
+        again.fit(module, joined_batches(1, 4))
+    again.fit(module.float(), joined_batches(1, 4))

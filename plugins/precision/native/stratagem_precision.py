@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from stratagem.api import RunContext
 
 _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
+#: Attribute of a module: the precision of an earlier run that changed its dtypes, and the dtype.
+_CONVERTED_BY = "_dtypes_converted_by"
 
 
 # --- True: everything in one dtype -------------------------------------------------------------------------------
@@ -35,6 +37,10 @@ _TRUE = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 @define(eq=False, kw_only=True)
 class FullPrecision(Precision):
     """Leave all dtypes as the model has them, usually fp32; no hook runs in a step."""
+
+    @hookimpl
+    def prepare_module(self, module: nn.Module) -> None:
+        _check_not_converted(module, "32-true")
 
 
 @define(eq=False, kw_only=True)
@@ -58,6 +64,9 @@ class TruePrecision(Precision):
 
     @hookimpl
     def prepare_module(self, module: nn.Module) -> None:
+        dtype = _TRUE[self.dtype]
+        if any(each.is_floating_point() and each.dtype != dtype for each in module.parameters()):
+            module.__dict__[_CONVERTED_BY] = (f"{self.dtype}-true", dtype)
         # Not `Module.to`, which would convert complex parameters to real ones.
         {"16": module.half, "bf16": module.bfloat16, "64": module.double}[self.dtype]()
 
@@ -83,6 +92,18 @@ def bfloat16() -> TruePrecision:
 def double() -> TruePrecision:
     """Return the precision ``64-true``."""
     return TruePrecision(dtype="64")
+
+
+def _check_not_converted(module: nn.Module, precision: str) -> None:
+    """Refuse a module whose dtypes a precision of an earlier run has changed, unless they were changed back."""
+    name, dtype = module.__dict__.get(_CONVERTED_BY, ("", None))
+    if dtype is not None and any(parameter.dtype == dtype for parameter in module.parameters()):
+        raise ConfigError(
+            f"precision {name!r} of an earlier run converted this {type(module).__name__} to {dtype}, and precision is "
+            f"{precision!r}",
+            expected=f"precision={name!r}, or a module in fp32",
+            do="call model.float() first: it does not bring back the bits that were rounded away",
+        )
 
 
 @contextlib.contextmanager
@@ -139,6 +160,10 @@ class MixedPrecision(_Autocast):
 
     _compute_dtype = torch.bfloat16
 
+    @hookimpl
+    def prepare_module(self, module: nn.Module) -> None:
+        _check_not_converted(module, "bf16-mixed")
+
 
 @define(eq=False, kw_only=True)
 class ScaledPrecision(_Autocast):
@@ -174,6 +199,7 @@ class ScaledPrecision(_Autocast):
 
     @hookimpl
     def prepare_module(self, module: nn.Module, run: RunContext) -> None:
+        _check_not_converted(module, "16-mixed")
         if run.stage == "train":
             _check_parameters(module)
         for number in list(self._clipped):  # an earlier fit ended between clipping and stepping
