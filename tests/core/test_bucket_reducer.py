@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from typing import Any
 
 import pytest
 import torch
+from attrs import define
 
 import stratagem as sg
 from stratagem.api.values import Bucket
@@ -77,6 +80,52 @@ def test_second_messages_wait_for_the_last_bucket():
     reduce(last)
 
     assert len(wire.sent) == 3
+
+
+class Once(sg.CommHook):
+    """Sends one message for each bucket, and says so; `twice` makes that wrong."""
+
+    single_message = True
+
+    def __init__(self, twice=False):
+        self.twice = twice
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        mean = yield bucket.buffer
+        if self.twice:
+            yield mean.clone()
+        return 2 * mean
+
+
+def test_a_hook_of_one_message_continues_before_the_last_bucket():
+    wire = Slow()
+    reduce = reducer(Once(), Once(), over=wire)
+    first, second = (reduce(bucket) for bucket in buckets(3)[:2])
+
+    wire.answer(1)
+
+    assert second.done()
+    assert second.wait().tolist() == [4.0] * 4
+    assert not first.done()
+
+
+def test_a_hook_of_several_messages_makes_those_of_its_stack_wait():
+    wire = Slow()
+    reduce = reducer(Once(), Twice(), over=wire)
+
+    average = reduce(buckets(2)[0])
+    wire.answer(0)
+
+    assert len(wire.sent) == 1
+    assert not average.done()
+
+
+def test_a_second_message_of_a_hook_that_declares_one_is_refused():
+    reduce = reducer(Once(twice=True), over=Collectives())
+
+    with pytest.raises(PluginError, match="'Once' declares single_message and sent a second message for bucket 0"):
+        reduce(Bucket(buffer=torch.ones(4))).wait()
 
 
 def test_a_wait_for_a_bucket_before_the_last_returns_it():
@@ -191,6 +240,55 @@ def test_the_order_of_hooks_is_checked(flag, stack, message, monkeypatch):
 
     with pytest.raises(ConfigError, match=message):
         sg.Run(strategy="ddp", comm_hook=[hook() for hook in stack], accelerator="cpu")
+
+
+# --- Overlap with backward ---------------------------------------------------------------------------------------
+
+
+class Deep(Net):
+    """Holds backward before its first layer, from the second step on, until the first bucket is averaged."""
+
+    def on_train_start(self):
+        self.events, self.averaged, self.steps = [], threading.Event(), 0
+        next(self.parameters()).register_hook(self._hold)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.averaged.clear()
+        self.events, self.steps = [], self.steps + 1
+
+    def _hold(self, gradient):
+        if self.steps > 1:  # in the first step DDP has one bucket
+            self.events.append("in time" if self.averaged.wait(20) else "too late")
+
+
+@define(eq=False, kw_only=True)
+class Traced(sg.CommHook):
+    single_message = True
+
+    module: Any = None
+
+    @sg.hookimpl
+    def prepare_module(self, module):
+        self.module = module
+
+    @sg.hookimpl
+    def reduce_bucket(self, bucket):
+        self.module.events.append(f"sent {bucket.index}")
+        average = yield bucket.buffer
+        self.module.averaged.set()
+        return average
+
+
+def _events(rank, world_size, hook):
+    module = Deep()
+    strategy = {"name": "ddp", "bucket_cap_mb": 0.002}
+    train(rank, world_size, lambda: module, joined_batches(2, 16), {"strategy": strategy, "comm_hook": [hook]})
+    return module.events
+
+
+def test_messages_are_sent_and_averaged_while_backward_computes():
+    for events in run_in_processes(_events, 2, Traced()):
+        assert events.index("sent 0") < events.index("in time") < events.index(events[-1])
 
 
 # --- Bytes -------------------------------------------------------------------------------------------------------

@@ -183,6 +183,9 @@ class CommHook(Plugin):
     outermost: ClassVar[bool] = False
     #: It calls collectives itself, not through the next hook: it must be the last hook.
     innermost: ClassVar[bool] = False
+    #: It yields exactly once for each bucket. It is then resumed while backward still computes, in another thread, for
+    #: several buckets at the same time.
+    single_message: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(requires={GRADIENT_BUCKETS})
 
     def statistics(self, run: Any) -> dict[str, float]:

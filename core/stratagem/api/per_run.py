@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,13 +26,21 @@ class PerRun(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._kept: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], T]] = weakref.WeakKeyDictionary()
+        self._making = threading.Lock()
 
     def of(self, run: RunContext) -> T:
         """Return the value for `run`, made on first use."""
         kept = self._kept.get(run)
         if kept is None or kept[0]() is not run.module:
-            kept = self._kept[run] = (_no_module if run.module is None else weakref.ref(run.module), self._make())
+            kept = self._made(run)
         return kept[1]
+
+    def _made(self, run: RunContext) -> tuple[Callable[[], Any], T]:
+        with self._making:  # hooks may be called by several threads
+            kept = self._kept.get(run)
+            if kept is None or kept[0]() is not run.module:
+                kept = self._kept[run] = (_no_module if run.module is None else weakref.ref(run.module), self._make())
+            return kept
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PerRun, (self._make,)

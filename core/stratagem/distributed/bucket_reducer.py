@@ -7,6 +7,9 @@ order in which the strategy passes the buckets, and what a hook sends *after a r
 the backward's last bucket is sent. From then on the buckets take turns, in the order in which they came: none continues
 before its predecessor has sent what it had to send, whatever is complete meanwhile.
 
+Hooks that send one message for each bucket (`CommHook.single_message`) send nothing after a result: a bucket whose
+hooks are all of this kind continues as soon as its message is complete, in a thread of the backend.
+
 Stock hooks that send again from a callback break this rule: with several buckets on gloo the ranks send in different
 orders, and the process aborts ("op.preamble.length <= op.nbytes", seen with torch 2.13).
 """
@@ -43,6 +46,8 @@ class HookStage:
     function: Callable[..., Any]
     #: The arguments that it names.
     arguments: Sequence[str]
+    #: Whether the hook sends one message for each bucket.
+    single_message: bool = False
 
 
 class BucketReducer:
@@ -51,6 +56,7 @@ class BucketReducer:
     def __init__(self, stages: Sequence[HookStage], collectives: Collectives, run: RunContext) -> None:
         self.stages, self.collectives, self.run = stages, collectives, run
         self.traffic = collectives.traffic
+        self._single_message = all(stage.single_message for stage in stages)
         #: The first error of a hook, for the strategy's caller: an engine may raise another one.
         self.failure: BaseException | None = None
         self._waiting: deque[_InFlightBucket] = deque()
@@ -63,6 +69,10 @@ class BucketReducer:
         in_flight.advance()
         if in_flight.pending is None:
             in_flight.complete()
+        elif self._single_message:
+            self._in_flight.add(in_flight)
+            # Also if it is complete: torch calls this on other streams, so that backward's does not wait.
+            in_flight.pending.add_done_callback(in_flight.conclude)
         else:
             self._in_flight.add(in_flight)
             self._waiting.append(in_flight)
@@ -147,6 +157,18 @@ class _InFlightBucket:
             self.pending = None
             self.reducer.failure = self.reducer.failure or error
             self._error = error
+
+    def conclude(self, _: object) -> None:
+        """Continue after the only message; an error is raised by the future of the average."""
+        self.resume()
+        if self.pending is not None:
+            names = ", ".join(repr(stage.name) for stage in self.reducer.stages)
+            self._error = PluginError(
+                f"comm_hook {names} declares single_message and sent a second message for bucket {self._first.index}",
+                expected="one message for each bucket", do="drop single_message, or the second message",
+            )  # fmt: skip
+            self.reducer.failure = self.reducer.failure or self._error
+        self.complete()
 
     def complete(self) -> None:
         """Set the result of the future."""

@@ -281,10 +281,12 @@ class Context(Choices):
 
         self.reducer_is_due = False
         implementations = {impl.plugin: impl for impl in self.hooks.hook.reduce_bucket.get_hookimpls()}
-        found = [(choice.name, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
+        found = [(choice, implementations[choice.plugin]) for choice in self.stack.comm_hooks]
         if not found:
             return None
-        stages = [HookStage(name, implementation.function, implementation.argnames) for name, implementation in found]
+        stages = [
+            HookStage(choice.name, hook.function, hook.argnames, choice.plugin.single_message) for choice, hook in found
+        ]
         reducer = BucketReducer(stages, self.peers if over is None else over, self)
         self.bucket_reducers.append(reducer)
         return reducer
