@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import os
 import pickle
@@ -30,6 +31,9 @@ from stratagem.comm_hooks import (
 )
 from stratagem.errors import ConfigError, StratagemError
 from stratagem_comm_hooks.error_feedback import Chunk, ErrorFeedback
+from stratagem_comm_hooks.int8 import Int8Codec
+from stratagem_comm_hooks.lossy import is_finite
+from stratagem_comm_hooks.one_bit import SignCodec
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import (
     Gan,
@@ -981,3 +985,66 @@ def test_nothing_is_lost_on_one_rank():
         run = sg.Run(strategy="ddp", comm_hook=hook, accelerator="cpu")
         result = run.context.bucket_reducer()(Bucket(buffer=torch.tensor([1.0, -0.1, 0.003]))).wait()
         assert result.tolist() == pytest.approx([1.0, -0.1, 0.003])
+
+
+# --- Arithmetic in pieces ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_values_that_are_not_finite_are_found_wherever_they_are(dtype):
+    values = torch.randn(1000, dtype=dtype)
+
+    assert is_finite(values)
+    assert is_finite(values[:0])
+    assert is_finite(torch.tensor([-1.0, 1.0], dtype=dtype) * torch.finfo(dtype).max), "no sum of them is taken"
+    for place, bad in itertools.product((0, 17, 999), (math.nan, math.inf, -math.inf)):
+        broken = values.clone()
+        broken[place] = bad
+        assert not is_finite(broken)
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(), SignCodec(1024), SignCodec(24), SignCodec(1 << 18)], ids=repr)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_long_row_is_encoded_and_decoded_like_a_short_one(codec, num_rows):
+    """On a CPU both work in pieces that fit the cache; the last piece and the last block are shorter."""
+    length = 300_008
+    rows = torch.randn(num_rows, length)
+    sizes = torch.tensor([length] * (num_rows - 1) + [length - 5])
+    rows[-1, -5:] = 0.0
+
+    residual = rows.clone()
+    codes = codec.encode(residual, sizes)
+    decoded = torch.cat([part for _, part in codec.decode(codes, rows.dtype)], 1)
+
+    assert torch.equal(decoded, _decoded_at_once(codec, rows, sizes))
+    assert torch.equal(residual, rows - decoded)
+
+
+def _decoded_at_once(codec, rows, sizes):
+    if isinstance(codec, Int8Codec):
+        scales = rows.abs().amax(1, keepdim=True) / 127
+        return (rows / scales).round() * scales
+    blocks = [rows[:, start : start + codec.block_size] for start in range(0, rows.shape[1], codec.block_size)]
+    counts = [(sizes - start).clamp(max=codec.block_size) for start in range(0, rows.shape[1], codec.block_size)]
+    means = [block.abs().sum(1) / count for block, count in zip(blocks, counts, strict=True)]
+    means = torch.cat([m[:, None].expand_as(block) for m, block in zip(means, blocks, strict=True)], 1)
+    return torch.where(rows >= 0, means, -means)
+
+
+def test_residuals_are_added_in_place_while_the_buckets_stay_the_same():
+    feedback, finite = ErrorFeedback(), torch.tensor(True)
+    bucket = Bucket(buffer=torch.tensor([1.0, 2.0, 3.0]))
+    layout = [("a", 2), ("b", 1)]
+
+    values = feedback.take(bucket, layout, 4)
+    assert values.tolist() == [1.0, 2.0, 3.0, 0.0]
+    values[3] = 7.0  # a codec leaves anything in the padding
+    feedback.keep(values, layout, finite)
+    again = feedback.take(bucket, layout, 4)
+    assert again.data_ptr() == values.data_ptr()
+    assert again.tolist() == [2.0, 4.0, 6.0, 0.0]
+
+    feedback.keep(again, layout, finite)
+    other = feedback.take(Bucket(buffer=torch.tensor([1.0])), [("a", 1)])
+    assert other.tolist() == [1.0], "a parameter of another size: its residual is dropped"
+    assert feedback.take(Bucket(buffer=torch.tensor([1.0, 1.0])), [("b", 1), ("c", 1)]).tolist() == [7.0, 1.0]

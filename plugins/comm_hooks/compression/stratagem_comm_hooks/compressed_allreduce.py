@@ -8,13 +8,12 @@ encoded.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import torch
 from attrs import define, frozen
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from stratagem.api import Bucket, Collectives
 from stratagem_comm_hooks.error_feedback import Chunk, ErrorFeedback, Layout, as_real
@@ -22,6 +21,9 @@ from stratagem_comm_hooks.feedback_hook import FeedbackHook
 
 if TYPE_CHECKING:
     from stratagem.api import RunContext
+
+#: Elements of a temporary tensor on a CPU: 512 KiB in fp32.
+_PIECE: Final = 1 << 17
 
 
 class Codec(Protocol):
@@ -31,10 +33,20 @@ class Codec(Protocol):
     multiple: ClassVar[int]
 
     def encode(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return uint8 of shape ``(rows, length)``. `sizes`: elements of each row; what follows is zero padding."""
+        """Return uint8 of shape ``(rows, length)``, and leave in `rows` what they lack.
 
-    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the decoded rows; a row that was not finite when encoded is not finite."""
+        `sizes`: elements of each row; what follows is zero padding.
+        """
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield consecutive columns of the decoded rows; a row that was not finite when encoded is not finite."""
+
+
+def pieces(num_rows: int, length: int, multiple: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices of a row, to compute in: on a CPU so short that all rows' temporary values stay in its cache."""
+    step = max(1, _PIECE // (num_rows * multiple)) * multiple if device.type == "cpu" else length
+    for start in range(0, length, step or 1):
+        yield slice(start, min(start + step, length))
 
 
 @frozen
@@ -85,25 +97,28 @@ def _average(
 ) -> Generator[Any, Any, tuple[Layout, Tensor, Chunk]]:
     """Average `bucket` over the ranks in place; return its layout, its residual and that of this rank's chunk."""
     ranks, rank = collectives.world_size, collectives.rank
-    layout = feedback.layout(bucket, slot, run)
-    values = feedback.take(bucket, layout)
-    chunks = Chunks.of(values.numel(), ranks, codec.multiple)
-    sizes = chunks.sizes(values.device)
+    layout, buffer = feedback.layout(bucket, slot, run), as_real(bucket.buffer)
+    chunks = Chunks.of(buffer.numel(), ranks, codec.multiple)
+    sizes = chunks.sizes(buffer.device)
 
-    rows = F.pad(values, (0, ranks * chunks.length - values.numel())).view(ranks, chunks.length)
-    codes = codec.encode(rows, sizes)
-    residual = (rows - codec.decode(codes, rows.dtype)).view(-1)[: values.numel()]
+    values = feedback.take(bucket, layout, ranks * chunks.length)
+    codes = codec.encode(values.view(ranks, chunks.length), sizes)
     codes = (yield collectives.all_to_all_async(codes.view(-1))).view(ranks, -1)
 
-    mine = codec.decode(codes, rows.dtype).mean(0)[: chunks.size(rank)]
+    padded = values.new_empty(chunks.length)
+    for part, decoded in codec.decode(codes, values.dtype):
+        torch.mean(decoded, 0, out=padded[part])
+    mine = padded[: chunks.size(rank)]
     mine += feedback.take_chunk(slot, layout, chunks.start(rank), mine)
-    padded = F.pad(mine, (0, chunks.length - mine.numel())).view(1, -1)
-    codes = codec.encode(padded, sizes[rank : rank + 1])
-    chunk_residual = mine - codec.decode(codes, rows.dtype)[0, : mine.numel()]
+    padded[chunks.size(rank) :] = 0.0
+    codes = codec.encode(padded.view(1, -1), sizes[rank : rank + 1])
     codes = (yield collectives.all_gather_async(codes.view(-1))).view(ranks, -1)
 
-    as_real(bucket.buffer).copy_(codec.decode(codes, rows.dtype).view(-1)[: values.numel()])
-    return layout, residual, Chunk(layout, chunks.start(rank), ranks, chunk_residual)
+    for part, decoded in codec.decode(codes, values.dtype):
+        for number, row in enumerate(decoded):
+            target = buffer[number * chunks.length :][part]  # shorter at the end of the buffer
+            target.copy_(row[: len(target)])
+    return layout, values, Chunk(layout, chunks.start(rank), ranks, mine)
 
 
 def leading_values(codes: Tensor, dtype: torch.dtype, count: int = 1) -> Tensor:

@@ -64,6 +64,8 @@ class ErrorFeedback:
     _messages: Counter[int] = field(factory=Counter)
     #: Names of parameters, by id.
     _names: dict[int, str] = field(factory=dict)
+    #: By the key of the first part: the tensor that the residuals of a bucket are views of, in which `take` adds.
+    _joined: dict[str, Tensor] = field(init=False, factory=dict)
 
     def begin(self) -> None:
         """Count messages from 0: a forward begins."""
@@ -91,20 +93,49 @@ class ErrorFeedback:
 
     # --- Residuals -----------------------------------------------------------------------------------------------
 
-    def take(self, bucket: Bucket, layout: Layout) -> Tensor:
-        """Return the bucket plus its residuals, which are removed here: a new tensor in fp32 or fp64."""
-        values = as_real(bucket.buffer)
-        values = values.to(compute_dtype(values.dtype), copy=True)
+    def take(self, bucket: Bucket, layout: Layout, length: int | None = None) -> Tensor:
+        """Return the bucket plus its residuals, which are removed here, then zeros up to `length`, in fp32 or fp64.
+
+        The caller owns the tensor; it may pass it to `keep`, which saves the next step an allocation.
+        """
+        gradients = as_real(bucket.buffer)
+        count = gradients.numel()
         residuals = [self.residuals.pop(key, None) for key, _ in layout]
-        if any(residual is not None for residual in residuals):
-            parts = zip(residuals, layout, strict=True)
-            values += torch.cat([_of_size(residual, size, values) for residual, (_, size) in parts])
+        values = self._take_joined(residuals, layout)
+        if values is not None and len(values) == (length or count) and values.dtype == compute_dtype(gradients.dtype):
+            values[:count] += gradients
+        else:
+            values = gradients.new_empty(length or count, dtype=compute_dtype(gradients.dtype))
+            values[:count] = gradients
+            if any(residual is not None for residual in residuals):
+                self._joined.clear()  # the layout has changed: others may be outdated, too
+                parts = zip(residuals, layout, strict=True)
+                values[:count] += torch.cat([_of_size(residual, size, values) for residual, (_, size) in parts])
+        values[count:] = 0.0
         return values
 
+    def _take_joined(self, residuals: list[Tensor | None], layout: Layout) -> Tensor | None:
+        """Return the tensor that `residuals`, those of `layout`, are consecutive views of; None if they are not."""
+        joined = self._joined.pop(layout[0][0], None) if layout else None
+        if joined is None:
+            return None
+        address = joined.data_ptr()
+        for residual, (_, size) in zip(residuals, layout, strict=True):
+            if residual is None or residual.numel() != size or (size and residual.data_ptr() != address):
+                return None
+            address += size * joined.itemsize
+        return joined
+
     def keep(self, residual: Tensor, layout: Layout, finite: Tensor) -> None:
-        """Keep `residual` (this object owns it from now on), or zeros if the average was not `finite`."""
-        residual.masked_fill_(~finite, 0.0)
-        for (key, size), part in zip(layout, residual.split([size for _, size in layout]), strict=True):
+        """Keep `residual` (this object owns it from now on), or zeros if the average was not `finite`.
+
+        What follows the last part of `layout` is ignored.
+        """
+        fill_unless(finite, residual, 0.0)
+        if layout:
+            self._joined[layout[0][0]] = residual
+        sizes = [size for _, size in layout]
+        for (key, size), part in zip(layout, residual[: sum(sizes)].split(sizes), strict=True):
             # There is one already if a layout was given up meanwhile.
             self.residuals[key] = part + _of_size(self.residuals[key], size, part) if key in self.residuals else part
 
@@ -120,7 +151,7 @@ class ErrorFeedback:
 
     def keep_chunk(self, slot: str, chunk: Chunk, finite: Tensor) -> None:
         """Keep the residual of `chunk`, or zeros if the average was not `finite`."""
-        chunk.residual.masked_fill_(~finite, 0.0)
+        fill_unless(finite, chunk.residual, 0.0)
         self.chunks[slot] = chunk
 
     def merge_chunks(self) -> None:
@@ -141,7 +172,7 @@ class ErrorFeedback:
 
     def clear(self) -> None:
         """Drop all residuals: they include gradients of a step that was skipped."""
-        self.residuals, self.chunks = {}, {}
+        self.residuals, self.chunks, self._joined = {}, {}, {}
 
     def drop(self, bad: Tensor) -> None:
         """Zero all residuals if `bad`, on the device, is 1 rather than 0: as `clear`, without synchronizing."""
@@ -220,6 +251,14 @@ def as_real(tensor: Tensor) -> Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fill_unless(finite: Tensor, tensor: Tensor, value: float) -> None:
+    """Fill `tensor` with `value` unless `finite`, a 0-d tensor, is true; without waiting for a device."""
+    if finite.device.type != "cpu":
+        tensor.masked_fill_(~finite, value)
+    elif not finite:
+        tensor.fill_(value)
 
 
 def _of_size(residual: Tensor | None, size: int, like: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from attrs import define
 from torch import Tensor
 
 from stratagem.api import hookimpl
-from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, leading_values
+from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, leading_values, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
     from stratagem.api import Bucket, Collectives, RunContext
 
@@ -44,10 +44,21 @@ class Int8Codec:
     multiple: ClassVar[int] = 1
 
     def encode(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        scales = rows.abs().amax(1, keepdim=True) / _MAX  # (rows, 1); nan or inf if an element is
-        integers = (rows / scales.masked_fill(scales == 0, 1.0)).round_().clamp_(-_MAX, _MAX)
-        return torch.cat([scales.view(torch.uint8), integers.to(torch.int8).view(torch.uint8)], 1)
+        parts = list(pieces(len(rows), rows.shape[1], self.multiple, rows.device))
+        largest = torch.stack([rows[:, part].abs().amax(1) for part in parts]).amax(0)  # nan or inf if an element is
+        scales = largest.view(-1, 1) / _MAX
+        divisors = scales.masked_fill(scales == 0, 1.0)
+        codes = torch.empty(len(rows), rows.itemsize + rows.shape[1], dtype=torch.uint8, device=rows.device)
+        codes[:, : rows.itemsize] = scales.view(torch.uint8)
+        integers = codes[:, rows.itemsize :].view(torch.int8)
+        for part in parts:
+            rounded = (rows[:, part] / divisors).round_().clamp_(-_MAX, _MAX)
+            integers[:, part] = rounded
+            rows[:, part] -= rounded.mul_(scales)
+        return codes
 
-    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        # Zero times an infinite scale is nan: if one element of a row is not finite, none of the decoded row is.
-        return codes[:, dtype.itemsize :].view(torch.int8) * leading_values(codes, dtype)
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        integers, scales = codes[:, dtype.itemsize :].view(torch.int8), leading_values(codes, dtype)
+        for part in pieces(len(integers), integers.shape[1], self.multiple, codes.device):
+            # Zero times an infinite scale is nan: if one element of a row is not finite, none of the decoded row is.
+            yield part, integers[:, part].to(dtype).mul_(scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,13 +35,16 @@ class FiniteChecks:
     warned: bool = False
     #: Whether the device skipped the latest steps; copies to the host that may not be complete.
     pending: list[Readback] = field(factory=list)
+    #: Buckets may be checked by several threads.
+    _lock: threading.Lock = field(init=False, factory=threading.Lock, repr=False)
 
     def check(self, average: Tensor) -> Tensor:
         """Return whether `average` is finite, as a 0-d tensor, and record it for `result`."""
         finite = is_finite(average)
-        if self.was_read:
-            self.finite, self.was_read = [], False
-        self.finite.append(finite)
+        with self._lock:
+            if self.was_read:
+                self.finite, self.was_read = [], False
+            self.finite.append(finite)
         return finite
 
     def result(self) -> Tensor | None:
@@ -194,4 +198,5 @@ def is_finite(tensor: Tensor) -> Tensor:
     """Return whether all of `tensor` is finite, as a 0-d tensor: one pass, no synchronization."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))
+    low, high = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)  # nan if an element is
+    return torch.isfinite(low) & torch.isfinite(high)

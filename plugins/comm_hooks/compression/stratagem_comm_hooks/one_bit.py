@@ -12,10 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 from stratagem.api import hookimpl
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, leading_values
+from stratagem_comm_hooks.compressed_allreduce import CompressedAllReduceHook, leading_values, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
     from stratagem.api import Bucket, Collectives, RunContext
 
@@ -65,22 +65,49 @@ class SignCodec:
 
     def encode(self, rows: Tensor, sizes: Tensor) -> Tensor:
         count, length = rows.shape
-        blocks = F.pad(rows, (0, -length % self.block_size)).view(count, -1, self.block_size)
-        starts = torch.arange(blocks.shape[1], device=rows.device) * self.block_size
+        starts = torch.arange(0, length, self.block_size, device=rows.device)
         counts = (sizes.view(-1, 1) - starts).clamp(1, self.block_size)
-        means = (blocks.abs().sum(-1) / counts).to(rows.dtype)  # nan or inf if an element is
-        bits = (rows >= 0).view(count, -1, 8)
-        packed = (bits * _bit_values(rows.device)).sum(-1, dtype=torch.uint8)
+        means, signs = rows.new_empty(counts.shape), _signs(rows.dtype, rows.device)
+        packed = torch.empty(count, length // 8, dtype=torch.uint8, device=rows.device)
+        for part in pieces(count, length, self.block_size, rows.device):
+            values, blocks, octets = rows[:, part], self._blocks(part), _octets(part)
+            whole = F.pad(values, (0, -values.shape[1] % self.block_size)).abs().view(count, -1, self.block_size)
+            means[:, blocks] = whole.sum(-1) / counts[:, blocks]  # nan or inf if an element is
+            packed[:, octets] = _pack(values >= 0)
+            values -= self._scaled(signs, packed[:, octets], means[:, blocks])
         return torch.cat([means.view(torch.uint8), packed], 1)
 
-    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         num_blocks = -(-codes.shape[1] // (dtype.itemsize + self.block_size // 8))  # the last one may be shorter
-        means = leading_values(codes, dtype, num_blocks).repeat_interleave(self.block_size, 1)
-        bits = (codes[:, num_blocks * dtype.itemsize :, None] & _bit_values(codes.device)).bool().flatten(1)
-        means = means[:, : bits.shape[1]]
-        return torch.where(bits, means, -means)
+        means, packed = leading_values(codes, dtype, num_blocks), codes[:, num_blocks * dtype.itemsize :]
+        signs = _signs(dtype, codes.device)
+        for part in pieces(len(codes), packed.shape[1] * 8, self.block_size, codes.device):
+            yield part, self._scaled(signs, packed[:, _octets(part)], means[:, self._blocks(part)])
+
+    def _blocks(self, part: slice) -> slice:
+        return slice(part.start // self.block_size, -(-part.stop // self.block_size))
+
+    def _scaled(self, signs: Tensor, packed: Tensor, means: Tensor) -> Tensor:
+        """Return the `means` of blocks, with the sign of each element."""
+        values = signs.index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
+        if values.shape[1] % self.block_size == 0:
+            values.view(*means.shape, self.block_size).mul_(means[..., None])
+            return values
+        return values.mul_(means.repeat_interleave(self.block_size, 1)[:, : values.shape[1]])
 
 
-def _bit_values(device: torch.device) -> Tensor:
+def _octets(part: slice) -> slice:
+    return slice(part.start // 8, part.stop // 8)
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Return uint8 that hold eight `bits` each, the first one in the lowest bit."""
+    # Little-endian: byte i of a number is element i; the product has bit 0 of all bytes, in order, in its last byte.
+    return (bits.contiguous().view(torch.int64) * 0x0102040810204080).view(torch.uint8)[:, 7::8]
+
+
+def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1.0 and -1.0 for the eight bits of each byte: (256, 8)."""
     # Computed on the device: a copy of a list would make the host wait.
-    return 1 << torch.arange(8, dtype=torch.uint8, device=device)  # 1, 2, 4 ... 128
+    byte, bit = torch.arange(256, device=device).view(-1, 1), torch.arange(8, device=device)
+    return ((byte >> bit) & 1).to(dtype) * 2 - 1

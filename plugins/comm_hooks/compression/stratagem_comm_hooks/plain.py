@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class AllReduce(CommHook):
     """Average gradients uncompressed, as without a hook."""
 
+    single_message = True
+
     @hookimpl
     def reduce_bucket(self, bucket: Bucket) -> Generator[Any, Any, Tensor]:
         average: Tensor = yield bucket.buffer

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from stratagem.api import Bucket, hookimpl
 from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_comm_hooks.error_feedback import Layout, as_real
+from stratagem_comm_hooks.error_feedback import Layout, as_real, fill_unless
 from stratagem_comm_hooks.feedback_hook import FeedbackHook
 from stratagem_comm_hooks.lossy import is_finite
 
@@ -128,24 +127,26 @@ class _PowerIteration(FeedbackHook):
             self.check(average, run)
             return average
 
-        buffer, values = as_real(bucket.buffer), feedback.take(bucket, layout)
-        count, end = values.numel(), matrices[-1].end if matrices else 0
-        values = F.pad(values, (0, max(0, end - count)))
+        buffer = as_real(bucket.buffer)
+        count, end = buffer.numel(), matrices[-1].end if matrices else 0
+        values = feedback.take(bucket, layout, max(count, end))
+        fits = (len(values), values.dtype) == (count, buffer.dtype)
+        average = buffer if fits else torch.empty_like(values)
         before = [self._start(each, values, run) for each in matrices]
-        average, after = yield from self._average(values, matrices, before, buffer.dtype)
-        buffer.copy_(average[:count])
+        after = yield from self._average(values, average, matrices, before, buffer.dtype)
+        if not fits:
+            buffer.copy_(average[:count])
         finite = self.check(bucket.buffer, run)
         if self.use_error_feedback:
-            feedback.keep(values[:count], layout, finite)
+            feedback.keep(values, layout, finite)
         if self.warm_start:
             self._remember(matrices, before, after, finite, run)
         return bucket.buffer
 
     def _average(
-        self, values: Tensor, matrices: list[Matrix], qs: list[Tensor], dtype: torch.dtype
-    ) -> Generator[Tensor, Tensor, tuple[Tensor, list[Tensor]]]:
-        """Return the average of `values` and the new Q; leave the residual in `values`."""
-        average = torch.empty_like(values)
+        self, values: Tensor, average: Tensor, matrices: list[Matrix], qs: list[Tensor], dtype: torch.dtype
+    ) -> Generator[Tensor, Tensor, list[Tensor]]:
+        """Write the average of `values` to `average`, leave the residual in `values`, and return the new Q."""
         whole = _outside(matrices, values.numel())
         ms = [each.within(values) for each in matrices]
         pieces = [values[part] for part in whole] + [m @ q for m, q in zip(ms, qs, strict=True)]
@@ -158,15 +159,16 @@ class _PowerIteration(FeedbackHook):
             ps = [orthonormal(p, self.orthogonalization_epsilon) for p in pieces[len(whole) :]]
             qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
             message = _joined(qs, dtype)
-            for m, p, q in zip(ms, ps, _split(message, qs), strict=True):
-                m -= p @ q.T
+            for each, m, p, q in zip(matrices, ms, ps, _split(message, qs), strict=True):
+                m -= torch.matmul(p, q.T, out=each.within(average))
             reply = yield message
             finite &= is_finite(reply)
             qs = _split(reply, qs)
             for each, p, q in zip(matrices, ps, qs, strict=True):
                 torch.matmul(p, q.T, out=each.within(average))
         # A factor with nan or inf may leave some elements of the product finite: make all of them nan.
-        return average.masked_fill_(~finite, float("nan")), qs
+        fill_unless(finite, average, float("nan"))
+        return qs
 
     def _shrinks(self, matrix: Matrix) -> bool:
         assert self.rank is not None, "the constructor sets it"

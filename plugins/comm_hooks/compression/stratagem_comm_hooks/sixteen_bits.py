@@ -22,17 +22,19 @@ class _Compress(LossyHook):
     """Cast to `dtype`, average, cast back."""
 
     dtype: ClassVar[torch.dtype]
+    single_message = True
     capabilities = Capabilities(requires={GRADIENT_BUCKETS}, conflicts={SIXTEEN_BIT_GRADIENTS})
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket, run: RunContext) -> Generator[Any, Any, torch.Tensor]:
         average = bucket.buffer
         if average.dtype.itemsize <= self.dtype.itemsize:
-            average = yield average  # nothing to gain
+            reply = average = yield average  # nothing to gain
         else:
             values = as_real(average)
-            values.copy_((yield values.to(self.dtype)))
-        self.check(average, run)
+            reply = yield values.to(self.dtype)
+            values.copy_(reply)
+        self.check(reply, run)  # half the bytes, and finite exactly if the copy is
         return average
 
 

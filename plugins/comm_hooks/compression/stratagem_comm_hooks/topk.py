@@ -33,6 +33,7 @@ class TopK(FeedbackHook):
     ratio: float = field(default=0.01, validator=[more_than(0), between(0, 1)])
 
     innermost = True
+    single_message = True
 
     @hookimpl
     def reduce_bucket(self, bucket: Bucket, collectives: Collectives, run: RunContext) -> Generator[Any, Any, Tensor]:
@@ -47,11 +48,13 @@ class TopK(FeedbackHook):
         gradients[indices] -= values.to(gradients.dtype)
         received = yield collectives.all_gather_async(_pack(values, indices))
 
-        total = torch.zeros_like(gradients)
+        total = buffer.zero_() if buffer.dtype == gradients.dtype else torch.zeros_like(gradients)
         for codes in received.view(collectives.world_size, -1):  # in rank order: the same bits everywhere
             values, indices = _unpack(codes, buffer.dtype)
             total.index_add_(0, indices, values.to(total.dtype))
-        buffer.copy_(total.div_(collectives.world_size))
+        total.div_(collectives.world_size)
+        if total is not buffer:
+            buffer.copy_(total)
         feedback.keep(gradients, layout, self.check(bucket.buffer, run))
         return bucket.buffer
 
