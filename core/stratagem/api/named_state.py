@@ -11,8 +11,10 @@ so that any strategy at any world size can read what any other wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from stratagem.errors import CheckpointError
 
@@ -41,16 +43,36 @@ def logical_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str
 def physical_optimizer_state(logical: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return `logical` in the form that ``optimizer.load_state_dict`` accepts.
 
+    Its tensors have memory of their own, since an optimizer keeps them and those of `logical` may be mapped from a
+    file. Entries are taken out of ``logical["state"]``, so that each is freed once it is copied.
+
     Raises:
         CheckpointError: the state belongs to other parameters or other groups.
     """
     names = _names_in_order(optimizer, module)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     check_optimizer_state(logical, names, sizes)
     numbers = {name: number for number, name in enumerate(names)}
     groups = physical_groups(logical, numbers)
-    state = {numbers[name]: entry for name, entry in logical["state"].items()}
+    state = {
+        numbers[name]: {key: _own(value, parameters[numbers[name]]) for key, value in entry.items()}
+        for name, entry in taken_out(logical["state"])
+    }
     return {"state": state, "param_groups": groups}
+
+
+def taken_out(entries: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a dict and remove them from it, so that each is freed once the caller has used it."""
+    for key in list(entries):
+        yield key, entries.pop(key)
+
+
+def _own(value: Any, parameter: Any) -> Any:
+    """Return a copy of a tensor that the optimizer would keep; on another device it makes its own copy."""
+    if isinstance(value, torch.Tensor) and value.device == parameter.device:
+        return value.clone()
+    return value
 
 
 def check_optimizer_state(logical: dict[str, Any], names: list[str], sizes: list[int]) -> None:

@@ -12,6 +12,7 @@ import torch
 from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
 from stratagem.checkpoint.files import STATE_VERSION, check_version
+from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
 from stratagem.checkpoint.trained_part import check_names, check_values
 from stratagem.errors import CheckpointError
@@ -58,7 +59,8 @@ def load(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     state = read_checkpoint(run, as_path(path))
     load_model(run, state["state_dict"], module, strict, path, state.get("frozen"))
-    load_optimizers(run, state.get("optimizers", []), optimizers, module, state["state_dict"], path)
+    state["state_dict"] = outlines(state["state_dict"])
+    load_optimizers(run, list(state.pop("optimizers", [])), optimizers, module, state["state_dict"], path)
     identity.restore(run.stack, state.get("callbacks", {}) | state.get("plugins", {}))
     if run.is_global_zero:
         warn_of_differences(run.stack, state)
@@ -104,7 +106,15 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     else:
         state = read_with(format_named(other), path, run)
     check_version(state, path)
-    return state
+    return with_own_memory(state)
+
+
+def outlines(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `weights` without values, so that those can be freed: for checks of shapes and dtypes."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+    }
 
 
 def load_model(
@@ -123,6 +133,7 @@ def load_model(
     if frozen is not None:
         _check_frozen(run, state, frozen, module, strict, path)
         strict = False
+    state = with_own_extras(state, module)
     with applying(f"{path}: state_dict"):
         run.ask("load_model_state", state=state, module=module, strict=strict)
 
@@ -150,11 +161,19 @@ def _check_frozen(
 def load_optimizers(run: StatefulRun, states: list[dict[str, Any]], optimizers: list[Optimizer], module: nn.Module,
     weights: Mapping[str, Any] | None = None, path: Any = "the checkpoint",
 ) -> None:  # fmt: skip
-    """Load logical `states` into `optimizers`, one each; `weights` are those of the same checkpoint, `path`."""
+    """Load logical `states` into `optimizers`, one each, and empty `states`, so that they are freed as they are used.
+
+    Args:
+        weights: those of the same checkpoint, `path`; only their shapes and dtypes are used.
+    """
     check_optimizers(states, optimizers, weights, path)
-    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+    states.reverse()
+    for number, optimizer in enumerate(optimizers[: len(states)]):
         where = f"{path}: optimizers[{number}]"
-        filled = _with_new_options(run, state, optimizer, where) if _is_logical(state) else state
+        filled = states.pop()
+        if _is_logical(filled):
+            filled = _with_new_options(run, filled, optimizer, where)
+            filled["state"] = dict(filled["state"])  # what answers the hook may take entries out of it
         with applying(where):
             run.ask("load_optimizer_state", state=filled, optimizer=optimizer, module=module)
 

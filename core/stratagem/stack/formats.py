@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.api.paths import as_path, refusals
 from stratagem.checkpoint.files import STAGED, check_version
+from stratagem.checkpoint.own_memory import with_own_memory
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, PluginError
 
@@ -73,7 +74,7 @@ def read_any(path: str | Path, trust: bool = False) -> dict[str, Any]:
     else:
         state = read_with(checkpoint_format, path, SingleProcessRun())
     check_version(state, path)
-    return state
+    return with_own_memory(state)
 
 
 def check_is_not_folder(path: Path) -> None:

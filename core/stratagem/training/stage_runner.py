@@ -133,6 +133,7 @@ class StageRunner:
         state.train_batches, state.use_loader = train_batches, self.use_loader
         if resumed is not None:
             trainer_state.restore(state, resumed, self.read_from)
+            resumed.clear()  # what is left of it would stay in memory as long as training
             if self.settings.enable_progress_bar and not self.settings.barebones:
                 where = f"epoch {state.position.epoch}, step {state.position.global_step}"
                 run.print(f"resumed from {self.read_from} ({where})", flush=True)
@@ -304,6 +305,7 @@ class StageRunner:
         if checkpoint is not None:
             strict, frozen = self.module.strict_loading, checkpoint.get("frozen")
             state_io.load_model(run, checkpoint["state_dict"], self.module, strict, self.read_from, frozen)
+            checkpoint.clear()
         loaders = self.loaders.of_stage()
         word, limits = self.loaders.limits(loaders)
         setattr(state, f"num_{word}_batches", limits)
@@ -321,7 +323,7 @@ class StageRunner:
         self.state.events.emit("on_load_checkpoint", checkpoint=state)
         if "datamodule" in state and overrides(self.request.datamodule, "load_state_dict", DataModule):
             self.request.datamodule.load_state_dict(state["datamodule"])
-        return state
+        return dict(state)  # it is emptied while it is applied, and a callback may have kept the other
 
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         request, fit = self.request, self.state

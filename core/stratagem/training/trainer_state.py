@@ -121,6 +121,8 @@ def dump_optimizers(fit: FitState) -> dict[str, Any]:
 def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") -> None:
     """Apply `state`, which `path` holds. With weights only, training begins at step 0. Collective.
 
+    Weights and states of optimizers are taken out of `state`, so that each is freed once it is applied.
+
     Raises:
         CheckpointError: something in it is not what a run like this one saves; on all ranks.
     """
@@ -136,6 +138,7 @@ def restore(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") 
     if resumes:
         together(run.collectives, lambda: _check(fit, state, path))
     state_io.load_model(run, state["state_dict"], fit.module, fit.module.strict_loading, path, state.get("frozen"))
+    state["state_dict"] = state_io.outlines(state["state_dict"])
     if "loop" in state and not resumes and run.is_global_zero:
         warnings.warn(
             "no optimizer comes with the checkpoint: its weights are taken, and training begins at step 0", stacklevel=2
@@ -253,10 +256,10 @@ def _check_optimizers(fit: FitState, state: dict[str, Any], path: Any) -> None:
 
 
 def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the checkpoint") -> None:
-    """Apply the states of optimizers and schedulers."""
+    """Apply the states of optimizers and schedulers; those of optimizers are taken out of `state`."""
     _check_optimizers(fit, state, path)
-    weights = state.get("state_dict")
-    state_io.load_optimizers(fit.run, state["optimizers"], fit.run.optimizers, fit.module, weights, path)
+    weights, optimizers = state.get("state_dict"), list(state.pop("optimizers"))
+    state_io.load_optimizers(fit.run, optimizers, fit.run.optimizers, fit.module, weights, path)
     for number, (config, scheduler) in enumerate(zip(fit.lr_scheduler_configs, state["lr_schedulers"], strict=True)):
         with applying(f"{path}: lr_schedulers[{number}]"):
             config.scheduler.load_state_dict(scheduler)
@@ -264,7 +267,7 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
 
 def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
     """Apply what the workers of an earlier fit of this module sent back. Collective."""
-    restore_optimizers(fit, worker_state)
+    restore_optimizers(fit, dict(worker_state))
     identity.restore(
         fit.run.stack, worker_state.get("plugins", {})
     )  # if this process trained, its plugins have their state

@@ -16,6 +16,7 @@ from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
+from stratagem.checkpoint.mapped_file import mapped_storages
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -106,12 +107,12 @@ def _is_of_torch(path: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     verify_file(path, xxhash.xxh3_128)
-    source: Any = path
-    if is_remote(path):
-        with refusals(path, "read"):
-            source = io.BytesIO(path.read_bytes())
     try:
-        state = torch.load(source, map_location="cpu", weights_only=True)
+        state = _mapped(path)
+        if state is None:
+            state = torch.load(_source(path), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint ({_first_line(error)})",
@@ -125,6 +126,61 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(state).__name__} without a model", expected='a dict with a "state_dict"'
         )
     return state
+
+
+def _source(path: Path) -> Any:
+    if not is_remote(path):
+        return path
+    with refusals(path, "read"):
+        return io.BytesIO(path.read_bytes())
+
+
+def _mapped(path: Path) -> Any:
+    """Return the content of a file of `torch.save` with its tensors mapped; None if this one cannot be mapped.
+
+    torch maps the file as a whole, which would stay in memory until the last tensor is gone. So its storages, which
+    are not read here, are replaced by those of `mapped_storages`, which has a mapping for every few of them.
+    """
+    parts = [] if is_remote(path) else _records(path)
+    if not parts:
+        return None
+    storages, bases = mapped_storages(path, parts), set()
+    left = iter(zip(parts, storages, strict=True))
+
+    def replaced(storage: Any, _: str) -> Any:
+        (offset, size), own = next(left, ((-1, -1), storage))
+        if size != storage.nbytes():
+            raise _OtherOrder
+        if size:
+            bases.add(storage.data_ptr() - offset)
+        return own
+
+    try:
+        state = torch.load(path, map_location=replaced, weights_only=True, mmap=True)
+    except _OtherOrder:
+        return None
+    return state if len(bases) <= 1 else None
+
+
+class _OtherOrder(Exception):
+    """The storages of a file are not in the order of their numbers."""
+
+
+def _records(path: Path) -> list[tuple[int, int]]:
+    """Return offset and size of each storage in a file of `torch.save`, by number; [] if it is in another form."""
+    if not zipfile.is_zipfile(path):
+        return []
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        found: dict[int, tuple[int, int]] = {}
+        for info in archive.infolist():
+            folder, _, number = info.filename.rpartition("/data/")
+            if not (folder and number.isdecimal() and info.compress_type == zipfile.ZIP_STORED):
+                continue
+            file.seek(info.header_offset)
+            header = file.read(30)
+            name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+            found[int(number)] = (info.header_offset + 30 + name + extra, info.file_size)
+    return [found[number] for number in range(len(found))] if set(found) == set(range(len(found))) else []
 
 
 def _first_line(error: Exception) -> str:

@@ -7,22 +7,25 @@ other state. Format: https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import torch
 import xxhash
 from attrs import define, field
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 
 from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, refusals
 from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.checkpoint.files import publish_file, remove_file, verify_file
+from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,10 +42,7 @@ _MAX_HEADER = 100_000_000
 
 @define(eq=False, kw_only=True)
 class SafetensorsCheckpoint(CheckpointFormat):
-    """Write one file on rank 0, which other libraries open; all ranks read it.
-
-    While it is written, its content is in memory twice.
-    """
+    """Write one file on rank 0, which other libraries open; all ranks read it."""
 
     #: Write in the background: training waits only until the state is copied.
     async_save: bool = False
@@ -67,7 +67,7 @@ class SafetensorsCheckpoint(CheckpointFormat):
             error = None
             if content is not None:
                 try:
-                    publish_file(path, lambda file: file.write(content.serialized()), xxhash.xxh3_128)
+                    publish_file(path, content.write, xxhash.xxh3_128)
                 except CheckpointError as caught:
                     error = caught
             collectives.fail_together(error)
@@ -130,15 +130,55 @@ class _Content:
         self.tensors = {name: copies.take(tensor) for name, tensor in self.tensors.items()}
         copies.wait()
 
-    def serialized(self) -> bytes:
-        own: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.tensors.items():
-            whole = tensor.cpu().contiguous()
-            # The format refuses tensors that share memory.
-            own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
-            seen.add(own[name].untyped_storage().data_ptr())
-        return save(own, self.metadata)
+    def write(self, file: BinaryIO) -> None:
+        """Write the file, one tensor after the other: each is copied from its device when its turn comes."""
+        kinds = {name: _kind(tensor.dtype) for name, tensor in self.tensors.items()}
+        # In the order of the library: offsets are then multiples of the size of an element.
+        order = sorted(self.tensors, key=lambda name: (-self.tensors[name].dtype.itemsize, name))
+        header: dict[str, Any] = {"__metadata__": self.metadata}
+        end = 0
+        for name in order:
+            tensor, (text, per_element) = self.tensors[name], kinds[name]
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            shape = [*tensor.shape[:-1], *(length * per_element for length in tensor.shape[-1:])]
+            header[name] = {"dtype": text, "shape": shape, "data_offsets": [begin, end]}
+        head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+        if len(head) > _MAX_HEADER:
+            raise CheckpointError(
+                f"the names and values of the checkpoint take {len(head)} bytes", expected=f"at most {_MAX_HEADER}",
+                do='use checkpoint="full" or "sharded"',
+            )  # fmt: skip
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in order:
+            if self.tensors[name].numel():
+                file.write(_bytes(self.tensors[name]))
+
+
+@functools.cache
+def _kind(dtype: torch.dtype) -> tuple[str, int]:
+    """Return the format's name of `dtype`, and how many numbers an element is there."""
+    try:
+        content = save({"x": torch.empty(1, dtype=dtype)})
+    except (KeyError, SafetensorError):
+        raise CheckpointError(
+            f"the checkpoint has a tensor of dtype {dtype}", expected="a dtype of the safetensors format",
+            do='convert it in state_dict(), or use checkpoint="full" or "sharded"',
+        ) from None  # fmt: skip
+    entry = _header(content)["x"]
+    return entry["dtype"], entry["shape"][0]
+
+
+def _header(content: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    whole = tensor.cpu().contiguous()
+    array: Any = (ctypes.c_char * (whole.numel() * whole.element_size())).from_address(whole.data_ptr())
+    array.keeps = whole  # the memory must outlive the view of it
+    return memoryview(array).cast("B")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -147,29 +187,29 @@ def _read(path: Path) -> dict[str, Any]:
         if is_remote(path):
             with refusals(path, "read"):
                 content = path.read_bytes()
-            tensors, head = load(content), content[:8]
-            header = content[8 : 8 + int.from_bytes(head, "little")]
+            tensors, header = load(content), _header(content)
         else:
-            tensors = load_file(path)
-            with path.open("rb") as file:
-                header = file.read(int.from_bytes(file.read(8), "little"))
-        metadata = json.loads(header).get("__metadata__", {})
+            tensors, header = _mapped(path)
+        metadata = header.get("__metadata__", {})
         if _REST not in metadata:
             return {"state_dict": tensors}
         rest = json.loads(metadata[_REST])
         state: dict[str, Any] = decode(rest["state"], [tensors[name] for name in rest["names"]])
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error})",
             expected="a file of tensors", do="use another file; no code of this one was executed",
         ) from error  # fmt: skip
     return state
+
+
+def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors by name, mapped from the file, and its header, which the library has checked."""
+    with safe_open(path, framework="pt") as checked, path.open("rb") as file:
+        start = file.read(8)
+        header = _header(start + file.read(int.from_bytes(start, "little")))
+        begin, entries = file.tell(), {}
+        for name in checked.keys():  # noqa: SIM118 - it is not a mapping
+            tensor = checked.get_tensor(name)  # of a mapping of the whole file, which is not read and not kept
+            entries[name] = (begin + header[name]["data_offsets"][0], tensor.dtype, tensor.shape)
+    return dict(zip(entries, mapped_tensors(path, list(entries.values())), strict=True)), header

@@ -39,7 +39,7 @@ from stratagem.api import (
     Collectives,
     hookimpl,
 )
-from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state
+from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
 from stratagem.distributed.bucket_reducer import check_dense
@@ -290,7 +290,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module, run: RunContext
     ) -> bool:
         others = self._owned_by_others(module, run)
-        mine = {name: entry for name, entry in state["state"].items() if name not in others}
+        mine = {name: entry for name, entry in taken_out(state["state"]) if name not in others}
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": mine}, optimizer, module))
         return True
 

@@ -202,7 +202,8 @@ def load_model_state(state: dict[str, Tensor], module: nn.Module, strict: bool, 
     """Answer (strategy): put logical `state` into the model; return True. Collective.
 
     Dtypes and shapes were checked, except those of tensors that a part of the model names in ``loads_converted``. A
-    precision that keeps weights in another form, such as packed integers, answers this and `model_state`.
+    precision that keeps weights in another form, such as packed integers, answers this and `model_state`. Tensors may
+    be mapped from the checkpoint's file: copy what you keep.
     """
 
 
@@ -216,7 +217,11 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module, run: RunContext) ->
 
 @hookspec(firstresult=True)
 def load_optimizer_state(state: dict[str, Any], optimizer: Optimizer, module: nn.Module, run: RunContext) -> bool:
-    """Answer (strategy): put logical `state` into `optimizer`; return True. Collective."""
+    """Answer (strategy): put logical `state` into `optimizer`; return True. Collective.
+
+    Tensors may be mapped from the checkpoint's file: copy what you keep, as `physical_optimizer_state` does. You may
+    take entries out of ``state["state"]``, so that each is freed once it is copied.
+    """
 
 
 @hookspec(firstresult=True)
@@ -226,4 +231,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
 
 @hookspec(firstresult=True)
 def load_checkpoint(path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
-    """Answer (checkpoint format): read and verify `path`. A format may read into the tensors of `into`."""
+    """Answer (checkpoint format): read and verify `path`. A format may read into the tensors of `into`.
+
+    Tensors of the model and the optimizers may be mapped from the file, as `stratagem.checkpoint.mapped_file` does it.
+    """

@@ -12,8 +12,8 @@ import torch
 
 from stratagem.api.json_tree import decode
 from stratagem.api.paths import refusals
+from stratagem.checkpoint.mapped_file import mapped_tensors
 from stratagem.errors import CheckpointError
-from stratagem_checkpoint_sharded.layout import SMALL
 from stratagem_checkpoint_sharded.manifest import THREADS, fetch
 
 if TYPE_CHECKING:
@@ -22,22 +22,18 @@ if TYPE_CHECKING:
 
 def mapped(file: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the state, with tensors mapped from `file`: pages are read on first use; writes do not change the file."""
-    size = manifest["bytes"]
-    data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
-    tensors = []
+    entries = []
     for entry in manifest["tensors"]:
         dtype = getattr(torch, entry["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{file} has a tensor of dtype {entry['dtype']!r}", expected="a dtype of torch")
-        count = dtype.itemsize
-        for length in entry["shape"]:
-            count *= length
-        if not 0 <= entry["offset"] <= size - count:
-            raise CheckpointError(f"{file} has a tensor outside {file.name}", do="use another checkpoint")
-        part = data[entry["offset"] : entry["offset"] + count]
-        tensor = part.view(dtype).view(entry["shape"]) if count else torch.empty(entry["shape"], dtype=dtype)
-        # Small ones are copied: that costs little, and not all of torch accepts a tensor within a mapped file.
-        tensors.append(tensor.clone() if count <= SMALL else tensor)
+        entries.append((entry["offset"], dtype, entry["shape"]))
+    try:
+        tensors = mapped_tensors(file, entries)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} has a tensor outside {file.name} ({error})", do="use another checkpoint"
+        ) from error
     try:
         state: dict[str, Any] = decode(manifest["state"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from stratagem.api import hookimpl
-from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state
+from stratagem.api.named_state import load_weights, logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.distributed.backends import backends_of
 from stratagem.errors import ConfigError
 from stratagem_fsdp.clipping import clip_norm
@@ -23,7 +23,7 @@ from stratagem_sharding.initial_values import replicate_from_rank_0
 from stratagem_sharding.memory import return_large_blocks
 from stratagem_sharding.mesh import device_mesh
 from stratagem_sharding.param_groups import reshard
-from stratagem_sharding.shards import clip_values, copied, gathered, shard_like
+from stratagem_sharding.shards import clip_values, gathered, shard_like
 from stratagem_sharding.steps import ShardedSteps
 from stratagem_sharding.units import mark_unit, shard_units, units_of
 from stratagem_transforms.activation_checkpointing import recompute
@@ -247,8 +247,8 @@ class FSDPStrategy(FSDPOptions):
         reshard(run.model)
         own = dict(module.named_parameters())
         cut = {
-            name: {key: copied(shard_like(value, own.get(name))) for key, value in entry.items()}
-            for name, entry in state["state"].items()
+            name: {key: shard_like(value, own.get(name)) for key, value in entry.items()}
+            for name, entry in taken_out(state["state"])
         }
         optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
         return True

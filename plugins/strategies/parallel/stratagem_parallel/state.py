@@ -30,9 +30,10 @@ from stratagem.api.named_state import (
     load_weights,
     logical_optimizer_state,
     physical_optimizer_state,
+    taken_out,
 )
 from stratagem.errors import CheckpointError
-from stratagem_sharding.shards import copied, gathered, shard_like
+from stratagem_sharding.shards import gathered, shard_like
 from stratagem_sharding.shards import whole as whole_of
 
 if TYPE_CHECKING:
@@ -82,13 +83,11 @@ def load_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer
     """Put the state of the whole model's parameters into `optimizer`, which steps the parts of this rank."""
     own = dict(module.named_parameters())
     cut = {
-        name: {key: copied(shard_like(value, own.get(name))) for key, value in entry.items()}
-        for name, entry in state["state"].items()
+        name: {key: shard_like(value, own.get(name)) for key, value in entry.items()}
+        for name, entry in taken_out(state["state"])
+        if not _is_absent(own.get(name))
     }
-    physical = physical_optimizer_state(state | {"state": cut}, optimizer, module)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = {number: entry for number, entry in physical["state"].items() if not _is_absent(parameters[number])}
-    optimizer.load_state_dict(physical | {"state": held})
+    optimizer.load_state_dict(physical_optimizer_state(state | {"state": cut}, optimizer, module))
 
 
 # --- What the stages of a pipeline hold --------------------------------------------------------------------------
