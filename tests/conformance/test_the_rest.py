@@ -81,6 +81,14 @@ class TestDCPCheckpoint(CheckpointConformance):
     plugin = "dcp"
 
 
+class TestSafetensorsCheckpointInTheBackground(CheckpointConformance):
+    plugin: ClassVar = {"name": "safetensors", "async_save": True}
+
+
+class TestDCPCheckpointInTheBackground(CheckpointConformance):
+    plugin: ClassVar = {"name": "dcp", "async_save": True}
+
+
 class TestProgress(CallbackConformance):
     plugin = "progress"
 

@@ -89,7 +89,7 @@ def test_restoring_returns_to_the_saved_weights_optimizers_and_progress(fit, sta
             parameter.add_(1)
     fit.run.optimizers[0].param_groups[0]["lr"] = 7.0
     fit.position.global_step, fit.position.batches_done = 90, 0
-    trainer_state.restore(fit, state)
+    trainer_state.restore(fit, dict(state))
 
     for name, parameter in fit.module.named_parameters():
         assert torch.equal(parameter, state["state_dict"][name]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
+from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
 from stratagem.errors import CheckpointError
 from stratagem.runtime.state_io import read_checkpoint
 from stratagem.stack.formats import read_any
@@ -18,7 +19,9 @@ from stratagem_testing.reference import Scheduled, joined_batches, relative_diff
 from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
-FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
+FORMATS = {
+    "sharded": ShardedCheckpoint, "full": FullCheckpoint, "dcp": DCPCheckpoint, "safetensors": SafetensorsCheckpoint,
+}  # fmt: skip
 
 
 def held_back(format_name):
@@ -28,9 +31,12 @@ def held_back(format_name):
         from stratagem_checkpoint_sharded import folder as module
 
         name = "_write_parts"
-    else:
-        import stratagem_checkpoint_full as module
+    elif format_name == "dcp":
+        import stratagem_checkpoint_dcp as module
 
+        name = "_save"
+    else:
+        module = importlib.import_module(f"stratagem_checkpoint_{format_name}")
         name = "publish_file"
     plain = getattr(module, name)
 
@@ -86,6 +92,10 @@ def _fails_in_the_background(rank, world_size, checkpoint, path, batches):
             from stratagem_checkpoint_sharded import folder as module
 
             module._write_parts = _disk_full
+        elif checkpoint == "dcp":
+            import stratagem_checkpoint_dcp as module
+
+            module._checksums = _disk_full  # torch's save before it is collective
         else:
             import stratagem.checkpoint.files as module
 
@@ -156,18 +166,20 @@ def test_the_older_one_goes_only_when_the_new_one_is_whole(checkpoint, tmp_path,
     arguments = QUIET | {"enable_checkpointing": True, "default_root_dir": tmp_path}
     trainer = sg.Trainer(max_epochs=2, checkpoint={"name": checkpoint, "async_save": True}, **arguments)
     trainer.fit(Scheduled(), joined_batches(2, 24))
-    folder = tmp_path / "checkpoints"
-    kept = [path.name for path in folder.glob("epoch*.ckpt")]
-    assert kept == ["epoch=1-step=4.ckpt"]
+    folder, suffix = tmp_path / "checkpoints", FORMATS[checkpoint].suffix
+    kept = [path.name for path in folder.glob(f"epoch*{suffix}")]
+    assert kept == [f"epoch=1-step=4{suffix}"]
 
     if checkpoint == "sharded":
         monkeypatch.setattr("stratagem_checkpoint_sharded.folder._write_parts", _disk_full)
+    elif checkpoint == "dcp":
+        monkeypatch.setattr("stratagem_checkpoint_dcp._save", _disk_full)
     else:
         monkeypatch.setattr("stratagem.checkpoint.files.os.replace", _disk_full)
     trainer.max_epochs = 3
     with pytest.raises(CheckpointError, match="could not be written"):
         trainer.fit(trainer.module, joined_batches(2, 24))
-    assert [path.name for path in folder.glob("epoch*.ckpt")] == kept, "the only good one was deleted"
+    assert [path.name for path in folder.glob(f"epoch*{suffix}")] == kept, "the only good one was deleted"
     assert FORMATS[checkpoint]().is_whole(folder / kept[0])
 
 

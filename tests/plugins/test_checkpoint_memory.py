@@ -143,12 +143,13 @@ def resident(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [name for name in FORMATS if name != "dcp"])
+@pytest.mark.parametrize("checkpoint", FORMATS)
 def test_memory_of_saving_and_loading(checkpoint, tmp_path):
     [(of_save, of_load, weights)] = run_in_processes(_peak_of_load, 1, checkpoint, str(tmp_path), 20, 1500)
     assert weights > 170
     assert of_save < 0.2 * weights
-    assert of_load < 0.6 * weights  # of torch.load and load_state_dict: the weights once more
+    # Of torch.load and load_state_dict: the weights once more. Tensors in torch's DCP files cannot always be mapped.
+    assert of_load < (1.1 if checkpoint == "dcp" else 0.6) * weights
 
 
 def test_a_callback_may_keep_the_checkpoint_that_it_is_given(tmp_path):
@@ -270,6 +271,54 @@ def test_a_dtype_that_the_format_lacks_is_refused_before_a_file_is_written(tmp_p
             {"state_dict": {"w": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "a", ALONE
         )
     assert os.listdir(tmp_path) == []
+
+
+# --- DCP ---------------------------------------------------------------------------------------------------------
+
+
+def shards():
+    """Return tensors of more than 1 MB, as two ranks hold them: by rows, by columns, whole, strided, of unequal rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    numbers = torch.arange(700.0 * 701).view(700, 701)
+    cuts = {"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+    state = {name: distribute_tensor(numbers + at, mesh, [cut]) for at, (name, cut) in enumerate(cuts.items())}
+    state["unequal rows"] = distribute_tensor(numbers.T.contiguous().to(torch.float64), mesh, [Shard(0)])
+    return state | {"whole": numbers * 2, "strided": numbers.T, "view": torch.cat([numbers, numbers])[3:703]}
+
+
+def _save_and_read_shards(rank, ranks, path):
+    import tempfile
+
+    from stratagem.runtime.state_io import read_checkpoint
+
+    folder = Path(path).parent
+    tempfile.tempdir = str(folder)
+
+    run = sg.Run(accelerator="cpu", strategy="ddp", devices=ranks, checkpoint="dcp")
+    run.connect()
+    wanted = shards()
+    run.ask("save_checkpoint", state={"state_dict": wanted}, path=Path(path))
+    state = read_checkpoint(run.context, Path(path))["state_dict"]
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in wanted.items()}
+    run.collectives.barrier()
+    left = list(folder.glob("stratagem-*.bin"))
+    return [name for name in whole if not torch.equal(whole[name], state[name])], left, list(state), whole
+
+
+def test_shards_are_read_by_two_processes_and_by_one(tmp_path):
+    from stratagem.stack.formats import read_any
+
+    results = run_in_processes(_save_and_read_shards, 2, str(tmp_path / "a.dcp"))
+    for differing, left, names, _ in results:
+        assert not differing
+        assert not left
+        assert len(names) == 7
+    whole = results[0][3]
+    alone = read_any(tmp_path / "a.dcp")["state_dict"]
+    assert [name for name in whole if not torch.equal(whole[name], alone[name])] == []
 
 
 # --- Mapped files ------------------------------------------------------------------------------------------------

@@ -10,29 +10,33 @@ without that file was written by another program, and is read as a model.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from attrs import define
+from attrs import define, field
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from stratagem.api import CheckpointFormat, hookimpl
 from stratagem.api.json_tree import decode, encode
 from stratagem.api.paths import is_remote, modified_at
 from stratagem.checkpoint.atomic import StagedFolder, explained, remove_folder
+from stratagem.checkpoint.cpu_copies import CPUCopies
 from stratagem.errors import CheckpointError
+from stratagem_checkpoint_dcp.pieces import Piece, pieces_of, tensors_of
 
 if TYPE_CHECKING:
-    from stratagem.api import RunContext
+    from stratagem.api import Collectives, RunContext
 
 _INDEX, _MANIFEST = ".metadata", "stratagem.json"
 _TAG, _VERSION = "stratagem dcp checkpoint", 1
@@ -54,64 +58,60 @@ _ALLOWED = {
 
 @define(eq=False, kw_only=True)
 class DCPCheckpoint(CheckpointFormat):
-    """Write one folder from all ranks; every reader loads the whole state. See [Note: torch's files and ours]."""
+    """Write one folder from all ranks; a reader maps what it uses. See [Note: torch's files and ours]."""
+
+    #: Write in the background: training waits only until each rank has copied its part of the state.
+    async_save: bool = False
+    _copies: CPUCopies = field(init=False, factory=CPUCopies)
 
     suffix: ClassVar[str] = ".dcp"
     takes_shards: ClassVar[bool] = True
 
     @hookimpl
     def save_checkpoint(self, state: dict[str, Any], path: Path, run: RunContext) -> bool:
-        staged, error = StagedFolder(path), None
-        tensors: dict[str, torch.Tensor] = {}
-        names: list[str] = []
-        tree = None
-
-        def add(tensor: torch.Tensor, name: str) -> int:
-            names.append(name)
-            tensors[name] = tensor
-            return len(names) - 1
-
+        content, error = None, None
+        run.wait_for_saves()  # one copy at a time
         try:
             if is_remote(path):
                 raise CheckpointError(f"{path} is a URL", expected="a local folder, for torch's layout")
-            tree = encode(dict(state), add)
-            if run.is_global_zero:
-                staged.begin(self.recognises, _files_at)
-        except (CheckpointError, OSError) as caught:
-            error = explained(caught, path)
-        try:
-            run.collectives.fail_together(error)
-            absent = run.collectives.all_gather_object({name for name in tensors if tensors[name].is_meta})
-            mine = {name: tensor for name, tensor in tensors.items() if _writes(name, tensor, absent, run.rank)}
-            try:
-                _save(mine, staged.path, run)
-                sums = _checksums(staged.path, f"__{run.rank}_")
-            except (OSError, dcp.CheckpointException) as caught:
-                error = _of_all_ranks(caught, path)
-            run.collectives.fail_together(error)
-            all_sums = run.collectives.all_gather_object(sums)
-            if run.is_global_zero:
-                try:
-                    files = {name: entry for each in all_sums for name, entry in each.items()}
-                    _write_manifest(staged.path, {"names": names, "state": tree, "files": files})
-                    staged.publish()
-                except OSError as caught:
-                    error = explained(caught, path)
-            run.collectives.fail_together(error)
-        finally:
-            staged.clear_away()
+            content = _Content(state)
+        except CheckpointError as caught:
+            error = caught
+        run.collectives.fail_together(error)
+        assert content is not None, "fail_together raised on all ranks otherwise"
+        content.divide(run)
+        if self.async_save:
+            content.tensors = {name: _copied(tensor, self._copies) for name, tensor in content.tensors.items()}
+            self._copies.wait()
+        write = functools.partial(_write, path, content, run.rank, self.recognises)
+        run.save_in_background(write, background=self.async_save)
         return True
 
     @hookimpl
     def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        error = None
+        manifest, index, error = None, None, None
+        pieces: dict[str, list[Piece]] = {}
         try:
-            state = _load(path)
+            manifest, index = _described(path)
+            if manifest is not None:  # each file is verified by one rank
+                _verify(path, dict(sorted(manifest["files"].items())[run.rank :: run.world_size]))
+            pieces = pieces_of(path, index)
+        except (CheckpointError, OSError) as caught:
+            error = caught if isinstance(caught, CheckpointError) else _unreadable(path, str(caught))
+        run.collectives.fail_together(error)
+        assert index is not None, "fail_together raised on all ranks otherwise"
+        tensors = tensors_of(path, pieces, index, run)
+        state: dict[str, Any] = {}
+        try:
+            state = _decoded(path, manifest, index, tensors)
         except CheckpointError as caught:
             error = caught
         run.collectives.fail_together(error)
         return state
+
+    @hookimpl
+    def teardown(self) -> None:
+        self._copies = CPUCopies()
 
     def recognises(self, path: Path) -> bool:
         return not is_remote(path) and (path / _INDEX).is_file()
@@ -148,6 +148,68 @@ def _files_at(path: Path) -> set[str]:
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
+class _Content:
+    """The tensors of a state by name, and the other values as JSON."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: list[str] = []
+        self.tree = encode(dict(state), self._add)
+
+    def _add(self, tensor: torch.Tensor, name: str) -> int:
+        self.names.append(name)
+        self.tensors[name] = tensor
+        return len(self.names) - 1
+
+    def divide(self, run: RunContext) -> None:
+        """Keep the tensors that this rank writes. Collective."""
+        absent = run.collectives.all_gather_object({name for name in self.tensors if self.tensors[name].is_meta})
+        mine = {name: tensor for name, tensor in self.tensors.items() if _writes(name, tensor, absent, run.rank)}
+        self.tensors = mine
+
+
+def _copied(tensor: torch.Tensor, copies: CPUCopies) -> torch.Tensor:
+    """Return a copy of `tensor`, or of this rank's shard of it, on the CPU; complete after ``copies.wait()``."""
+    if not isinstance(tensor, DTensor):
+        return copies.take(tensor)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+    return DTensor(copies.take(tensor.to_local()), spec, requires_grad=False)
+
+
+def _write(path: Path, content: _Content, rank: int, is_ours: Callable[[Path], bool], collectives: Collectives) -> None:
+    """Write `content` to the folder `path`, atomically. Collective.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or another run uses it; on all ranks.
+    """
+    staged, error = StagedFolder(path), None
+    sums: dict[str, dict[str, Any]] = {}
+    try:
+        try:
+            if rank == 0:
+                staged.begin(is_ours, _files_at)
+        except (CheckpointError, OSError) as caught:
+            error = explained(caught, path)
+        collectives.fail_together(error)
+        try:
+            _save(content.tensors, staged.path, collectives)
+            sums = _checksums(staged.path, f"__{rank}_")
+        except (OSError, dcp.CheckpointException) as caught:
+            error = _of_all_ranks(caught, path)
+        collectives.fail_together(error)
+        all_sums = collectives.all_gather_object(sums)
+        if rank == 0:
+            try:
+                files = {name: entry for each in all_sums for name, entry in each.items()}
+                _write_manifest(staged.path, {"names": content.names, "state": content.tree, "files": files})
+                staged.publish()
+            except OSError as caught:
+                error = explained(caught, path)
+        collectives.fail_together(error)
+    finally:
+        staged.clear_away()
+
+
 def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) -> bool:
     """Return whether this rank writes `tensor`. Small ones may differ between ranks, so only one rank writes them."""
     if name in absent[rank]:
@@ -156,11 +218,14 @@ def _writes(name: str, tensor: torch.Tensor, absent: list[set[str]], rank: int) 
     return not small or rank == next(first for first, lacks in enumerate(absent) if name not in lacks)
 
 
-def _save(tensors: dict[str, torch.Tensor], folder: Path, run: RunContext) -> None:
+def _save(tensors: dict[str, torch.Tensor], folder: Path, collectives: Any) -> None:
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a single process without a process group
-        dcp.save(tensors, storage_writer=writer, no_dist=run.world_size == 1)
+        if collectives.world_size == 1:
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
+        else:
+            dcp.save(tensors, storage_writer=writer, process_group=collectives.group)
 
 
 def _checksums(folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
@@ -197,21 +262,27 @@ def _of_all_ranks(error: BaseException, path: Path) -> CheckpointError:
 # --- Reading -----------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _described(path: Path) -> tuple[dict[str, Any] | None, Metadata]:
+    """Return the content of `stratagem.json`, if there is one, and torch's index."""
     if is_remote(path) or not path.exists():
         raise CheckpointError(f"{path} does not exist", expected="a local checkpoint folder", do="check the path")
-    manifest, index = _read_manifest(path), _read_index(path)
-    if manifest is not None:
-        _verify(path, manifest["files"])
-    tensors = {
+    return _read_manifest(path), _read_index(path)
+
+
+def _decoded(
+    path: Path, manifest: dict[str, Any] | None, index: Metadata, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the state at `path`: `tensors`, and what torch reads."""
+    rest = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata) and name not in tensors
     }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a single process without a process group
-            dcp.load(tensors, storage_reader=_Reader(path), no_dist=True)
+            dcp.load(rest, storage_reader=_Reader(path), no_dist=True)
+        tensors |= rest
         if manifest is None:
             return _foreign_model(tensors, index, path)
         state: dict[str, Any] = decode(manifest["state"], [tensors[name] for name in manifest["names"]])
