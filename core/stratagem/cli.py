@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stratagem._version import __version__
-from stratagem.api.kinds import KINDS
-from stratagem.distributed.process_variables import REPORTS_VARIABLE
 from stratagem.distributed.standard_streams import open_standard_streams
 from stratagem.errors import StratagemError, nearest
 from stratagem.stack import catalog, registry
+from stratagem.stack.summaries import command_help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _READER_LEFT
     except StratagemError as error:
+        from stratagem.distributed.process_variables import REPORTS_VARIABLE
+
         if REPORTS_VARIABLE in os.environ:  # a launcher started this process, and prints the error
             raise
         # The notes are the traceback of a process that failed.
@@ -90,15 +91,23 @@ def _add_discovered(groups: dict[str, Any], arguments: Sequence[str] | None) -> 
         path = [*filter(None, [group]), word]
         is_called = path == words[: len(path)]
         if group in groups and (arguments is None or is_called or path[:-1] == words):
-            _add_command(groups[group], name, word, is_called)
+            _add_command(groups[group], name, word, is_called, is_listed=arguments is not None and not is_called)
     if words:
         _check_known(words, groups, names)
 
 
-def _add_command(group: Any, name: str, word: str, is_called: bool) -> None:
-    """Add one subcommand. If it is broken, its help says why, and calling it is an error."""
+def _add_command(group: Any, name: str, word: str, is_called: bool, *, is_listed: bool) -> None:
+    """Add one subcommand. If it is broken, its help says why, and calling it is an error.
+
+    Args:
+        is_listed: only its name and help are needed: they are read from its source, if that has them.
+    """
     try:
-        command = registry.find("command", name).load()()
+        entry = registry.find("command", name)
+        if is_listed and (help_text := command_help(entry)):
+            group.add_parser(word, help=help_text)
+            return
+        command = entry.load()()
     except StratagemError as error:
         if is_called:
             raise
@@ -139,7 +148,7 @@ def _add_plugins(commands: Any) -> Any:
     parser = commands.add_parser("plugins", help="list the installed plugins, show one")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="list the installed plugins by kind (imports none of them)")
-    listing.add_argument("--kind", help=f"only this kind: {', '.join(KINDS)}")
+    listing.add_argument("--kind", help=f"only this kind: {', '.join(registry.KIND_NAMES)}")
     listing.add_argument("--presets", action="store_true", help="a row for each preset: a name for another's options")
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(act=_list)
@@ -212,7 +221,7 @@ def known_kind(kind: str | None) -> str | None:
     Raises:
         StratagemError: there is no such kind of plugin.
     """
-    known = [*KINDS, "command"]
+    known = [*registry.KIND_NAMES, "command"]
     if kind is None or kind in known:
         return kind
     raise StratagemError(f"kind {kind!r} is unknown", expected=", ".join(known), do=nearest(kind, known))

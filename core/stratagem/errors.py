@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import functools
-import inspect
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
@@ -54,6 +52,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     First those that a mistake in typing leads to, then those that contain `name` or are most of it, then the most
     similar one. Up to three that are equally close are all listed.
     """
+    import difflib
+
     lowered = {str(candidate).lower(): str(candidate) for candidate in known}
     wanted = str(name).lower()
     close = _mistyped(wanted, lowered) or _containing(wanted, lowered)
@@ -115,6 +115,8 @@ def shown(value: Any, limit: int | None = 80) -> str:
 
 
 def _in_words(value: Any) -> str:
+    import inspect  # with difflib a third of the time that importing this module would take
+
     if isinstance(value, enum.Enum):
         return _in_words(value.value)
     if isinstance(value, PurePath):

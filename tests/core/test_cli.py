@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 import stratagem as sg
-from stratagem.cli import main
+from stratagem.cli import main, parser
 from stratagem.errors import ConfigError
 from stratagem.stack import registry
 from stratagem_testing import scripts
@@ -72,20 +73,23 @@ def test_no_color_and_pipes_get_no_escapes(tmp_path):
     assert max(map(len, piped.splitlines())) > 80  # whole lines, to search in
 
 
+def every_help():
+    """Return the words of each command and subcommand, with --help."""
+    found, waiting = [["--help"]], [([], parser())]
+    for path, current in waiting:
+        for action in current._actions:
+            for word, below in (action.choices or {}).items() if action.nargs == argparse.PARSER else ():
+                found.append([*path, word, "--help"])
+                waiting.append(([*path, word], below))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"], ["plugins", "--help"], ["plugins", "list"], ["plugins", "matrix", "--help"], ["fit", "--help"],
-        ["demo", "--help"], ["doctor", "--help"], ["run", "--help"], ["checkpoint", "--help"], ["migrate", "--help"],
-        ["deepspeed", "--help"], ["completion", "--help"], ["schema", "--help"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
+@pytest.mark.parametrize("words", [*every_help(), ["plugins", "list"]], ids=" ".join)
 def test_help_imports_no_torch(words):
     script = f"""
 import sys
-from stratagem.cli import main
+from stratagem.cli import main, parser
 try: main({words!r})
 except SystemExit: pass
 print("IMPORTED", sorted({{"torch", "numpy", "rich", "deepspeed"}} & set(sys.modules)))
@@ -185,6 +189,32 @@ def test_a_package_adds_a_command_to_the_group_plugins(install, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "count beans" not in capsys.readouterr().out
+
+
+def test_help_reads_the_texts_of_commands_without_importing_them():
+    script = """
+import sys
+from stratagem.cli import main, parser
+try: main(["--help"])
+except SystemExit: pass
+from stratagem.stack import registry, summaries
+entries = registry.entries("command")
+imported = {entry.value.partition(":")[0] for entry in entries} & set(sys.modules)
+print("IMPORTED", imported, [e.name for e in entries if summaries.command_help(e) != e.load().help])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == "IMPORTED set() []"
+
+
+@pytest.mark.parametrize("value", ["' '.join(('count', 'beans'))", "('count ' 'beans')"])
+def test_help_imports_a_command_whose_text_is_not_one_string(install, capsys, value):
+    module = f"import stratagem\nclass Beans(stratagem.Command):\n    help = {value}\n"
+    install("acme-beans", {"stratagem.command": {"beans": "Beans"}}, module)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    assert "count beans" in capsys.readouterr().out
 
 
 def test_help_shows_a_broken_command_and_the_others(install, capsys):

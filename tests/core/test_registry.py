@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 
 import stratagem as sg
+from stratagem.api.kinds import KINDS
 from stratagem.cli import main
 from stratagem.errors import PluginError
 from stratagem.stack import registry
@@ -244,3 +246,36 @@ def test_check_lists_what_is_broken_and_why(install, capsys):
     assert "strategy typo: it implements 'wrap_modle', which is not a hook; did you mean 'wrap_model'" in lines
     assert "precision kind: Mine is not a stratagem.Precision" in lines
     assert "strategy ddp: loads" in lines
+
+
+@pytest.mark.parametrize("file", ["METADATA", "PKG-INFO"])
+def test_names_versions_and_requirements_are_those_that_the_metadata_states(tmp_path, monkeypatch, file):
+    folder = tmp_path / ("acme_odd-2.0.dist-info" if file == "METADATA" else "acme_odd.egg-info")
+    folder.mkdir()
+    headers = [
+        "Metadata-Version: 2.1",
+        "name: acme-odd",
+        "Version:  2.0",
+        "Requires-Dist: attrs",
+        "Keywords: Name: no",
+    ]
+    core = "Requires-Dist: stratagem>=0.1; extra == 'x'"
+    (folder / file).write_text(
+        "\n".join([*headers, core, "", "Name: of-the-description", "Requires-Dist: stratagem>9"])
+    )
+    (folder / "entry_points.txt").write_text("[stratagem.logger]\nodd = acme_odd:Odd\n[console_scripts]\na = b:c\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.refresh()
+    found = registry.find("logger", "odd")
+    known = importlib.metadata.distribution("acme-odd")
+    registry.refresh()
+
+    assert (found.distribution, found.version, found.value) == (known.name, known.version, "acme_odd:Odd")
+    assert found.core_requirements == (
+        ("stratagem>=0.1; extra == 'x'",) if file == "METADATA" else found.core_requirements
+    )
+    assert list(found.core_requirements) == [each for each in known.requires or () if "stratagem" in each]
+
+
+def test_the_names_of_kinds_are_those_of_the_table():
+    assert tuple(KINDS) == registry.KIND_NAMES

@@ -368,7 +368,8 @@ class Command:
     """A subcommand of the `stratagem` program; the entry point names a subclass.
 
     The entry point ``doctor`` is ``stratagem doctor``, and ``plugins.check`` is ``stratagem plugins check``. A list of
-    commands needs the modules of all of them: import torch, and whatever else takes long, in `run`.
+    commands reads `help` from the source if it is one string in quotation marks, and imports the module otherwise.
+    The help of the command imports it too: import torch, and whatever else takes long, in `run`.
     """
 
     #: One line for `stratagem --help`.

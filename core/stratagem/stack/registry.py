@@ -10,11 +10,8 @@ import os
 import re
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import Any
+from typing import Any, NamedTuple
 
-from attrs import frozen
-
-from stratagem.config.settings import CHOICES, argument_of
 from stratagem.errors import PluginError, nearest
 from stratagem.stack import catalog
 
@@ -23,10 +20,14 @@ ALLOW_VARIABLE = "STRATAGEM_PLUGINS"
 #: Comma-separated plugin or distribution names that are not available in this process.
 DENY_VARIABLE = "STRATAGEM_DISABLE_PLUGINS"
 
+#: The names of `stratagem.api.kinds.KINDS`, which takes long to import.
+KIND_NAMES = (
+    "strategy", "precision", "comm_hook", "environment", "launcher", "accelerator", "checkpoint", "callback", "logger",
+)  # fmt: skip
 
-@frozen(kw_only=True)
-class Entry:
-    """An installed plugin, as described by the metadata of its package."""
+
+class Entry(NamedTuple):
+    """An installed plugin, as described by the metadata of its package."""  # attrs takes as long to import as a scan
 
     kind: str
     name: str
@@ -108,6 +109,8 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
     known = {other.lower(): package for other, package in catalog.providers(kind).items()}
     if package := known.get(wanted):
         return PluginError(f"{kind} {name!r} is not installed", do=f"run `pip install {package}`")
+    from stratagem.config.settings import CHOICES, argument_of
+
     kinds = (entry.kind for entry in entries() if entry.name.lower() == wanted and entry.kind in CHOICES.values())
     elsewhere = next(kinds, "")
     near = nearest(name, [*installed, *known])
@@ -128,23 +131,46 @@ def _unknown(kind: str, wanted: str, name: str) -> PluginError:
 def _scan() -> tuple[Entry, ...]:
     found: dict[tuple[str, str], Entry] = {}
     for distribution in distributions():
-        for point in distribution.entry_points:
-            if point.group.startswith("stratagem."):
-                entry = _describe(point, distribution)
-                # The first one on the path is used, as in an import. An editable install may have its metadata twice.
-                found.setdefault((entry.kind, entry.qualified_name), entry)
+        for entry in _entries_of(distribution):
+            # The first one on the path is used, as in an import. An editable install may have its metadata twice.
+            found.setdefault((entry.kind, entry.qualified_name), entry)
     return tuple(sorted(found.values(), key=lambda entry: (entry.kind, entry.name, entry.distribution)))
 
 
-def _describe(point: EntryPoint, distribution: Distribution) -> Entry:
-    return Entry(
-        kind=point.group.removeprefix("stratagem."),
-        name=point.name,
-        value=point.value,
-        distribution=distribution.name,
-        version=distribution.version,
-        core_requirements=tuple(filter(_NAMES_CORE.match, distribution.requires or ())),
-    )
+def _entries_of(distribution: Distribution) -> list[Entry]:
+    """Return the plugins of `distribution`; for one without plugins only its entry points are read, not parsed."""
+    text = distribution.read_text("entry_points.txt") or ""
+    if "stratagem." not in text:
+        return []
+    points = [point for point in distribution.entry_points if point.group.startswith("stratagem.")]
+    if not points:
+        return []
+    name, version, requirements = _headers(distribution)
+    core = tuple(filter(_NAMES_CORE.match, requirements))
+    return [
+        Entry(
+            kind=point.group.removeprefix("stratagem."), name=point.name, value=point.value,
+            distribution=name, version=version, core_requirements=core,
+        )
+        for point in points
+    ]  # fmt: skip
+
+
+def _headers(distribution: Distribution) -> tuple[str, str, list[str]]:
+    """Return name, version and requirements of `distribution`.
+
+    importlib.metadata would parse the file, with its long description, as an e-mail for each of the three.
+    """
+    headers = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
+    found: dict[str, list[str]] = {}
+    for key, value in _HEADER.findall(headers):
+        found.setdefault(key.lower(), []).append(value.strip())
+    if "name" not in found or "version" not in found:  # another form of metadata, such as an .egg-info
+        return distribution.name, distribution.version, distribution.requires or []
+    return found["name"][0], found["version"][0], found.get("requires-dist", [])
+
+
+_HEADER = re.compile(r"^(Name|Version|Requires-Dist):(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 #: Matches a requirement on the core. It is parsed when the plugin is loaded, so that listing imports no parser.

@@ -6,8 +6,7 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-
-from attrs import frozen
+from typing import NamedTuple
 
 from stratagem.stack.registry import Entry
 
@@ -15,8 +14,7 @@ from stratagem.stack.registry import Entry
 _MAX_HOPS = 4
 
 
-@frozen
-class Summary:
+class Summary(NamedTuple):
     """What the source of an entry point says."""
 
     #: The first sentence of its docstring, or a command's help; "" if there is none, or no source.
@@ -27,20 +25,36 @@ class Summary:
 
 def summary(entry: Entry) -> Summary:
     """Return the sentence of the plugin of `entry`."""
+    definition = _definition(entry)
+    text = (_help(definition) if entry.kind == "command" else "") or _sentence(definition)
+    return Summary(text, definition.startswith("def"))
+
+
+def command_help(entry: Entry) -> str:
+    """Return the attribute `help` of the command of `entry`; "" if its source does not have it as one string."""
+    return _help(_definition(entry))
+
+
+def _definition(entry: Entry) -> str:
+    """Return the source from the class or function of `entry` on; "" if it is not found."""
     module, _, name = entry.value.partition(":")
     for _ in range(_MAX_HOPS):
         source = _source(module)
         if found := re.search(rf"^(class|def) {re.escape(name)}\b", source, re.MULTILINE):
-            return Summary(_sentence(source[found.start() :], entry.kind), found[1] == "def")
+            return source[found.start() :]
         if not (origin := _imported_from(source, module, name)):
             break
         module = origin
-    return Summary()
+    return ""
 
 
-def _sentence(definition: str, kind: str) -> str:
-    if kind == "command" and (help_text := re.search(r"^    help = \(?\s*(\"[^\n]*\")", definition, re.MULTILINE)):
-        return help_text[1].strip('"')
+def _help(definition: str) -> str:
+    body = definition.partition("\nclass ")[0]
+    found = re.search(r'^    help = "([^"\\\n]*)"$', body, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _sentence(definition: str) -> str:
     docstring = re.search(r"^[^\n]*?(?:\n(?!\s*\"\"\")[^\n]*){0,12}?\n\s+\"\"\"(.*?)\"\"\"", definition, re.DOTALL)
     text = " ".join(docstring[1].split()) if docstring else ""
     return text.split(". ")[0].rstrip(".")
