@@ -13,6 +13,7 @@ from attrs import define
 from stratagem.api.seeding import random_state, restore_random_state
 from stratagem.api.world import World
 from stratagem.errors import ConfigError
+from stratagem.runtime.finalization import shorten_finalization
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,7 @@ def launch(run: Context, main: Callable[[Context], Any], module: nn.Module | Non
     """
     if EXPLAIN_VARIABLE in os.environ:
         _explain_and_stop(run, os.environ[EXPLAIN_VARIABLE], module)
+    shorten_finalization()
     if run.connected:
         return carry_out(run, main)
     body = _ProcessBody(run, main)
