@@ -130,8 +130,8 @@ class _Slice(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence], 0)
+    def seek(self, offset: int, origin: int = os.SEEK_SET) -> int:
+        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[origin], 0)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
