@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stratagem_sharding.buffers import BufferPool
+from stratagem_sharding.memory import reuse_freed_blocks
 from stratagem_sharding.param_groups import param_groups, reshard, units_in
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
 from stratagem_sharding.traffic import count_bytes
@@ -35,6 +37,8 @@ class ShardedSteps:
         self.order: UnitOrder | None = None
         self._syncs: bool | None = None
         self._kept = KeptUnits()
+        self._buffers = BufferPool()
+        self._has_stepped = False
 
     def add(self, root: nn.Module, run: RunContext, peers: Collectives, num_replicas: int = 1) -> list[Any]:
         """Watch and count what the units of `root` send; return them.
@@ -49,7 +53,7 @@ class ShardedSteps:
         self.order.add(root)
         for unit in units:
             self._kept.watch(unit._get_fsdp_state())
-        count_bytes(units, num_replicas, run.collectives.traffic, self.order)
+        count_bytes(units, num_replicas, run.collectives.traffic, self.order, self._buffers)
         return units
 
     def step(
@@ -131,13 +135,18 @@ class ShardedSteps:
         self._kept.release()  # a unit that stayed unsharded would compute with the values before this step
         if not run.manual:
             reshard(root)  # such as after a step without a loss
-        yield
+        # The first step makes the state of the optimizer, which stays: it must not be among freed blocks.
+        with reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext():
+            yield
+        self._has_stepped = True
         if run.manual:  # the rest of this forward must compute with the values after this step
             root.reshard()
             root.unshard()
 
     def close(self) -> None:
-        """Forget the models, and end the thread that compares."""
+        """Forget the models, free buffers, and end the thread that compares."""
+        self._buffers.clear()
+        self._has_stepped = False
         if self.order is not None:
             self.order.close()
             self.order = None

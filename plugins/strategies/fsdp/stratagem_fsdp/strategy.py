@@ -121,7 +121,10 @@ class FSDPStrategy(FSDPOptions):
             option = "strategy.fsdp.activation_checkpointing_policy"
             recompute(user, self.activation_checkpointing_policy, option=option)
         options = self._options(run)
-        shard_units(module, user, policy=self.auto_wrap_policy, option=_POLICY, options=options, fill=fill, run=run)
+        shard_units(
+            module, user, policy=self.auto_wrap_policy, option=_POLICY, options=options, fill=fill, run=run,
+            keep_root=not run.manual,
+        )  # fmt: skip
         self._set_hooks(module, run)
         if options["mp_policy"].param_dtype is not None and run.device.type == "cpu":
             match_inputs(user)
