@@ -33,7 +33,7 @@ class BufferPool:
         return tensor
 
     def _free(self, needed: int) -> torch.UntypedStorage | None:
-        """Return the smallest free storage of `needed` to twice as many bytes; make room for a new one if none fits."""
+        """Return the smallest free storage of `needed` to twice as many bytes; drop the free ones if none fits."""
         free = [each for each in self._storages if not _is_in_use(each)]
         fitting = [each for each in free if needed <= each.nbytes() <= 2 * needed]
         if not fitting and len(self._storages) >= _MOST:
