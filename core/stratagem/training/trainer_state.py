@@ -268,9 +268,8 @@ def restore_optimizers(fit: FitState, state: dict[str, Any], path: Any = "the ch
 def restore_worker_state(fit: FitState, worker_state: dict[str, Any]) -> None:
     """Apply what the workers of an earlier fit of this module sent back. Collective."""
     restore_optimizers(fit, dict(worker_state))
-    identity.restore(
-        fit.run.stack, worker_state.get("plugins", {})
-    )  # if this process trained, its plugins have their state
+    # If this process trained, its plugins have their state.
+    identity.restore(fit.run.stack, worker_state.get("plugins", {}))
     ranks, position = worker_state.get("ranks", []), fit.position
     state_io.load_rank_states(fit.run, ranks)
     within_an_epoch = position.batches_done and not position.epoch_done
