@@ -259,6 +259,43 @@ class Positions(Net):
         self.last.append(self.trainer.is_last_batch)
 
 
+class StepsItsScheduler(Net):
+    """Steps its schedulers in the last batch of each epoch, as Lightning's guide to manual optimization shows."""
+
+    def __init__(self, automatic=False):
+        super().__init__()
+        self.automatic_optimization, self.last = automatic, []
+
+    def on_train_epoch_start(self):
+        self.last.append(self.trainer.is_last_batch)
+
+    def on_train_batch_start(self):
+        self.last.append(self.trainer.is_last_batch)
+
+    def training_step(self, batch, batch_idx):
+        self.last.append(self.trainer.is_last_batch)
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_step_knows_that_its_batch_is_the_last(automatic):
+    trainer, module = sg.Trainer(**QUIET, max_epochs=2), StepsItsScheduler(automatic)
+    trainer.fit(module, loader(12))
+
+    assert module.last == [False, False, False, False, False, True, True] * 2
+    assert module.lr_schedulers().get_last_lr() == [pytest.approx(0.025)]
+
+
 def test_it_knows_the_last_batch_and_the_batches_of_the_sanity_check():
     trainer, module = sg.Trainer(**QUIET, max_epochs=2, num_sanity_val_steps=3), Positions()
     module.validation_step = lambda batch, batch_idx: None

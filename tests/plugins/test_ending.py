@@ -330,6 +330,47 @@ def test_ctrl_c_during_validation_does_not_wait_for_its_end(tmp_path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_while_a_validation_saves_its_checkpoint_lets_it_finish(tmp_path):
+    script = """
+        import os, signal
+        import stratagem as sg
+        from stratagem_testing.reference import Net, joined_batches
+
+        class Interrupted(Net):
+            def on_save_checkpoint(self, checkpoint): os.kill(os.getpid(), signal.SIGINT)
+            def validation_step(self, batch, batch_idx): self.log("val_loss", 1.0 + self.current_epoch)
+
+        callbacks = [{"name": "model_checkpoint", "monitor": "val_loss"}]
+        trainer = sg.Trainer(max_epochs=1000, accelerator="cpu", callbacks=callbacks, logger=False)
+        trainer.fit(Interrupted(), joined_batches(4, 8), joined_batches(2, 8))
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    with Terminal([sys.executable, "train.py"], cwd=tmp_path) as terminal:
+        assert terminal.finish() == -signal.SIGINT
+
+    assert step_of(tmp_path / "checkpoints" / "epoch=0-step=4.ckpt") == 4, terminal.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("validation_s", "told"), [(0.0, ""), (3600.0, "KeyboardInterrupt in Slow.validation_step")])
+def test_ctrl_c_under_torchrun_saves_and_prints_no_traceback_of_the_ranks(tmp_path, validation_s, told):
+    program = textwrap.dedent(PROGRAM).replace("num_sanity_val_steps=0", "num_sanity_val_steps=1")
+    (tmp_path / "train.py").write_text(program)
+    words = ["train.py", "2", "ddp", "0.05", str(validation_s)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with Terminal([*torchrun, *words], cwd=tmp_path, columns=200) as terminal:
+        terminal.wait_for("validating" if validation_s else r" [1-9]/10 ")
+        terminal.press(CTRL_C)
+        terminal.finish()
+        text = terminal.text
+
+    assert told in text
+    assert "[rank0]: Traceback" not in text
+    assert "[rank1]: Traceback" not in text
+    assert (tmp_path / "checkpoints" / "interrupted.ckpt").exists() == (not validation_s)
+
+
+@pytest.mark.slow
 def test_files_of_another_run_are_kept_and_a_recent_checkpoint_is_enough(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()

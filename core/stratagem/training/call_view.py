@@ -122,9 +122,9 @@ class CallView:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the last batch of the epoch was used last."""
-        position = self._state.position
-        return position.epoch_done or position.batches_done >= self._state.num_training_batches > 0
+        """Whether the batch that is being trained, or was trained last, is the last one of the epoch."""
+        state, position = self._state, self._state.position
+        return state.trains_last_batch or position.epoch_done or position.batches_done >= state.num_training_batches > 0
 
     @property
     def train_dataloader(self) -> Any:

@@ -66,6 +66,8 @@ class FitState:
     num_test_batches: list[float] = field(factory=list)
     num_predict_batches: list[float] = field(factory=list)
     batches_between_validations: float = math.inf
+    #: The last batch of this epoch has begun; `position` counts it when its step is done.
+    trains_last_batch: bool = False
     #: Every metric that was published; those that loggers got; those that a progress bar shows beside the loss.
     callback_metrics: dict[str, Any] = field(factory=dict)
     logged_metrics: dict[str, Any] = field(factory=dict)

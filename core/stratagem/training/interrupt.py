@@ -16,12 +16,19 @@ _OF_A_CALL = "_ended_a_call_of_stratagem"
 _earlier_hook: Any = sys.__excepthook__
 
 
-def shorten_traceback(error: KeyboardInterrupt) -> None:
-    """Have the program print one line for `error`, if nothing catches it. Its exit code stays the same."""
+def watch_uncaught() -> None:
+    """Print uncaught errors that `shorten_traceback` has marked in one line; a hook of the program is left alone.
+
+    Call it before the processes connect: torch and the launchers then replace the hook by hooks that call this one.
+    """
     global _earlier_hook
-    vars(error)[_OF_A_CALL] = True
     if sys.excepthook in (sys.__excepthook__, print_sentence):
         _earlier_hook, sys.excepthook = sys.excepthook, _print_where
+
+
+def shorten_traceback(error: KeyboardInterrupt) -> None:
+    """Have the program print one line for `error`, if nothing catches it. Its exit code stays the same."""
+    vars(error)[_OF_A_CALL] = True
 
 
 def _print_where(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -134,6 +134,7 @@ class TrainLoop:
         position.batches_of_earlier_epochs += position.batches_done
         position.epoch, position.batches_done, position.epoch_random_state = epoch, 0, None
         position.epoch_done, position.epoch_ended, position.validated = False, False, True
+        self.state.trains_last_batch = False
 
     def _finished(self) -> bool:
         position, settings = self.position, self.settings
@@ -249,6 +250,7 @@ class TrainLoop:
 
     def _batch(self, batch: Any, batch_idx: int, is_last: bool) -> None:
         state, run = self.state, self.run
+        state.trains_last_batch = is_last
         batch = run.hooks.transfer_batch(batch=batch, run=run)
         state.stage_metrics.batch = batch
         if self.batch_start is not None:

@@ -21,7 +21,7 @@ from stratagem.stack.resolver import with_callbacks
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
 from stratagem.training.fit_state import FitState
-from stratagem.training.interrupt import shorten_traceback
+from stratagem.training.interrupt import shorten_traceback, watch_uncaught
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.module_checks import check_instance, check_signature, require
 from stratagem.training.progress import Position
@@ -333,6 +333,7 @@ class Trainer(View):
         state.module, state.datamodule, self._call_at_work = model, datamodule, stage
         state.fn, state.status, state.ckpt_path = stage, "running", ckpt_path
         model.__dict__["_fit"] = state
+        watch_uncaught()
         try:
             lightning_names.check(model, datamodule, self.run.stack, stage)
             self._use_callbacks_of(model)

@@ -55,6 +55,8 @@ class Interruption(OwnCheckpoint):
     _asked_at: float | None = field(init=False, default=None)
     #: It came in a validation of a single process, and the fit ends there.
     _saves_in_validation: bool = field(init=False, default=False)
+    #: A validation is under way, and no callback has used its metrics: a fit that resumes repeats it as a whole.
+    _can_leave_validation: bool = field(init=False, default=False)
 
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder to save in."""
@@ -68,7 +70,7 @@ class Interruption(OwnCheckpoint):
 
     @hookimpl
     def on_train_start(self, trainer: TrainerView) -> None:
-        self._asked_at, self._saves_in_validation = None, False
+        self._asked_at, self._saves_in_validation, self._can_leave_validation = None, False, False
         if not self._acts(trainer):
             return
         collectives = trainer.run.collectives
@@ -86,6 +88,14 @@ class Interruption(OwnCheckpoint):
 
     def _acts(self, trainer: TrainerView) -> bool:
         return self.save_after_s is not None and trainer.checkpoint_callback is not None and not trainer.fast_dev_run
+
+    @hookimpl
+    def on_validation_start(self) -> None:
+        self._can_leave_validation = True
+
+    @hookimpl(tryfirst=True)
+    def on_validation_end(self) -> None:
+        self._can_leave_validation = False
 
     @hookimpl
     def on_train_end(self) -> None:
@@ -129,7 +139,7 @@ class Interruption(OwnCheckpoint):
                 signal.default_int_handler(number, frame)
             return
         self._asked_at = time.monotonic()
-        if trainer.world_size == 1 and trainer.validating:
+        if trainer.world_size == 1 and trainer.validating and self._can_leave_validation:
             self._saves_in_validation = True
             signal.default_int_handler(number, frame)
         watcher.signalled(number)
