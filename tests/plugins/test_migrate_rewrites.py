@@ -129,6 +129,28 @@ def test_what_has_no_counterpart_is_left_alone(script):
     assert rewritten(script) == script
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "import pytorch_lightning as pl; import torch  # both\npl.Trainer()\n",
+            "import stratagem as sg\nimport torch  # both\nsg.Trainer()\n",
+        ),
+        (
+            "if True:\n    from pytorch_lightning import Trainer; x = 1; y = 2\n    Trainer()\n",
+            "if True:\n    from stratagem import Trainer\n    x = 1; y = 2\n    Trainer()\n",
+        ),
+        (
+            "import stratagem as sg\nimport torch\nt = sg.Trainer(benchmark=True); t.fit(m)\n",
+            "import stratagem as sg\nimport torch\ntorch.backends.cudnn.benchmark = True\nt = sg.Trainer()\nt.fit(m)\n",
+        ),
+    ],
+    ids=["imports", "in a block", "added line"],
+)
+def test_statements_of_the_same_line_stay(old, new):
+    assert rewritten(old) == new
+
+
 def test_an_import_stays_for_what_is_left_of_it():
     script = "import pytorch_lightning as pl\npl.Trainer()\npl.utilities.CombinedLoader({})\n"
 

@@ -60,10 +60,11 @@ def _collectives_in(source: Source, statements: Iterable[ast.AST], condition: st
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_collective(source, node):
-                writes = "; only rank 0 writes the file anyway" if node.func.attr == "save_checkpoint" else ""
+                why = "otherwise it waits for the other ranks forever"
+                if node.func.attr == "save_checkpoint":
+                    why = "on some ranks only it is an error after a minute; only rank 0 writes the file anyway"
                 yield source.finding(
-                    node, CHANGE, f"{node.func.attr} under {condition!r}", "all ranks call it",
-                    f"otherwise it waits for the other ranks forever{writes}",
+                    node, CHANGE, f"{node.func.attr} under {condition!r}", "all ranks call it", why,
                 )  # fmt: skip
 
 

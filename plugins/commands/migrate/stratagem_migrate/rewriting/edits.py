@@ -125,8 +125,15 @@ class _Applier(cst.CSTTransformer):
         if isinstance(place, CodeRange):
             key = _key_of("Line" if kind == "SimpleStatementLine" else kind, place)
             self.pending.discard(key)
-            for change in self._changes.get(key, ()):
+            changes = self._changes.get(key, ())
+            rest: list[Any] = []
+            if changes and isinstance(updated, cst.SimpleStatementLine):
+                updated, rest = _first_and_rest(updated)
+            for change in changes:
                 updated = change(updated)
+            if rest:
+                first = updated if isinstance(updated, cst.FlattenSentinel) else [updated]
+                return cst.FlattenSentinel([*first, *rest])
         if isinstance(updated, cst.Module | cst.IndentedBlock):
             updated = _without_removed(updated)
         return updated
@@ -137,6 +144,16 @@ def _key_of(kind: str, place: CodeRange) -> _Key:
     if kind in _STATEMENTS:
         return (kind, start.line, start.column, 0, 0)
     return (kind, start.line, start.column, end.line, end.column)
+
+
+def _first_and_rest(line: Any) -> tuple[Any, list[Any]]:
+    """Return a line of its own for the first statement of ``a; b``, to change it, and a line of the others, if any."""
+    if len(line.body) == 1:
+        return line, []
+    first = cst.SimpleStatementLine(
+        body=[line.body[0].with_changes(semicolon=cst.MaybeSentinel.DEFAULT)], leading_lines=line.leading_lines
+    )
+    return first, [line.with_changes(body=line.body[1:], leading_lines=[])]
 
 
 def removed(line: Any) -> Any:
