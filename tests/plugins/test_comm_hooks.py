@@ -1003,7 +1003,9 @@ def test_values_that_are_not_finite_are_found_wherever_they_are(dtype):
         assert not is_finite(broken)
 
 
-@pytest.mark.parametrize("codec", [Int8Codec(), SignCodec(1024), SignCodec(24), SignCodec(1 << 18)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [Int8Codec(), SignCodec(1024), SignCodec(24), SignCodec(1 << 18)], ids=["int8", "1024", "24", "262144"]
+)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_long_row_is_encoded_and_decoded_like_a_short_one(codec, num_rows):
     """On a CPU both work in pieces that fit the cache; the last piece and the last block are shorter."""
