@@ -963,9 +963,24 @@ def completed(script, *words):
     """Return what bash offers for the last of `words`."""
     Path("completion.bash").write_text(script)
     line = " ".join(map(shlex.quote, words))
-    asked = f'source completion.bash; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_stratagem; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    asked = f'source completion.bash; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _stratagem_of_chosen; printf "%s\\n" "${{COMPREPLY[@]}}"'
     result = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=30)
     return result.stdout.split()
+
+
+#: Options of the plugin that is chosen, in each spelling; of a preset; of all where the choice is not known.
+CHOSEN = [
+    (["fit", "run.yaml", "--trainer.strategy", "ddp", "--trainer.strategy.stat"], {"--trainer.strategy.static_graph"}),
+    (["fit", "run.yaml", "--trainer.strategy=fsdp", "--trainer.strategy.cpu"], {"--trainer.strategy.cpu_offload"}),
+    (["test", "run.yaml", "--trainer.strategy", "ddp", "--trainer.strategy.cpu"], set()),
+    (["fit", "run.yaml", "--trainer.strategy", "ddp_fork", "--trainer.strategy.cpu"], set()),
+    (
+        ["fit", "run.yaml", "--trainer.strategy", "mine", "--trainer.strategy.static"],
+        {"--trainer.strategy.static_graph"},
+    ),
+    (["fit", "run.yaml", "--trainer.comm_hook", "fp16_compress", "--trainer.comm_hook.ra"], set()),
+    (["fit", "run.yaml", "--trainer.comm_hook", "topk", "--trainer.comm_hook.ra"], {"--trainer.comm_hook.ratio"}),
+]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -981,6 +996,7 @@ def completed(script, *words):
         (["validate", "run.yaml", "--print"], {"--print-config"}),
         (["fit", "run.yaml", "--trainer.strategy.bucket"], {"--trainer.strategy.bucket_cap_mb"}),
         (["fit", "run.yaml", "--trainer.strategy.static_graph", "t"], {"true"}),
+        *CHOSEN,
         (["completion", ""], {"bash", "zsh", "fish"}),
         (["run", "run.yaml", "--launcher", "t"], {"torchrun"}),
         (["run", "run.yaml", "--submit", "s"], {"slurm"}),
@@ -989,6 +1005,35 @@ def completed(script, *words):
 )
 def test_bash_completes(scripts, words, offered):
     assert set(completed(scripts["bash"], "stratagem", *words)) == offered
+
+
+@pytest.mark.parametrize(("words", "offered"), CHOSEN)
+def test_fish_offers_the_options_of_the_chosen_plugin(scripts, words, offered, tmp_path, need):
+    need("fish", package="fish")
+    (tmp_path / "script").write_text(scripts["fish"])
+    line = " ".join(["stratagem", *words])
+    asked = ["fish", "-c", f"source script; complete -C '{line}'"]
+    result = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+
+    assert {each.split("\t")[0] for each in result.stdout.splitlines()} == offered
+
+
+@pytest.mark.parametrize(("words", "offered"), CHOSEN)
+def test_zsh_offers_the_options_of_the_chosen_plugin(scripts, words, offered, tmp_path, need):
+    need("zsh", package="zsh")
+    # What zsh's own completion gets for the command, without a terminal to complete in.
+    (tmp_path / "script").write_text(
+        f"compdef() {{ }}\neval '{scripts['zsh'].replace(chr(39), chr(39) + chr(92) + chr(39) * 2)}'"
+    )
+    array = f"_shtab_stratagem_{words[0]}_options"
+    asked = (
+        f"source ./script; _shtab_stratagem() {{ print -rl -- ${array} }}; words=(stratagem {' '.join(words)}); "
+        "CURRENT=$#words; _stratagem_of_chosen"
+    )
+    result = subprocess.run(["zsh", "-fc", asked], capture_output=True, text=True, check=True, timeout=60)
+    names = {each.split("[")[0] for each in result.stdout.splitlines()}
+
+    assert {name for name in names if name.startswith(words[-1])} == offered
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

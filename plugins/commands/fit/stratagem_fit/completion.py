@@ -14,6 +14,7 @@ from stratagem.config.settings import CHOICES, TrainerSettings
 from stratagem.config.sources import DOTTED
 from stratagem.errors import StratagemError
 from stratagem.stack import registry
+from stratagem_fit.chosen_options import COMMANDS, of_chosen
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -50,13 +51,9 @@ def script(shell: str) -> str:
     program = parser()
     for name, command in _subparsers(program):
         _add_names(command)
-        if name in _RUN_FILE_COMMANDS:
+        if name in COMMANDS:
             _add_run_file(command)
-    return str(shtab.complete(program, shell=shell))
-
-
-#: Subcommands that read a run file and its options.
-_RUN_FILE_COMMANDS = ("fit", "validate", "test", "predict")
+    return of_chosen(str(shtab.complete(program, shell=shell)), shell)
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
