@@ -115,21 +115,25 @@ SWITCHES = {
 def check_switches(settings: Any, stack: Stack, listed: Sequence[Choice]) -> None:
     """Refuse a callback or a logger of `listed`, or an argument for one, that another argument switches off."""
     bare = getattr(settings, "barebones", False)
-    for switch, role in SWITCHES.items():
+    for switch in SWITCHES:
         if bare and getattr(settings, switch, None) and switch in settings.origins:
             raise _contradiction(settings, "barebones", f"{switch} is True ({settings.origins[switch]})")
-        off = "barebones" if bare else switch
-        entries = [entry for entry in registry.entries("callback") if entry.name == catalog.default(role)]
-        if (bare or getattr(settings, switch, None) is False) and entries:
+        if bare or getattr(settings, switch, None) is False:
             for choice in listed:
-                if choice.kind == "callback" and isinstance(choice.plugin, entries[0].load()):
-                    raise _contradiction(settings, off, f"{choice} is listed")
+                if choice.kind == "callback" and isinstance(choice.plugin, switched_off(switch)):
+                    raise _contradiction(settings, "barebones" if bare else switch, f"{choice} is listed")
     if bare and "logger" in settings.origins and settings.logger not in (None, False):
         raise _contradiction(
             settings, "barebones", f"logger is {shown(settings.logger)} ({settings.origins['logger']})"
         )
     if stack.loggers and (bare or getattr(settings, "logger", None) is False):
         raise _contradiction(settings, "barebones" if bare else "logger", f"{stack.loggers[0]} is listed")
+
+
+def switched_off(switch: str) -> tuple[type[Any], ...]:
+    """Return the class of callbacks that argument `switch` leaves out; () for other arguments."""
+    name = catalog.default(SWITCHES[switch]) if switch in SWITCHES else None
+    return tuple(entry.load() for entry in registry.entries("callback") if entry.name == name)[:1]
 
 
 def _contradiction(settings: Any, switch: str, other: str) -> ConfigError:

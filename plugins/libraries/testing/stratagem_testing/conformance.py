@@ -31,7 +31,7 @@ from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
 from stratagem_testing import state
 from stratagem_testing.processes import run_in_processes
-from stratagem_testing.training import QUIET
+from stratagem_testing.training import quiet
 
 #: Kinds of which a run may have several plugins of one class.
 SEVERAL = ("comm_hook", "callback", "logger")
@@ -195,7 +195,7 @@ class Conformance:
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         """Return the arguments of a Trainer in `world_size` processes that select the plugin, plus `arguments`."""
-        return QUIET | self.choose(devices=world_size, **arguments)
+        return quiet(self.choice().plugin) | self.choose(devices=world_size, **arguments)
 
     def _require_saving(self, world_size: int) -> None:
         """Skip the check if nothing can be saved at `world_size`."""

@@ -15,7 +15,7 @@ from stratagem.stack import lock
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
-from stratagem_testing.training import QUIET, in_empty_folder, outcome, resources_held, share, train, weights_of
+from stratagem_testing.training import in_empty_folder, outcome, quiet, resources_held, share, train, weights_of
 
 _BATCH = 24
 
@@ -57,7 +57,8 @@ class _ObserverConformance(Conformance):
 
     def _arguments(self, world_size: int, **arguments: Any) -> dict[str, Any]:
         name = {"callback": "callbacks"}.get(self.kind, self.kind)
-        return QUIET | {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]} | arguments
+        chosen = {"accelerator": self.accelerator, "devices": world_size, name: [self.plugin]}
+        return quiet(self.choice().plugin) | chosen | arguments
 
     def choose(self, **arguments: Any) -> dict[str, Any]:
         return {"accelerator": self.accelerator, "plugins": [self.plugin]} | arguments

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import StratagemError
+from stratagem.stack.checks import switched_off
 from stratagem_testing.reference import Batch, part
 
 #: Arguments of a trainer that writes no files and prints nothing.
@@ -32,6 +33,12 @@ QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_
 _SETTLING_S = 0.5
 #: Offsets in Linux's `struct tcp_info`: bytes that wait to be sent (uint32), and those sent, then resent (uint64 each).
 _TCPI_NOTSENT_BYTES, _TCPI_BYTES_SENT = 144, 200
+
+
+def quiet(*plugins: Any) -> dict[str, Any]:
+    """Return `QUIET` without the arguments that switch one of `plugins` off, which a trainer refuses."""
+    refused = {name for name in QUIET for plugin in plugins if isinstance(plugin, switched_off(name))}
+    return {name: value for name, value in QUIET.items() if name not in refused}
 
 
 def train(
@@ -45,7 +52,8 @@ def train(
     """
     skipped = EveryBatch(lambda trainer: trainer.position.skipped_steps)
     callbacks = [skipped, *arguments.get("callbacks", ())]
-    trainer = sg.Trainer(**(QUIET | {"devices": world_size} | arguments | {"callbacks": callbacks}))
+    base = {} if "max_epochs" in arguments else QUIET  # a kit's arguments have what they need of it
+    trainer = sg.Trainer(**(base | {"devices": world_size} | arguments | {"callbacks": callbacks}))
     trainer.fit(make(), share(trainer, batches))
     counts = [0, *skipped.results]
     used = [index for index, (before, after) in enumerate(itertools.pairwise(counts)) if before == after]
