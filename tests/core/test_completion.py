@@ -85,7 +85,8 @@ COMPLETED = [
 
 
 @pytest.mark.parametrize(("source", "expected"), COMPLETED)
-def test_an_editor_completes_arguments(source, expected):
+def test_an_editor_completes_arguments(source, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))  # other processes write to the usual one
     before, _, _ = source.partition("|")
     script = jedi.Script(before)
     position = before.count("\n") + 1, len(before.rpartition("\n")[2])

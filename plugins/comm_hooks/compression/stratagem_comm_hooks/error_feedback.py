@@ -255,10 +255,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def fill_unless(finite: Tensor, tensor: Tensor, value: float) -> None:
     """Fill `tensor` with `value` unless `finite`, a 0-d tensor, is true; without waiting for a device."""
-    if finite.device.type != "cpu":
-        tensor.masked_fill_(~finite, value)
-    elif not finite:
-        tensor.fill_(value)
+    tensor.masked_fill_(~finite, value)
 
 
 def _of_size(residual: Tensor | None, size: int, like: Tensor) -> Tensor:
