@@ -30,6 +30,10 @@ HERE = Path(__file__).parent
 _PACKAGES = ("torch", "stratagem", "pluggy", "deepspeed", "lightning", "accelerate", "safetensors", "fairscale")
 
 
+class BenchmarkError(Exception):
+    """A benchmark did not end normally."""
+
+
 @frozen
 class Benchmark:
     """A script and its arguments."""
@@ -97,14 +101,14 @@ def run(name: str, benchmark: Benchmark, quick: bool) -> str:
     """Run one benchmark; return what it printed, from its first table on.
 
     Raises:
-        SystemExit: it failed, with what it said.
+        BenchmarkError: it failed, with what it said.
     """
     arguments = (benchmark.quick or ()) if quick else benchmark.arguments
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **benchmark.environment}
     command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{name} failed with code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise BenchmarkError(f"{name} failed with code {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return tables_in(done.stdout)
 
 
@@ -227,7 +231,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), help="folder of results.md and .html")
     parser.add_argument("--docs", type=Path, help="a page whose tables are replaced")
     arguments = parser.parse_args()
-    measured_on, results = machine(), {}
+    measured_on, results, failures = machine(), {}, []
     has_gpu = bool(_gpus())
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, benchmark in BENCHMARKS.items():
@@ -239,7 +243,11 @@ def main() -> None:
             print(f"{name}: left out, torch finds no GPU", flush=True)
             continue
         began = time.monotonic()
-        results[name] = run(name, benchmark, arguments.quick)
+        try:
+            results[name] = run(name, benchmark, arguments.quick)
+        except BenchmarkError as error:  # the others are measured
+            failures.append(str(error))
+            continue
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         (arguments.out / "results.md").write_text(markdown(results, measured_on))
         (arguments.out / "results.html").write_text(page(results, measured_on))
@@ -250,6 +258,8 @@ def main() -> None:
         for name, picture in pictures(results).items():
             (folder / f"benchmark-{name}.svg").write_text(f"{picture}\n")
     print(f"tables and plots: {arguments.out / 'results.html'}")
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 if __name__ == "__main__":
