@@ -118,9 +118,10 @@ def check_switches(settings: Any, stack: Stack, listed: Sequence[Choice]) -> Non
     for switch in SWITCHES:
         if bare and getattr(settings, switch, None) and switch in settings.origins:
             raise _contradiction(settings, "barebones", f"{switch} is True ({settings.origins[switch]})")
-        if bare or getattr(settings, switch, None) is False:
+        if listed and (bare or getattr(settings, switch, None) is False):
+            left_out = switched_off(switch)
             for choice in listed:
-                if choice.kind == "callback" and isinstance(choice.plugin, switched_off(switch)):
+                if choice.kind == "callback" and isinstance(choice.plugin, left_out):
                     raise _contradiction(settings, "barebones" if bare else switch, f"{choice} is listed")
     if bare and "logger" in settings.origins and settings.logger not in (None, False):
         raise _contradiction(

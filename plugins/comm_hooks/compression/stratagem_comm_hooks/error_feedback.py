@@ -131,7 +131,7 @@ class ErrorFeedback:
 
         What follows the last part of `layout` is ignored.
         """
-        fill_unless(finite, residual, 0.0)
+        residual.masked_fill_(~finite, 0.0)
         if layout:
             self._joined[layout[0][0]] = residual
         sizes = [size for _, size in layout]
@@ -151,7 +151,7 @@ class ErrorFeedback:
 
     def keep_chunk(self, slot: str, chunk: Chunk, finite: Tensor) -> None:
         """Keep the residual of `chunk`, or zeros if the average was not `finite`."""
-        fill_unless(finite, chunk.residual, 0.0)
+        chunk.residual.masked_fill_(~finite, 0.0)
         self.chunks[slot] = chunk
 
     def merge_chunks(self) -> None:
@@ -251,11 +251,6 @@ def as_real(tensor: Tensor) -> Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def fill_unless(finite: Tensor, tensor: Tensor, value: float) -> None:
-    """Fill `tensor` with `value` unless `finite`, a 0-d tensor, is true; without waiting for a device."""
-    tensor.masked_fill_(~finite, value)
 
 
 def _of_size(residual: Tensor | None, size: int, like: Tensor) -> Tensor:

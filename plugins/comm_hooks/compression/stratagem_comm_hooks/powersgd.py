@@ -23,7 +23,7 @@ from stratagem.api import Bucket, hookimpl
 from stratagem.api.per_run import PerRun
 from stratagem.api.validators import at_least
 from stratagem.errors import ConfigError
-from stratagem_comm_hooks.error_feedback import Layout, as_real, fill_unless
+from stratagem_comm_hooks.error_feedback import Layout, as_real
 from stratagem_comm_hooks.feedback_hook import FeedbackHook
 from stratagem_comm_hooks.lossy import is_finite
 
@@ -167,7 +167,7 @@ class _PowerIteration(FeedbackHook):
             for each, p, q in zip(matrices, ps, qs, strict=True):
                 torch.matmul(p, q.T, out=each.within(average))
         # A factor with nan or inf may leave some elements of the product finite: make all of them nan.
-        fill_unless(finite, average, float("nan"))
+        average.masked_fill_(~finite, float("nan"))
         return qs
 
     def _shrinks(self, matrix: Matrix) -> bool:
