@@ -7,16 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import stratagem as sg
+from stratagem.api.traffic import Traffic
 from stratagem_sharding.buffers import BufferPool
+from stratagem_sharding.traffic import CountingReduceScatter
 from stratagem_testing import run_in_processes
+from stratagem_testing.processes import ProcessesFailed
 
 CPU, WIDTH, STEPS = torch.device("cpu"), 600, 3
 
 
 def test_a_buffer_is_reused_when_no_view_of_it_is_left():
-    pool = BufferPool()
+    pool = BufferPool(most=4)
     first = pool.empty((500_000,), dtype=torch.float32, device=CPU)
     view, address = first.narrow(0, 10, 20), first.data_ptr()
     del first
@@ -74,6 +78,37 @@ def by_hand(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def reduced(rank, world_size, op, length, dtype=torch.float32):
+    """Return what stratagem and gloo reduce the same values to, and how many bytes were counted."""
+    dist.init_process_group("gloo")
+    values = 9 * torch.randn(world_size * length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    traffic, results = Traffic(), []
+    pools = BufferPool(most=4), BufferPool(most=4)
+    for reduce in (CountingReduceScatter(traffic, *pools), DefaultReduceScatter()):
+        message = reduce.allocate(values.shape, dtype=values.dtype, device=CPU).copy_(values)
+        output = reduce.allocate((length,), dtype=values.dtype, device=CPU)
+        reduce(output, message, dist.group.WORLD, op=getattr(dist.ReduceOp, op))
+        results.append(output.clone())
+    return torch.equal(*results), results[0].norm().item() > 1, traffic.counts["reduce_scatter", "gradients"].payload
+
+
+@pytest.mark.parametrize("length", [7, 300_000])  # below and above what is exchanged directly
+@pytest.mark.parametrize(("world_size", "op"), [(2, "AVG"), (2, "SUM"), (3, "AVG"), (4, "SUM"), (5, "AVG")])
+def test_gradients_are_reduced_to_the_bits_of_gloo(world_size, op, length):
+    expected = (True, True, world_size * length * 4)
+    assert run_in_processes(reduced, world_size, op, length) == [expected] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_gradients_are_reduced_to_the_bits_of_gloo(dtype):
+    assert run_in_processes(reduced, 3, "AVG", 600_000, dtype) == [(True, True, 3 * 600_000 * 2)] * 3
+
+
+def test_an_operation_that_gloo_does_not_have_is_its_error():
+    with pytest.raises(ProcessesFailed, match=r"ReduceOp\.BAND"):
+        run_in_processes(reduced, 2, "BAND", 300_000)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

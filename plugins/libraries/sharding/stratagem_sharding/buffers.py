@@ -9,14 +9,17 @@ import torch
 
 #: Smaller buffers come from the heap of the C library, which reuses them.
 LEAST_BYTES = 1 << 20
-#: FSDP has up to three messages at a time: the one computed with, the prefetched one, and gradients.
-_MOST = 4
 
 
 class BufferPool:
-    """Buffers for messages; one is used again when no tensor refers to its memory."""
+    """Buffers for messages; one is used again when no tensor refers to its memory.
 
-    def __init__(self) -> None:
+    Args:
+        most: of how many buffers the free ones are dropped where none of them fits.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
         self._storages: list[torch.UntypedStorage] = []
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -36,7 +39,7 @@ class BufferPool:
         """Return the smallest free storage of `needed` to twice as many bytes; drop the free ones if none fits."""
         free = [each for each in self._storages if not _is_in_use(each)]
         fitting = [each for each in free if needed <= each.nbytes() <= 2 * needed]
-        if not fitting and len(self._storages) >= _MOST:
+        if not fitting and len(self._storages) >= self._most:
             dropped = {id(each) for each in free}
             self._storages = [each for each in self._storages if id(each) not in dropped]
         return min(fitting, key=torch.UntypedStorage.nbytes, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,10 @@ class ShardedSteps:
         self.order: UnitOrder | None = None
         self._syncs: bool | None = None
         self._kept = KeptUnits()
-        self._buffers = BufferPool()
-        self._has_stepped = False
+        #: FSDP has up to four messages at a time: what is computed with, what is prefetched, and gradients, sent and
+        #: received.
+        self._messages = BufferPool(most=5)
+        self._gradients = BufferPool(most=math.inf)
 
     def add(self, root: nn.Module, run: RunContext, peers: Collectives, num_replicas: int = 1) -> list[Any]:
         """Watch and count what the units of `root` send; return them.
@@ -53,7 +56,7 @@ class ShardedSteps:
         self.order.add(root)
         for unit in units:
             self._kept.watch(unit._get_fsdp_state())
-        count_bytes(units, num_replicas, run.collectives.traffic, self.order, self._buffers)
+        count_bytes(units, num_replicas, run.collectives.traffic, self.order, self._messages, self._gradients)
         return units
 
     def step(
@@ -145,7 +148,8 @@ class ShardedSteps:
 
     def close(self) -> None:
         """Forget the models, free buffers, and end the thread that compares."""
-        self._buffers.clear()
+        self._messages.clear()
+        self._gradients.clear()
         self._has_stepped = False
         if self.order is not None:
             self.order.close()

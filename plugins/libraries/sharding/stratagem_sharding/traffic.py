@@ -15,12 +15,15 @@ from stratagem_sharding.unit_order import UnitOrder
 
 
 def count_bytes(
-    units: Sequence[Any], num_replicas: int, traffic: Any, order: UnitOrder, buffers: BufferPool
+    units: Sequence[Any], num_replicas: int, traffic: Any, order: UnitOrder, messages: BufferPool, gradients: BufferPool
 ) -> None:  # fmt: skip
-    """Have `units` count in `traffic` what they send from `buffers`, and announce it to `order` before."""
+    """Have `units` count in `traffic` what they send, and announce it to `order` before.
+
+    What is sent and received is in buffers of `messages`, reduced gradients are in those of `gradients`.
+    """
     for unit in units:
-        unit.set_custom_all_gather(_CountingAllGather(traffic, order, order.number(unit), buffers))
-        unit.set_custom_reduce_scatter(_CountingReduceScatter(traffic, buffers))
+        unit.set_custom_all_gather(_CountingAllGather(traffic, order, order.number(unit), messages))
+        unit.set_custom_reduce_scatter(CountingReduceScatter(traffic, messages, gradients))
         for group in param_groups(unit._get_fsdp_state()):
             order.watch_gradients(unit, group)
         if num_replicas > 1:  # FSDP calls it after it has averaged over replicas itself
@@ -55,33 +58,64 @@ class _CountingAllGather(DefaultAllGather):
 def _gather_in_place(output: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather `output`, which has this rank's part: gloo's all-gather would copy it to new memory and back."""
     parts, rank = output.view(group.size(), -1), group.rank()
-    others = [other for other in range(group.size()) if other != rank]
-    works = [dist.irecv(parts[other], group=group, group_src=other) for other in others]
-    works += [dist.isend(parts[rank], group=group, group_dst=other) for other in others]
+    _exchange({other: (parts[rank], parts[other]) for other in range(group.size()) if other != rank}, group)
+
+
+def _reduce_directly(
+    output: torch.Tensor, parts: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    """Set `output` to the sum of this rank's row of `parts` over the ranks.
+
+    gloo's reduce-scatter would copy all rows to new memory, and all-reduce them: twice the bytes. The ranks are added
+    in the order of gloo's ring, which the bits of a sum depend on: downwards from the previous rank, this one last.
+    """
+    rank, size = group.rank(), group.size()
+    others = [(rank - distance) % size for distance in range(1, size)]
+    _exchange({other: (parts[other], row) for other, row in zip(others, received, strict=True)}, group)
+    total, *rows = [*received, parts[rank]]
+    torch.add(total, rows[0], out=output)
+    for row in rows[1:]:
+        output.add_(row)
+
+
+def _exchange(messages: dict[int, tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Send the first tensor to each of the other ranks in `group`, and receive the second."""
+    works = [dist.irecv(theirs, group=group, group_src=other) for other, (_, theirs) in messages.items()]
+    works += [dist.isend(ours, group=group, group_dst=other) for other, (ours, _) in messages.items()]
     for work in works:
         if work is not None:
             work.wait()
 
 
-class _CountingReduceScatter(DefaultReduceScatter):
-    def __init__(self, traffic: Any, buffers: BufferPool) -> None:
+class CountingReduceScatter(DefaultReduceScatter):
+    def __init__(self, traffic: Any, messages: BufferPool, gradients: BufferPool) -> None:
         super().__init__()
-        self._traffic, self._buffers, self._has_input = traffic, buffers, False
+        self._traffic, self._messages, self._gradients, self._has_input = traffic, messages, gradients, False
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._has_input:  # the output becomes the gradients, which stay until the next step
-            return super().allocate(size, dtype=dtype, device=device)
+        # The output becomes the gradients, which stay until the next step.
+        buffers = self._gradients if self._has_input else self._messages
         self._has_input = True
-        return self._buffers.empty(size, dtype=dtype, device=device)
+        return buffers.empty(size, dtype=dtype, device=device)
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # torch does not use what it returns
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         self._has_input = False
         self._traffic.add("reduce_scatter", input_tensor.nbytes, group.size(), sender="gradients")
+        known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if known and not async_op and is_pooled(input_tensor) and dist.get_backend(group) == "gloo":
+            parts = input_tensor.view(group.size(), -1)
+            received = self._messages.empty(
+                (group.size() - 1, parts.shape[1]), dtype=parts.dtype, device=parts.device
+            )  # fmt: skip
+            _reduce_directly(output_tensor, parts, received, group)
+            if op == dist.ReduceOp.AVG:
+                output_tensor.div_(group.size())
+            return None
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
