@@ -56,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "callbacks": Benchmark("What callbacks and options of a step cost", quick=("--steps", "500", "--rounds", "2")),
     "optimizers": Benchmark("Optimizers of torch on a CPU", column=3),
     "ddp": Benchmark("Two DDP ranks", quick=("--rounds", "3")),
+    "ranks": Benchmark("More ranks"),
     "comm_hooks": Benchmark("Communication hooks"),
     "sharded": Benchmark("Strategies beside the engines that they wrap"),
     "deepspeed_overhead": Benchmark("DeepSpeed", quick=("--rounds", "2", "--stages", "1")),

@@ -38,6 +38,7 @@ class Replica(TorchDDPModel):  # type: ignore[misc]  # the engine has no types
         super().__init__(module, **options)
         #: Names of the parameters that are averaged, by DDP's numbers.
         self.names = self._trained()
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         #: Whether the graph is static and no backward has run: the first one averages, also during accumulation.
         self.learns_its_graph = self.module.static_graph
         self._count_buffers(traffic)
@@ -72,7 +73,7 @@ class Replica(TorchDDPModel):  # type: ignore[misc]  # the engine has no types
         """Raise an error if a parameter that DDP waits for got no gradient."""
         with self._explained():
             self.module._check_reducer_finalized()
-        if not manual and all(p.grad is None for p in self.parameters() if p.requires_grad):
+        if not manual and all(p.grad is None for p in self.trained if p.requires_grad):
             raise ConfigError(
                 f"the loss of rank {rank} reaches no trainable parameter, and the other ranks wait for its gradients",
                 expected="a loss that depends on them",

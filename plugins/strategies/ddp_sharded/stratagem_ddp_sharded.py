@@ -67,6 +67,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
     #: buckets mean fewer messages, and more memory for buckets in flight.
     bucket_cap_mb: float = field(default=25.0, validator=more_than(0))
 
+    #: All parameters of the model that was wrapped last.
+    _parameters: list[nn.Parameter] = field(init=False, factory=list)
     #: Which rank owns a parameter.
     _owners: Any = field(init=False, factory=WeakTensorKeyDictionary)
     #: The bucket reducer, which applies the comm hooks; None without comm hooks.
@@ -119,8 +121,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
 
     def _divide(self, module: nn.Module, world_size: int) -> None:
         """Assign each parameter to the rank that owns the fewest elements so far."""
-        owned = [0] * world_size
-        for parameter in module.parameters():
+        owned, self._parameters = [0] * world_size, list(module.parameters())
+        for parameter in self._parameters:
             owner = owned.index(min(owned))
             self._owners[parameter] = owner
             owned[owner] += parameter.numel()
@@ -132,7 +134,7 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
         if not (run.manual or run.sync_gradients):
             run.differentiate(loss)
             return True
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
         before = {}
         for parameter in parameters:  # do not average again what is averaged already
             gradient = parameter.grad

@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem_sharding.buffers import BufferPool
 from stratagem_sharding.memory import reuse_freed_blocks
-from stratagem_sharding.param_groups import param_groups, reshard, units_in
+from stratagem_sharding.param_groups import param_groups, units_in
 from stratagem_sharding.sharded_use import is_sharded_use, sharded_use
 from stratagem_sharding.traffic import count_bytes
 from stratagem_sharding.unit_order import UnitOrder
@@ -38,10 +38,12 @@ class ShardedSteps:
         self.order: UnitOrder | None = None
         self._syncs: bool | None = None
         self._kept = KeptUnits()
+        self._units: dict[nn.Module, list[Any]] = {}
         #: FSDP has up to four messages at a time: what is computed with, what is prefetched, and gradients, sent and
         #: received.
         self._messages = BufferPool(most=5)
         self._gradients = BufferPool(most=math.inf)
+        self._has_stepped = False
 
     def add(self, root: nn.Module, run: RunContext, peers: Collectives, num_replicas: int = 1) -> list[Any]:
         """Watch and count what the units of `root` send; return them.
@@ -51,7 +53,7 @@ class ShardedSteps:
             num_replicas: over how many FSDP itself averages.
         """
         self._syncs = None
-        units = units_in(root)
+        units = self._units[root] = units_in(root)
         self.order = self.order or UnitOrder(run, peers)
         self.order.add(root)
         for unit in units:
@@ -77,7 +79,7 @@ class ShardedSteps:
 
     def _reduce_in_backward(self, root: nn.Module, wanted: bool) -> None:
         if self._syncs is not wanted:
-            for unit in units_in(root):
+            for unit in self._units[root]:
                 unit.set_requires_gradient_sync(wanted, recurse=False)
             self._syncs = wanted
 
@@ -120,7 +122,7 @@ class ShardedSteps:
     def reduce(self, root: nn.Module) -> None:
         """Reduce the gradients of all backwards since the last call, and reshard all units. Collective."""
         self._reduce_in_backward(root, True)
-        states = [unit._get_fsdp_state() for unit in units_in(root)]
+        states = [unit._get_fsdp_state() for unit in self._units[root]]
         states = [state for state in states if state._is_root is not None]  # others were never called
         for state in reversed(states):
             for group in param_groups(state):
@@ -130,14 +132,14 @@ class ShardedSteps:
                 if state._is_root:  # each part that is called
                     state._root_post_backward_final_callback()
         self._reduce_in_backward(root, False)
-        reshard(root)
+        self._reshard(root)
 
     @contextlib.contextmanager
     def optimizer_step(self, root: Any, run: RunContext) -> Iterator[None]:
         """Within, an optimizer steps."""
         self._kept.release()  # a unit that stayed unsharded would compute with the values before this step
         if not run.manual:
-            reshard(root)  # such as after a step without a loss
+            self._reshard(root)  # such as after a step without a loss
         # The first step makes the state of the optimizer, which stays: it must not be among freed blocks.
         with reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext():
             yield
@@ -146,8 +148,13 @@ class ShardedSteps:
             root.reshard()
             root.unshard()
 
+    def _reshard(self, root: nn.Module) -> None:
+        for unit in self._units[root]:  # known: `reshard` would walk over all modules in each step
+            unit.reshard()
+
     def close(self) -> None:
         """Forget the models, free buffers, and end the thread that compares."""
+        self._units.clear()
         self._messages.clear()
         self._gradients.clear()
         self._has_stepped = False

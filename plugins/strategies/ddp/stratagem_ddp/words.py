@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Attribute of a replica with a static graph: the parameters that the first step used.
 REACHED = "_stratagem_reached"
+#: Attribute of a replica: the parameters that were trained when it was first asked for.
+_TRAINED = "_stratagem_trained"
 #: Minimum steps of a fit before `advice` gives any.
 _ENOUGH_STEPS = 10
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
@@ -23,7 +25,7 @@ _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad fo
 def check_complete(replica: DistributedDataParallel, run: RunContext) -> None:
     """Raise torch's error for parameters without a gradient now; torch raises it in the next step, if there is one."""
     replica._check_reducer_finalized()
-    if not run.manual and all(p.grad is None for p in replica.parameters() if p.requires_grad):
+    if not run.manual and all(p.grad is None for p in trained(replica) if p.requires_grad):
         raise ConfigError(
             f"the loss of rank {run.rank} reaches no trainable parameter, and the other ranks wait for its gradients",
             expected="a loss that depends on them",
@@ -82,6 +84,14 @@ def _trained(replica: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]
         for name, parameter in replica.module.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def trained(replica: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the parameters that DDP averages, without walking over the modules in each step."""
+    found: list[torch.Tensor] | None = vars(replica).get(_TRAINED)
+    if found is None:
+        found = vars(replica)[_TRAINED] = [parameter for _, parameter in _trained(replica)]
+    return found
 
 
 def names_of(replica: DistributedDataParallel) -> list[str]:

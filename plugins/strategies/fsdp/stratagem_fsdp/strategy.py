@@ -48,6 +48,8 @@ class FSDPStrategy(FSDPOptions):
     """
 
     _device_mesh: Any = field(init=False, default=None)
+    #: Parameters without dimensions, which FSDP cannot divide, and their names.
+    _scalars: list[tuple[str, nn.Parameter]] = field(init=False, factory=list)
     _steps: ShardedSteps = field(init=False, factory=lambda: ShardedSteps(_POLICY))
 
     # --- The model -----------------------------------------------------------------------------------------------
@@ -133,6 +135,8 @@ class FSDPStrategy(FSDPOptions):
 
     def _set_hooks(self, root: nn.Module, run: RunContext) -> None:
         """Have all units count what they send, and average over replicas through the comm hooks if there are any."""
+        assert run.module is not None, "set before wrap_model is called"
+        self._scalars = [(name, each) for name, each in run.module.named_parameters() if each.dim() == 0]
         units = self._steps.add(root, run, run.peers, self._layout(run.peers_world)[0])
         if run.comm_hooks and run.stage == "train":
             reduce = run.bucket_reducer(over=self._replicas(run))
@@ -192,12 +196,7 @@ class FSDPStrategy(FSDPOptions):
         return clip_norm(gradients, max_norm)
 
     def _average_scalars(self, run: RunContext) -> None:
-        assert run.module is not None, "it was wrapped"
-        reached = {
-            name: parameter
-            for name, parameter in run.module.named_parameters()
-            if parameter.dim() == 0 and parameter.grad is not None
-        }
+        reached = {name: parameter for name, parameter in self._scalars if parameter.grad is not None}
         if reached:
             assert self._steps.order is not None, "it was wrapped"
             self._steps.order.next(("scalars", *reached))

@@ -66,6 +66,8 @@ class ParallelStrategy(ParallelOptions):
     _pipeline: Pipeline | None = field(init=False, default=None)
     #: Average gradients after backward: those of all parameters, and those of experts over fewer ranks.
     _averagers: list[GradientAverager] = field(init=False, factory=list)
+    #: All parameters of the model that is trained.
+    _parameters: list[nn.Parameter] = field(init=False, factory=list)
     #: What the ranks of the last run hold and send, for people.
     _record: Record | None = field(init=False, default=None)
 
@@ -197,7 +199,8 @@ class ParallelStrategy(ParallelOptions):
         if self._averaged_over((True, True)).world_size > 1:
             check_dense(user, "strategy parallel sends", "sparse=False there", 'set it, or choose strategy="ddp"')
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        for parameter in user.parameters():
+        self._parameters = list(user.parameters())
+        for parameter in self._parameters:
             if not parameter.is_meta:
                 cut = cut_axes(parameter)
                 groups.setdefault(("shard" not in cut, "expert" not in cut), []).append(parameter)
@@ -271,14 +274,14 @@ class ParallelStrategy(ParallelOptions):
                 if self._sharding is not None:
                     self._sharding.reduce(module)
                 self._pipeline.sum_shared_gradients()
-                self._complete_gradients(run)
+                self._complete_gradients()
             return True
         if syncs:
             for averager in self._averagers:
                 averager.begin()
         with self._recomputing(), self._differentiated(loss, module, run):
             if syncs:
-                self._complete_gradients(run)
+                self._complete_gradients()
         return True
 
     @contextlib.contextmanager
@@ -332,13 +335,12 @@ class ParallelStrategy(ParallelOptions):
     def on_predict_end(self, run: RunContext) -> None:
         reshard(run.model)
 
-    def _complete_gradients(self, run: RunContext) -> None:
+    def _complete_gradients(self) -> None:
         """Wait for the averages, and complete the gradients of parameters that are cut. Collective."""
         for averager in self._averagers:
             averager.finish()
         if not self._averagers:
-            assert run.module is not None, "it was wrapped"
-            for parameter in run.module.parameters():
+            for parameter in self._parameters:
                 settle(parameter)
 
     @hookimpl
