@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +32,16 @@ def test_a_buffer_is_reused_when_no_view_of_it_is_left():
     assert address in {pool.empty((500_000,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(2)} | {
         pool.empty((500_000,), dtype=torch.float32, device=CPU).data_ptr()
     }
+
+
+def test_free_buffers_are_dropped_and_used_ones_kept():
+    pool = BufferPool(most=math.inf)
+    used, free = (pool.empty((500_000,), dtype=torch.float32, device=CPU) for _ in range(2))
+    address = used.data_ptr()
+    del free
+    pool.drop_free()
+
+    assert [each.data_ptr() for each in pool._storages] == [address]
 
 
 def network() -> nn.Sequential:

@@ -40,9 +40,12 @@ class BufferPool:
         free = [each for each in self._storages if not _is_in_use(each)]
         fitting = [each for each in free if needed <= each.nbytes() <= 2 * needed]
         if not fitting and len(self._storages) >= self._most:
-            dropped = {id(each) for each in free}
-            self._storages = [each for each in self._storages if id(each) not in dropped]
+            self.drop_free()
         return min(fitting, key=torch.UntypedStorage.nbytes, default=None)
+
+    def drop_free(self) -> None:
+        """Free the buffers that are not in use."""
+        self._storages = [each for each in self._storages if _is_in_use(each)]
 
     def clear(self) -> None:
         """Free the buffers, as soon as they are not in use."""

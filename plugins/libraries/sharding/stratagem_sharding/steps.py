@@ -144,6 +144,7 @@ class ShardedSteps:
         with reuse_freed_blocks() if self._has_stepped else contextlib.nullcontext():
             yield
         self._has_stepped = True
+        self._gradients.drop_free()  # what more than this step's gradients once needed
         if run.manual:  # the rest of this forward must compute with the values after this step
             root.reshard()
             root.unshard()
