@@ -8,12 +8,14 @@ import os
 import secrets
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.api.kinds import CheckpointFormat
 from stratagem.api.paths import replace_text
 from stratagem.checkpoint import files as checkpoint
 from stratagem.checkpoint.files import publish_file, remove_file, sidecar, verify_file
+from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.stack.formats import newest_whole
 from stratagem_testing.reference import Net, joined_batches
@@ -135,6 +137,62 @@ def test_the_newest_whole_file_is_found(tmp_path):
 
     assert newest_whole(tmp_path, Format()) == tmp_path / "b.ckpt"
     assert newest_whole(tmp_path / "nowhere", Format()) is None
+
+
+def test_files_that_are_older_than_the_newest_whole_one_are_not_opened(tmp_path):
+    class Notes(Format):
+        def recognises(self, path):
+            opened.append(path.stem)
+            return super().recognises(path)
+
+    opened: list[str] = []
+    for age in range(20):
+        publish(tmp_path / f"{age}.ckpt", b"x")
+        os.utime(tmp_path / f"{age}.ckpt", ns=(age, age * 10**9))
+    (tmp_path / "19.ckpt").write_bytes(b"damaged")
+    os.utime(tmp_path / "19.ckpt", ns=(0, 10**12))
+
+    with pytest.warns(UserWarning, match=r"19.ckpt is damaged"):
+        assert newest_whole(tmp_path, Notes()) == tmp_path / "18.ckpt"
+    assert opened == ["19", "18"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_files_and_folders_of_several_formats_are_ordered_by_when_they_were_saved(reverse, tmp_path):
+    """The time of a folder is that of a file in it, which only its format knows."""
+    from stratagem.checkpoints import DCPCheckpoint, FullCheckpoint, SafetensorsCheckpoint, ShardedCheckpoint
+
+    formats = [FullCheckpoint(), ShardedCheckpoint(), SafetensorsCheckpoint(), DCPCheckpoint()]
+    saved = []
+    for number, form in enumerate(formats * 2):
+        path = tmp_path / f"{number}"
+        form.save_checkpoint({"state_dict": {"w": torch.ones(1)}}, path, SingleProcessRun())
+        age = 1_000_000 + 10 * (8 - number if reverse else number)
+        of_folder = age - 10**5 if number % 2 else age  # unlike what is in it
+        for each in [*path.glob("*"), path] if path.is_dir() else [path]:
+            os.utime(each, (age, age if each != path or path.is_file() else of_folder))
+        saved.append((age, path, form))
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    (tmp_path / "folder").mkdir()
+    saved.sort(key=lambda each: -each[0])
+
+    while saved:
+        assert {newest_whole(tmp_path, form) for form in formats} == {saved[0][1]}
+        assert newest_whole(tmp_path, formats[0], lambda path: path != saved[0][1]) == (
+            saved[1][1] if saved[1:] else None
+        )
+        _, path, form = saved.pop(0)
+        form.remove(path)
+
+
+def test_of_files_of_the_same_age_the_first_that_is_listed_is_found(tmp_path):
+    for name in "cabd":
+        publish(tmp_path / f"{name}.ckpt", b"x")
+        os.utime(tmp_path / f"{name}.ckpt", ns=(7, 7))
+    listed = [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
+
+    assert newest_whole(tmp_path, Format()) == listed[0]
+    assert newest_whole(tmp_path, Format(), lambda path: path != listed[0]) == listed[1]
 
 
 def test_removing_takes_the_sidecar_along(tmp_path):

@@ -15,6 +15,7 @@ from stratagem.api.paths import claim
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.errors import ConfigError
 from stratagem_callbacks import occupied
+from stratagem_callbacks.kept_files import free_version
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, Scheduled, data, joined_batches
 
@@ -81,6 +82,38 @@ def test_a_taken_name_gets_a_version(tmp_path):
     _, files = fit(tmp_path, [1.0])
 
     assert files == ["epoch=0-step=2-v1.ckpt", "epoch=0-step=2.ckpt"]
+
+
+def test_a_name_that_many_files_have_is_not_looked_up_for_each_of_them(tmp_path, monkeypatch):
+    folder, looked_up, exists = tmp_path / "checkpoints", [], Path.exists
+    folder.mkdir()
+    for version in range(200):
+        (folder / f"epoch=0-step=2{f'-v{version}' if version else ''}.ckpt").write_text("")
+    monkeypatch.setattr(Path, "exists", lambda path: bool(looked_up.append(path)) or exists(path))
+    fit(tmp_path, [1.0], save_last=True)
+
+    assert (folder / "epoch=0-step=2-v200.ckpt").stat().st_size
+    assert len(looked_up) < 50
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".of.two", ""])
+@pytest.mark.parametrize("gap", [None, 0, 1, 15, 16, 17, 29])
+def test_the_first_free_version_is_used(gap, suffix, tmp_path):
+    """A link to nothing is free, and so is a name that may be overwritten."""
+    names = [f"v1.5{f'-v{version}' if version else ''}{suffix}" for version in range(40)]
+    for name in names:
+        (tmp_path / name).symlink_to("nothing") if name == names[30] else (tmp_path / name).write_text("")
+    usable = [] if gap is None else [str(tmp_path / names[gap]), "elsewhere/" + names[3]]
+    wanted = tmp_path / names[30 if gap is None else gap]
+    assert free_version(tmp_path / names[0], suffix, usable) == wanted
+
+    if gap is not None:
+        (tmp_path / names[gap]).unlink()
+        assert free_version(tmp_path / names[0], suffix) == wanted
+    (tmp_path / names[30]).unlink()
+    (tmp_path / names[30]).symlink_to(names[0])
+    if gap is None:
+        assert free_version(tmp_path / names[0], suffix).name == f"v1.5-v40{suffix}"
 
 
 def test_save_last_keeps_a_copy(tmp_path):

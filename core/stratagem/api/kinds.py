@@ -327,7 +327,11 @@ class CheckpointFormat(Plugin):
         raise NotImplementedError
 
     def saved_at(self, path: Path) -> float:
-        """Return when `path` was saved, in seconds since 1970; the newest checkpoint is found by it."""
+        """Return when `path` was saved, in seconds since 1970; the newest checkpoint is found by it.
+
+        Override it for folders, and never return more than the modification time for a file: files are looked at from
+        the newest on.
+        """
         return modified_at(path)
 
     def remove(self, path: Path) -> None:

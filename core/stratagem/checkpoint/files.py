@@ -10,7 +10,6 @@ digest of the file is in its sidecar.
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -215,7 +214,10 @@ def _claimed(path: Path) -> Claim:
 
 def _clear_away_what_was_killed(path: Path) -> None:
     """Delete the temporary files of `path` that no process writes any more."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{STAGED}"):
+    begin, names = f"{path.name}.", []
+    with contextlib.suppress(PermissionError):  # one may write to a folder without listing it
+        names = [name for name in os.listdir(path.parent) if name.startswith(begin) and name.endswith(STAGED)]
+    for left in map(path.with_name, names):
         with contextlib.suppress(OSError):
             if (claimed := claim(left, follow=False)) is not None:
                 left.unlink(missing_ok=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import inspect
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratagem.api.paths import as_path, refusals
+from stratagem.api.paths import as_path, is_remote, refusals
 from stratagem.checkpoint.files import STAGED, check_version
 from stratagem.checkpoint.own_memory import with_own_memory
 from stratagem.checkpoint.single_process import SingleProcessRun
@@ -18,6 +21,9 @@ from stratagem.errors import CheckpointError, PluginError
 if TYPE_CHECKING:
     from stratagem.api.kinds import CheckpointFormat
 
+#: Endings of files beside checkpoints.
+_NOT_CHECKPOINTS = (STAGED, ".sum")
+
 
 def newest_whole(
     folder: Path, checkpoint_format: CheckpointFormat, accept: Callable[[Path], bool] | None = None
@@ -25,18 +31,20 @@ def newest_whole(
     """Return the newest checkpoint in `folder` that verifies, in any installed format; None if there is none.
 
     With `accept`, only those for whose path it returns True. Warns about damaged ones. `checkpoint_format` is tried
-    first; others are imported only for a path that it does not recognise.
+    first; others are imported only for a path that it does not recognise. Of local files none is opened that is older
+    than the result.
     """
-    with refusals(folder, "listed"):
-        if not folder.is_dir():
+    found = _newest_first(folder, checkpoint_format)
+    while True:
+        with refusals(folder, "listed"):
+            path, form = next(found, (None, checkpoint_format))
+        if path is None:
             return None
-        found = sorted(_candidates(folder, checkpoint_format), key=lambda candidate: -_age(*candidate))
-    found = [candidate for candidate in found if accept is None or accept(candidate[0])]
-    for path, form in found:
+        if accept is not None and not accept(path):
+            continue
         if form.is_whole(path):
             return path
         warnings.warn(f"{path} is damaged: an older checkpoint is taken instead", stacklevel=2)
-    return None
 
 
 def saved_at(path: Path, checkpoint_format: CheckpointFormat) -> float:
@@ -136,17 +144,58 @@ def _call(plugin: Any, hook: str, **given: Any) -> Any:
     return function(**{name: value for name, value in given.items() if name in accepted})
 
 
-def _candidates(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
-    """Yield the checkpoints in `folder`, each with the format that recognises it."""
+def _newest_first(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[Path, CheckpointFormat]]:
+    """Yield the checkpoints in `folder` from the newest on, each with the format that recognises it.
+
+    The heap has a bound for each name: no checkpoint there was saved later. When all others are older, the format is
+    looked for; with the time that it tells, the name is put back if that is below the bound. Those of the same time
+    are in the order of the listing.
+    """
+    if not folder.is_dir():
+        return
     formats = [checkpoint_format]
-    for path in folder.iterdir():
-        if path.name.endswith((STAGED, ".sum")):
-            continue
-        if len(formats) == 1 and not _recognises(checkpoint_format, path) and not path.name.startswith("."):
-            formats += _installed_formats()
-        form = next((form for form in formats if _recognises(form, path)), None)
-        if form is not None:
+    waiting: list[tuple[float, int, str, CheckpointFormat | None]] = [
+        (-bound, number, name, None) for number, (name, bound) in enumerate(_with_bounds(folder, checkpoint_format))
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        bound, number, name, form = heapq.heappop(waiting)
+        path = folder / name
+        if form is None and (form := _format_among(formats, path)) is not None and (age := _age(path, form)) < -bound:
+            heapq.heappush(waiting, (-age, number, name, form))
+        elif form is not None:
             yield path, form
+
+
+def _with_bounds(folder: Path, checkpoint_format: CheckpointFormat) -> Iterator[tuple[str, float]]:
+    """Yield the names in `folder` that checkpoints may have, each with a time after which none was saved there."""
+    from stratagem.api.kinds import CheckpointFormat as Base
+
+    if is_remote(folder):  # only the format asks the store for the time, of what it recognises
+        yield from ((path.name, math.inf) for path in folder.iterdir() if not path.name.endswith(_NOT_CHECKPOINTS))
+        return
+    asked = None if type(checkpoint_format).saved_at is Base.saved_at else checkpoint_format
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(_NOT_CHECKPOINTS):
+                yield entry.name, _bound(entry, 0 if asked is None else _age(folder / entry.name, asked))
+
+
+def _bound(entry: os.DirEntry[str], age: float) -> float:
+    """Return a time after which no checkpoint was saved at `entry`, whose age is `age`; infinity if none is known."""
+    try:
+        return max(entry.stat().st_mtime_ns / 1e9, age) if entry.is_file() else age or math.inf
+    except OSError:  # another process may be deleting it
+        return math.inf
+
+
+def _format_among(formats: list[CheckpointFormat], path: Path) -> CheckpointFormat | None:
+    """Return which of `formats` recognises `path`; the others that are installed are added when they are needed."""
+    if _recognises(formats[0], path):
+        return formats[0]
+    if len(formats) == 1 and not path.name.startswith("."):
+        formats += _installed_formats()
+    return next((form for form in formats[1:] if _recognises(form, path)), None)
 
 
 def _recognises(checkpoint_format: CheckpointFormat, path: Path) -> bool:

@@ -20,7 +20,7 @@ from stratagem.api.paths import as_path, is_remote
 from stratagem.api.readback import as_numbers
 from stratagem.api.validators import at_least, at_least_or_unlimited, duration_or_text, not_empty, read_duration
 from stratagem.errors import ConfigError
-from stratagem_callbacks.kept_files import link_to, remove, within
+from stratagem_callbacks.kept_files import free_version, link_to, remove, within
 from stratagem_callbacks.occupied import occupy, vacate
 from stratagem_callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 
@@ -369,25 +369,19 @@ class ModelCheckpoint(Callback):
         values = as_numbers(trainer.callback_metrics)
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         name = self._format(values)
-        folder, suffix = self.folder(trainer), trainer.run.checkpoint_format.suffix
-        path, version = folder / f"{name}{suffix}", 0
-        mine = obsolete if self.monitor is not None else list(self.best_k_models)
-        while self.enable_version_counter and path.exists() and str(path) not in mine:
-            version += 1
-            path = folder / f"{name}-v{version}{suffix}"
-        return str(path)
+        suffix = trainer.run.checkpoint_format.suffix
+        path = self.folder(trainer) / f"{name}{suffix}"
+        mine = obsolete if self.monitor is not None else self.best_k_models
+        return str(free_version(path, suffix, mine) if self.enable_version_counter else path)
 
     def _path_of_last(self, trainer: TrainerView) -> str:
         """Return the path of ``last``: that of this run, or a free one."""
         folder, form = self.folder(trainer), trainer.run.checkpoint_format
-        path, version = folder / f"last{form.suffix}", 0
+        path = folder / f"last{form.suffix}"
         mine = as_path(self.last_model_path) if self.last_model_path else None
         if mine is not None and mine.name.endswith(form.suffix) and (form.recognises(mine) or not mine.exists()):
             return str(mine)
-        while self.enable_version_counter and path.exists():
-            version += 1
-            path = folder / f"last-v{version}{form.suffix}"
-        return str(path)
+        return str(free_version(path, form.suffix) if self.enable_version_counter else path)
 
     def _format(self, values: dict[str, Any]) -> str:
         def fill(match: re.Match[str]) -> str:
