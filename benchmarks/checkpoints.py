@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import stratagem as sg
 from stratagem_testing import run_in_processes
@@ -116,11 +116,40 @@ class RawDCP(Way):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+class RawWhole(Way):
+    """The whole state, gathered on rank 0 and saved there in one file; all ranks map it to load."""
+
+    def save(self, path: Path) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        if dist.get_rank() == 0:
+            torch.save({"model": model, "optimizer": optimizer}, path)
+            sync(path)
+            sync(path.parent)
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, mmap=True)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
+        )  # fmt: skip
+
+
+class RawAsyncDCP(RawDCP):
+    """Returns when the state is copied."""
+
+    def save(self, path: Path) -> None:
+        self.saving = dcp.async_save(self.state(), storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+
+RAW_ASYNC = "torch DCP, async"
 RAW = {"torch": TorchSave, "torch, mmap=True": TorchMapped, "safetensors": Safetensors, "torch DCP": RawDCP}
+RAW_DIVIDED = {"torch DCP": RawDCP, "torch, full_state_dict": RawWhole}
 
 
 def ways(ranks: int) -> list[str]:
-    raw = list(RAW) if ranks == 1 else ["torch DCP"]
+    raw = RAW if ranks == 1 else RAW_DIVIDED
     return [*raw, *(f"stratagem {name}" for name in OURS)]
 
 
@@ -140,7 +169,7 @@ def built(way: str, ranks: int, size: tuple[int, int], stepped: bool) -> Way:
         run.backward(handle(torch.randn(2, width)).square().mean())
         run.optimizer_step(optimizer)
         optimizer.zero_grad()
-    return RAW.get(way, Way)(run, handle, optimizer)
+    return (RAW | RAW_DIVIDED | {RAW_ASYNC: RawAsyncDCP}).get(way, Way)(run, handle, optimizer)
 
 
 def resident(name: str) -> float:
@@ -167,6 +196,8 @@ def measured(rank: int, ranks: int, way: str, what: str, size: tuple[int, int], 
     if what == "load":  # the state of the optimizer is new
         peak -= 2 * local_megabytes(list(it.model.parameters()))
     it.run.context.wait_for_saves()
+    if isinstance(it, RawAsyncDCP):
+        it.saving.result()
     it.run.collectives.barrier()
     return wall, cpu, peak
 
@@ -179,7 +210,7 @@ def clear(path: Path) -> None:
 
 def table(ranks: int, rounds: int, size: tuple[int, int], folder: Path) -> None:
     saves = [(way, what) for way in ways(ranks) for what in ("save", "load")]
-    stalls = [(f"stratagem {name}, async", "stall") for name in OURS]
+    stalls = [(RAW_ASYNC, "stall"), *((f"stratagem {name}, async", "stall") for name in OURS)]
     rows: dict[tuple[str, str], list[tuple[float, ...]]] = {(what, way): [] for way, what in [*saves, *stalls]}
     order = random.Random(0)
     for _ in range(rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.api.named_state import taken_out
+from stratagem.checkpoint.cpu_copies import CPUCopies, as_gathered, collecting
 from stratagem.checkpoint.mapped_file import SEGMENT, mapped_tensors
 from stratagem.checkpoint.single_process import SingleProcessRun
 from stratagem.checkpoints import FullCheckpoint, SafetensorsCheckpoint
 from stratagem.errors import CheckpointError
+from stratagem.stack.formats import read_any
 from stratagem_testing import run_in_processes
 
 ALONE = SingleProcessRun()
@@ -150,6 +153,74 @@ def test_memory_of_saving_and_loading(checkpoint, tmp_path):
     assert of_save < 0.2 * weights
     # Of torch.load and load_state_dict: the weights once more. Tensors in torch's DCP files cannot always be mapped.
     assert of_load < (1.1 if checkpoint == "dcp" else 0.6) * weights
+
+
+def _peak_of_gathering(rank, ranks, checkpoint, strategy, folder):
+    """Return the peak of a save of a state that is divided over the ranks, above what a rank has of it, in MB."""
+    run = sg.Run(
+        accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}, strategy=strategy, devices=ranks
+    )
+    run.connect()
+    module = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(20)))
+    model, optimizer = run.setup(module, torch.optim.AdamW(module.parameters()))
+    run.backward(model(torch.randn(2, 1500)).sum())
+    run.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    run.collectives.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    run.save(Path(folder) / "a.ckpt", model=model, optimizer=optimizer)
+    peak = resident("VmHWM") - before
+    run.context.wait_for_saves()
+    run.collectives.barrier()
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.parametrize("checkpoint", ["full", "safetensors"])
+def test_a_background_save_does_not_copy_what_was_gathered_for_it(checkpoint, strategy, tmp_path):
+    if strategy == "tensor":
+        strategy = {"name": "parallel", "tensor": 2, "plan": "auto"}
+    writes, other = run_in_processes(_peak_of_gathering, 2, checkpoint, strategy, str(tmp_path))
+    state = 20 * (1500 * 1500 + 1500) * 4 * 3 / 1e6
+    assert 0.9 * state < writes < 1.3 * state
+    assert other < 0.2 * state
+
+
+def _gathered_twice(rank, ranks, checkpoint, folder):
+    """Save in the background what was gathered before, and change it while that is written."""
+    import importlib
+
+    run = sg.Run(accelerator="cpu", checkpoint={"name": checkpoint, "async_save": True}, strategy="fsdp", devices=ranks)
+    run.connect()
+    model, optimizer = run.setup(module := nn.Linear(WIDTH, WIDTH), torch.optim.SGD(module.parameters()))
+    own = run.ask("model_state", module=model.module)
+    wanted = {name: tensor.clone() for name, tensor in own.items() if not tensor.is_meta}
+    go_on = threading.Event()
+    written_with = importlib.import_module(f"stratagem_checkpoint_{checkpoint}")
+    plain = written_with.publish_file
+    written_with.publish_file = lambda *arguments: go_on.wait(60) and plain(*arguments)
+    run.save(Path(folder) / "a.ckpt", model=model, optimizer=optimizer, own=own)
+    for tensor in own.values():
+        tensor.zero_()
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.zero_()
+    go_on.set()
+    run.context.wait_for_saves()
+    run.collectives.barrier()
+    return wanted
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "safetensors"])
+def test_what_others_gathered_is_copied_before_a_background_save(checkpoint, tmp_path):
+    wanted, _ = run_in_processes(_gathered_twice, 2, checkpoint, str(tmp_path))
+    saved = read_any(tmp_path / "a.ckpt")
+    assert set(wanted) == {"weight", "bias"}
+    for name, tensor in wanted.items():
+        assert torch.equal(saved["values"]["own"][name], tensor)
+        assert torch.equal(saved["state_dict"][name], tensor)
 
 
 def test_a_callback_may_keep_the_checkpoint_that_it_is_given(tmp_path):
@@ -357,3 +428,18 @@ def test_a_part_outside_the_file_is_refused(entry, tmp_path):
     (tmp_path / "file").write_bytes(bytes(16))
     with pytest.raises(ValueError, match="are not within"):
         mapped_tensors(tmp_path / "file", [entry])
+
+
+# --- Copies ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_trains_is_copied_even_if_it_was_returned_as_gathered():
+    trained, gathered, copies = torch.ones(3, 2), torch.ones(3, 2), CPUCopies()
+    with collecting():
+        as_gathered(trained, trained[1:])
+        as_gathered(gathered, trained)
+
+    assert copies.take(trained).data_ptr() != trained.data_ptr()
+    assert copies.take(gathered.detach().view(6)).data_ptr() == gathered.data_ptr()
+    later = as_gathered(torch.ones(3))
+    assert copies.take(later).data_ptr() != later.data_ptr()

@@ -11,6 +11,7 @@ import torch
 
 from stratagem.api.context import RunContext
 from stratagem.api.paths import as_path
+from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.checkpoint.files import STATE_VERSION, check_version
 from stratagem.checkpoint.own_memory import with_own_extras, with_own_memory
 from stratagem.checkpoint.state_checks import applying, check_optimizer, check_weights_fit, with_new_options
@@ -42,9 +43,12 @@ def save(run: StatefulRun, path: str | Path, *, model: Any, optimizer: Any = (),
     """
     module = model.module if isinstance(model, ModelHandle) else model
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    with collecting():
+        weights = run.ask("model_state", module=module)
+        of_optimizers = [run.ask("optimizer_state", optimizer=each, module=module) for each in optimizers]
     state = {
-        "state_dict": run.ask("model_state", module=module),
-        "optimizers": [run.ask("optimizer_state", optimizer=each, module=module) for each in optimizers],
+        "state_dict": weights,
+        "optimizers": of_optimizers,
         "plugins": {key: plugin.state_dict() for key, plugin in identity.stateful(run.stack)},
         "ranks": run.collectives.all_gather_object({"plugins": rank_states(run)}),
         "values": values,

@@ -13,6 +13,7 @@ from stratagem.api.capabilities import ACCUMULATION
 from stratagem.api.paths import as_path
 from stratagem.api.trainer_view import SavedCheckpoint
 from stratagem.api.validators import read_accumulation
+from stratagem.checkpoint.cpu_copies import collecting
 from stratagem.errors import ConfigError
 from stratagem.training import fit_state
 from stratagem.training.call_view import CallView
@@ -292,7 +293,8 @@ class View(CallView):
         if self._state.module is None:
             raise ConfigError("save_checkpoint was called before any module was given", do="call it in or after fit")
         self.run.collectives.barrier_with_timeout("save_checkpoint", fit_state.BARRIER_TIMEOUT_S)
-        state = trainer_state.dump(self._state, weights_only, trainable_only)
+        with collecting():
+            state = trainer_state.dump(self._state, weights_only, trainable_only)
         self._state.events.emit("on_save_checkpoint", checkpoint=state)
         self.run.ask("save_checkpoint", state=state, path=as_path(filepath))
         saved = SavedCheckpoint(as_path(filepath), self.global_step, resumable=not (weights_only or trainable_only))

@@ -42,6 +42,7 @@ from stratagem.api import (
 from stratagem.api.named_state import logical_optimizer_state, physical_optimizer_state, taken_out
 from stratagem.api.options import options
 from stratagem.api.validators import more_than
+from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.distributed.bucket_reducer import check_dense
 from stratagem_process_group import ProcessGroupStrategy, group_options_after
 
@@ -285,7 +286,8 @@ class ShardedDDPStrategy(ProcessGroupStrategy):
             return absent if mine is None else mine
         tensor = torch.empty(shape.size, dtype=shape.dtype, device=run.device) if mine is None else mine
         tensor = run.peers.broadcast(tensor.contiguous(), owner)
-        return tensor.cpu() if run.needs_values else absent  # all of them may not fit into the device's memory
+        # On the CPU: all of them may not fit into the device's memory.
+        return as_gathered(tensor.cpu(), mine) if run.needs_values else absent
 
     @hookimpl
     def load_optimizer_state(

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from stratagem.checkpoint.cpu_copies import as_gathered
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -65,7 +67,7 @@ def gathered(value: Any, run: RunContext) -> Any:
     if not isinstance(value, DTensor):
         return value
     values = whole(value)
-    return values.cpu() if run.needs_values else values.to("meta")
+    return as_gathered(values.cpu(), value.to_local()) if run.needs_values else values.to("meta")
 
 
 def shard_like(value: Any, model: Any) -> Any:

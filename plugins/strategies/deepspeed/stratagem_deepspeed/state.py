@@ -20,6 +20,7 @@ from attrs import frozen
 from torch import nn
 
 from stratagem.api.named_state import check_optimizer_state, check_weights, parameter_names
+from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _whole(piece: Piece, flat: torch.Tensor, run: RunContext) -> torch.Tensor:
     piece.of_whole(whole).copy_(piece.of(flat))
     # Elements of other ranks are zero bytes, so that the sum of bytes is exact.
     whole = run.collectives.all_reduce(whole.reshape(-1).view(torch.uint8), "sum").view(whole.dtype).view(whole.shape)
-    return whole.cpu() if run.needs_values else whole.to("meta")
+    return as_gathered(whole.cpu()) if run.needs_values else whole.to("meta")
 
 
 def _gathered(parameter: Any, run: RunContext) -> torch.Tensor:
@@ -166,7 +167,7 @@ def _gathered(parameter: Any, run: RunContext) -> torch.Tensor:
 
     with GatheredParameters([parameter]):
         whole: torch.Tensor = parameter.data.detach()
-        return whole.to("cpu", copy=True) if run.needs_values else whole.to("meta")
+        return as_gathered(whole.to("cpu", copy=True)) if run.needs_values else whole.to("meta")
 
 
 @torch.no_grad()

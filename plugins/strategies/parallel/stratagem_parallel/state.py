@@ -32,8 +32,9 @@ from stratagem.api.named_state import (
     physical_optimizer_state,
     taken_out,
 )
+from stratagem.checkpoint.cpu_copies import as_gathered
 from stratagem.errors import CheckpointError
-from stratagem_sharding.shards import gathered, shard_like
+from stratagem_sharding.shards import gathered, local, shard_like
 from stratagem_sharding.shards import whole as whole_of
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ def _from(holder: int, value: Any, spec: _Spec, wanted: bool, run: RunContext, s
         if whole is None:
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=run.device)
         whole = stages.unchecked.broadcast(whole, holder)
-    return whole.cpu() if whole is not None and run.needs_values else _without_values(spec)
+    if whole is None or not run.needs_values:
+        return _without_values(spec)
+    return as_gathered(whole.cpu(), local(value) if stages.rank == holder else None)
 
 
 def _by_rows(value: Any) -> Any:
