@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import define
 
 import stratagem as sg
@@ -340,6 +341,25 @@ def _collectives(rank, world_size):
     }
     run.close()
     return said
+
+
+def beside_a_message(rank, world_size):
+    """Receive what the caller sends and what a collective sends, of other sizes, from the same rank."""
+    run = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
+    run.connect()
+    own, other = torch.zeros(3), 1 - rank
+    receiving = dist.irecv(own, src=other)
+    passed = run.collectives.send_recv(torch.full((2,), float(rank)), other, other)
+    dist.send(torch.full((3,), 10.0 + rank), dst=other)
+    receiving.wait()
+    run.close()
+    return passed.tolist(), own.tolist()
+
+
+def test_a_message_of_a_callers_own_is_not_taken_for_one_of_send_recv():
+    found = run_in_processes(beside_a_message, 2)
+
+    assert found == [([1.0] * 2, [11.0] * 3), ([0.0] * 2, [10.0] * 3)]
 
 
 def test_collectives_may_be_among_some_of_the_ranks():

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 PROGRAM = """
-import atexit, gc, os, sys, weakref
+import atexit, contextlib, functools, gc, gzip, os, sys, weakref
 import torch
 import stratagem as sg
 
@@ -34,10 +34,13 @@ class Noticed:
     def __del__(self, write=os.write):  # sys.stdout is gone when cycles are collected
         write(1, b"deleted\\n")
 
-class Untracked:
-    __slots__ = ()
-    def __del__(self, write=os.write):  # sys.stdout is gone when cycles are collected
-        write(1, b"deleted\\n")
+def untracked():
+    class Untracked:  # such a class is enough for nothing to be frozen: the collector does not list its objects
+        __slots__ = ()
+        def __del__(self, write=os.write):
+            write(1, b"deleted\\n")
+
+    return Untracked()
 
 def generate(write=os.write):
     try:
@@ -49,6 +52,34 @@ def started():
     generator = generate()
     next(generator)
     return generator
+
+class DeletedByAPartial:
+    __del__ = functools.partial(os.write, 1, b"deleted\\n")
+
+async def generate_async(write=os.write):
+    try:
+        yield
+    finally:
+        write(1, b"deleted\\n")
+
+def started_async():
+    generator = generate_async()
+    with contextlib.suppress(StopIteration):
+        generator.__anext__().send(None)
+    return generator
+
+class Lazy(type):
+    def __getattribute__(cls, name):  # as classes whose library is not installed do
+        raise ImportError(name)
+
+class NotInstalled(metaclass=Lazy):
+    pass
+
+def unopened():
+    try:
+        return gzip.open("/does/not/exist.gz")
+    except OSError as error:
+        return error  # its traceback refers to a file without attributes
 
 class Written:
     def __init__(self):
@@ -65,11 +96,18 @@ if __name__ == "__main__":
 """
 
 
-def output(tmp_path, kept: str, options: str = "{'devices': 1}") -> str:
+KEPT = ["Noticed()", "untracked()", "DeletedByAPartial()", "started()", "started_async()"]
+
+
+def ended(tmp_path, kept: str, options: str = "{'devices': 1}") -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM).replace("{options}", options).replace("{kept}", kept))
     words = [sys.executable, str(script), str(tmp_path / "file")]
-    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+
+
+def output(tmp_path, kept: str, options: str = "{'devices': 1}") -> str:
+    return ended(tmp_path, kept, options).stdout
 
 
 @pytest.mark.slow
@@ -81,9 +119,9 @@ def test_a_program_ends_without_visiting_the_objects_of_torch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["Cycle(Noticed())", "Cycle(Untracked())", "Cycle(started())"])
+@pytest.mark.parametrize("kept", KEPT)
 def test_objects_with_finalizers_in_cycles_are_finalized(tmp_path, kept):
-    text = output(tmp_path, kept)
+    text = output(tmp_path, f"Cycle({kept})")
 
     assert "registered first: frozen False\n" in text
     assert "deleted\n" in text
@@ -92,6 +130,15 @@ def test_objects_with_finalizers_in_cycles_are_finalized(tmp_path, kept):
 @pytest.mark.slow
 def test_an_object_with_del_that_a_global_name_holds_is_finalized_at_once(tmp_path):
     assert "deleted\n" in output(tmp_path, "Noticed()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kept", "frozen"), [("NotInstalled()", True), ("NotInstalled", True), ("unopened()", False)])
+def test_objects_that_cannot_be_asked_cause_no_error_at_the_end(tmp_path, kept, frozen):
+    end = ended(tmp_path, kept)
+
+    assert "Traceback" not in end.stderr
+    assert f"registered first: frozen {frozen}\n" in end.stdout
 
 
 @pytest.mark.slow

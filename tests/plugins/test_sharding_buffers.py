@@ -106,7 +106,8 @@ def reduced(rank, world_size, op, length, dtype=torch.float32):
     return torch.equal(*results), results[0].norm().item() > 1, traffic.counts["reduce_scatter", "gradients"].payload
 
 
-@pytest.mark.parametrize("length", [7, 300_000])  # below and above what is exchanged directly
+# Below and above what is exchanged directly; of a length that gloo does not divide as FSDP2 does.
+@pytest.mark.parametrize("length", [7, 300_000, 1_234_567])
 @pytest.mark.parametrize(("world_size", "op"), [(2, "AVG"), (2, "SUM"), (3, "AVG"), (4, "SUM"), (5, "AVG")])
 def test_gradients_are_reduced_to_the_bits_of_gloo(world_size, op, length):
     expected = (True, True, world_size * length * 4)
@@ -126,3 +127,30 @@ def test_an_operation_that_gloo_does_not_have_is_its_error():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_of_units_of_a_megabyte_have_the_bits_of_fsdp2_alone(world_size):
     assert run_in_processes(by_trainer, world_size) == run_in_processes(by_hand, world_size)
+
+
+class Sends(Model):
+    """Sends messages of its own between ranks, while FSDP gathers its parts."""
+
+    def training_step(self, batch, batch_idx):
+        other, received = 1 - dist.get_rank(), torch.zeros(3)
+        receiving = dist.irecv(received, src=other)
+        loss = self.net(batch).square().mean()
+        sending = dist.isend(torch.full((3,), 10.0 + dist.get_rank()), dst=other)
+        sending.wait()
+        receiving.wait()
+        self.losses.append(received.tolist())
+        return loss
+
+
+def sends(rank, world_size):
+    model = Sends()
+    strategy = {"name": "fsdp", "auto_wrap_policy": {nn.Sequential}}
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
+    trainer.fit(model, [batch_of(rank)] * STEPS)
+    trainer.close()
+    return model.losses
+
+
+def test_messages_of_a_users_own_are_not_taken_for_those_of_units():
+    assert run_in_processes(sends, 2) == [[[11.0] * 3] * STEPS, [[10.0] * 3] * STEPS]

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 
     from stratagem.api.world import KeyValueStore, ReduceOp, World
 
+#: Tag of messages between two ranks. Those of users, whose tag is 0 unless they choose one, may go over the same group
+#: meanwhile; gloo matches by tag, NCCL has none.
+MESSAGE_TAG = 0x7367
+
 
 class TorchCollectives(Collectives):
     """Collectives over a process group of torch.distributed; by default over its default group."""
@@ -275,8 +279,8 @@ class TorchCollectives(Collectives):
         self._count("send", local)
         received = torch.empty_like(local)
         messages = [
-            dist.P2POp(dist.isend, local, group=self.group, group_peer=to),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+            dist.P2POp(dist.isend, local, group=self.group, group_peer=to, tag=MESSAGE_TAG),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=source, tag=MESSAGE_TAG),
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()

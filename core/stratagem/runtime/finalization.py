@@ -5,7 +5,8 @@ At its end the interpreter clears all modules and collects reference cycles seve
 imported this takes a second of CPU time, and a launcher waits for one process after the other. Frozen objects
 (`gc.freeze`) are not visited. They are freed as usual when their last reference goes, but cycles of them are not. So
 nothing is frozen if a cycle could hold an object whose end a user could notice: one with ``__del__``, a suspended
-generator (``finally``), a file that is open for writing. Handlers of `atexit` and `weakref.finalize` run either way.
+generator (``finally``), a file that is open for writing, or one that cannot be asked. Handlers of `atexit` and
+`weakref.finalize` run either way.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-from types import CoroutineType, FunctionType, GeneratorType
+import sys
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, WrapperDescriptorType
 from typing import Any
 
 #: Whose ``__del__`` does nothing that matters at the end: it keeps a process's exit code, and frees memory.
 _HARMLESS = {("subprocess", "Popen"), ("torch.multiprocessing.reductions", "StorageWeakRef")}
-#: The attribute of each kind of generator that tells whether it is suspended.
-_SUSPENDED = {GeneratorType: "gi_suspended", CoroutineType: "cr_suspended"}
+#: The attribute of each kind of generator that tells whether it is suspended; Python 3.11 cannot tell of some.
+_SUSPENDED = {GeneratorType: "gi_suspended", CoroutineType: "cr_suspended", AsyncGeneratorType: "ag_frame"}
 #: Flag of classes whose objects the collector tracks (Py_TPFLAGS_HAVE_GC).
 _TRACKED = 1 << 14
 
@@ -35,7 +37,11 @@ def shorten_finalization() -> None:
 
 
 def _freeze() -> None:
-    if not has_finalizers():
+    try:
+        noticed = has_finalizers()
+    except Exception:  # noqa: BLE001 - a file of a class of the user's may raise anything
+        noticed = True
+    if not noticed:
         gc.freeze()
 
 
@@ -51,24 +57,31 @@ def has_finalizers() -> bool:
 
 
 def _finalizes(cls: type[Any]) -> bool:
-    harmless = (cls.__module__, cls.__qualname__) in _HARMLESS
-    return isinstance(getattr(cls, "__del__", None), FunctionType) and not harmless
+    try:
+        method = type.__getattribute__(cls, "__del__")  # not `getattr`: a metaclass may raise, or import something
+    except AttributeError:
+        return False
+    if isinstance(method, WrapperDescriptorType):  # in C: those of Python itself close what they hold
+        return method.__objclass__.__module__ not in sys.stdlib_module_names
+    return (cls.__module__, cls.__qualname__) not in _HARMLESS
 
 
 def _matters(value: Any) -> bool:
     cls = type(value)
     if cls in _SUSPENDED:
         return bool(getattr(value, _SUSPENDED[cls]))
-    if isinstance(value, type):  # the collector does not list objects of this class
-        return not value.__flags__ & _TRACKED and _finalizes(value)
+    if issubclass(cls, type):  # the collector does not list objects of this class
+        return not type.__getattribute__(value, "__flags__") & _TRACKED and _finalizes(value)
     return cls not in (io.BytesIO, io.StringIO) and _is_written(value)
 
 
 def _is_written(file: Any) -> bool:
     """Whether `file` is open for writing; not for standard output and error, which the interpreter flushes itself."""
+    if type(file).__module__ != "_io":  # `fileno` may do anything, such as write the file to a disk
+        return not file.closed and bool(file.writable())
     try:
-        return bool(not file.closed and file.writable() and file.fileno() not in (0, 1, 2))
-    except io.UnsupportedOperation:  # it has no number, such as a file in an object store
+        return not file.closed and file.writable() and file.fileno() not in (0, 1, 2)
+    except io.UnsupportedOperation:  # it has no number: it writes to a file of another class
         return True
     except ValueError:  # it has no file any more (`detach`)
         return False

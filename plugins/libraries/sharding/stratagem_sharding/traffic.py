@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from stratagem.distributed.process_group import MESSAGE_TAG
 from stratagem_sharding.buffers import BufferPool, is_pooled
 from stratagem_sharding.param_groups import param_groups
 from stratagem_sharding.unit_order import UnitOrder
+
+#: gloo's largest segment of a message, in bytes.
+_SEGMENT = 1 << 20
 
 
 def count_bytes(
@@ -67,21 +71,42 @@ def _reduce_directly(
     """Set `output` to the sum of this rank's row of `parts` over the ranks.
 
     gloo's reduce-scatter would copy all rows to new memory, and all-reduce them: twice the bytes. The ranks are added
-    in the order of gloo's ring, which the bits of a sum depend on: downwards from the previous rank, this one last.
+    in the order of gloo's ring, which the bits of a sum depend on: downwards from the rank before the one that gloo
+    would reduce a value on, and that one last. It is this rank for all but the first values of a row.
     """
     rank, size = group.rank(), group.size()
-    others = [(rank - distance) % size for distance in range(1, size)]
-    _exchange({other: (parts[other], row) for other, row in zip(others, received, strict=True)}, group)
-    total, *rows = [*received, parts[rank]]
-    torch.add(total, rows[0], out=output)
-    for row in rows[1:]:
+    rows = dict(zip((each for each in range(size) if each != rank), received, strict=True))
+    _exchange({other: (parts[other], row) for other, row in rows.items()}, group)
+    rows[rank] = parts[rank]
+    length, chunk = parts.shape[1], _chunk(parts.numel(), parts.itemsize, size)
+    start = 0
+    while start < length:
+        reducer = (rank * length + start) // chunk
+        part = slice(start, min(length, (reducer + 1) * chunk - rank * length))
+        _add([rows[(reducer - distance) % size][part] for distance in range(1, size + 1)], output[part])
+        start = part.stop
+
+
+def _add(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    torch.add(rows[0], rows[1], out=output)
+    for row in rows[2:]:
         output.add_(row)
+
+
+def _chunk(count: int, itemsize: int, size: int) -> int:
+    """Return how many of `count` values gloo's all-reduce reduces on each of `size` ranks.
+
+    They are a number of segments of up to a megabyte, all of one length, at least two for each rank.
+    """
+    segments = max(-(-count // (_SEGMENT // itemsize) // size), 2)
+    return segments * -(-count // (segments * size))
 
 
 def _exchange(messages: dict[int, tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
     """Send the first tensor to each of the other ranks in `group`, and receive the second."""
-    works = [dist.irecv(theirs, group=group, group_src=other) for other, (_, theirs) in messages.items()]
-    works += [dist.isend(ours, group=group, group_dst=other) for other, (ours, _) in messages.items()]
+    ends: dict[str, Any] = {"group": group, "tag": MESSAGE_TAG}
+    works = [dist.irecv(theirs, group_src=other, **ends) for other, (_, theirs) in messages.items()]
+    works += [dist.isend(ours, group_dst=other, **ends) for other, (ours, _) in messages.items()]
     for work in works:
         if work is not None:
             work.wait()

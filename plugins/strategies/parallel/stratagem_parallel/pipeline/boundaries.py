@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch.utils import _pytree as pytree
 
+from stratagem.distributed.process_group import MESSAGE_TAG
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Messages:
 
         local = [each.detach().to(self.among.device).contiguous() for each in tensors]
         self.among.traffic.add("send", sum(each.nbytes for each in local), self.among.world_size, len(local))
-        messages = [dist.P2POp(dist.isend, each, group=self.among.group, group_peer=to) for each in local]
+        messages = [self._message(dist.isend, each, to) for each in local]
         self._sent = [each for each in self._sent if not each[0].is_completed()]
         self._sent += [(work, local) for work in dist.batch_isend_irecv(messages)] if messages else []
 
@@ -136,8 +137,13 @@ class Messages:
         import torch.distributed as dist
 
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.among.device) for form in forms]
-        messages = [dist.P2POp(dist.irecv, each, group=self.among.group, group_peer=source) for each in tensors]
+        messages = [self._message(dist.irecv, each, source) for each in tensors]
         return (dist.batch_isend_irecv(messages) if messages else []), tensors
+
+    def _message(self, direction: Any, tensor: torch.Tensor, peer: int) -> Any:
+        import torch.distributed as dist
+
+        return dist.P2POp(direction, tensor, group=self.among.group, group_peer=peer, tag=MESSAGE_TAG)
 
     def received(self, pending: tuple[list[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Wait for what `receive` returned, and return the tensors on the device."""
