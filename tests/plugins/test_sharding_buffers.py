@@ -41,7 +41,14 @@ def test_free_buffers_are_dropped_and_used_ones_kept():
     del free
     pool.drop_free()
 
-    assert [each.data_ptr() for each in pool._storages] == [address]
+    assert [each.data_ptr() for each in pool._buffers] == [address]
+
+
+def test_a_buffer_is_not_reused_while_its_storage_is_kept():
+    pool = BufferPool(most=4)
+    storage = pool.empty((500_000,), dtype=torch.float32, device=CPU).untyped_storage()
+
+    assert pool.empty((500_000,), dtype=torch.float32, device=CPU).data_ptr() != storage.data_ptr()
 
 
 def network() -> nn.Sequential:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,36 +21,35 @@ class BufferPool:
 
     def __init__(self, most: float) -> None:
         self._most = most
-        self._storages: list[torch.UntypedStorage] = []
+        self._buffers: list[torch.Tensor] = []
 
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialized tensor; the memory is reused for CPU tensors of a megabyte and more."""
         needed = math.prod(size) * dtype.itemsize
         if device.type != "cpu" or needed < LEAST_BYTES:
             return torch.empty(*size, dtype=dtype, device=device)
-        storage = self._free(needed)
-        if storage is None:
-            storage = torch.empty(needed, dtype=torch.uint8, device=device).untyped_storage()
-            self._storages.append(storage)
+        buffer = self._free(needed)
+        if buffer is None:
+            buffer = torch.empty(needed, dtype=torch.uint8, device=device)
+            self._buffers.append(buffer)
         tensor = torch.empty(0, dtype=dtype, device=device)
-        tensor.set_(storage, 0, tuple(size))  # type: ignore[call-overload]
+        tensor.set_(buffer.untyped_storage(), 0, tuple(size))  # type: ignore[call-overload]
         return tensor
 
-    def _free(self, needed: int) -> torch.UntypedStorage | None:
-        """Return the smallest free storage of `needed` to twice as many bytes; drop the free ones if none fits."""
-        free = [each for each in self._storages if not _is_in_use(each)]
-        fitting = [each for each in free if needed <= each.nbytes() <= 2 * needed]
-        if not fitting and len(self._storages) >= self._most:
+    def _free(self, needed: int) -> torch.Tensor | None:
+        """Return the smallest free buffer of `needed` to twice as many bytes; drop the free ones if none fits."""
+        fitting = [each for each in self._buffers if needed <= each.nbytes <= 2 * needed and not _is_in_use(each)]
+        if not fitting and len(self._buffers) >= self._most:
             self.drop_free()
-        return min(fitting, key=torch.UntypedStorage.nbytes, default=None)
+        return min(fitting, key=lambda each: each.nbytes, default=None)
 
     def drop_free(self) -> None:
         """Free the buffers that are not in use."""
-        self._storages = [each for each in self._storages if _is_in_use(each)]
+        self._buffers = [each for each in self._buffers if _is_in_use(each)]
 
     def clear(self) -> None:
         """Free the buffers, as soon as they are not in use."""
-        self._storages = []
+        self._buffers = []
 
 
 def is_pooled(tensor: torch.Tensor) -> bool:
@@ -57,7 +57,18 @@ def is_pooled(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.nbytes >= LEAST_BYTES
 
 
-def _is_in_use(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor refers to `storage`, in Python or within torch; the pool's own reference is one."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count > 1
+def _is_in_use(buffer: torch.Tensor) -> bool:
+    return _references(buffer) != _ALONE
+
+
+def _references(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return how many tensors, in Python or within torch, and how many names refer to the memory of `buffer`.
+
+    Python has one object for a storage, which counts once within torch whatever refers to it.
+    """
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+#: What `_references` returns where nothing else refers to the memory; it depends on the versions of torch and Python.
+_ALONE = _references(torch.empty(1))
