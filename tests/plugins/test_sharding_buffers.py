@@ -161,3 +161,16 @@ def sends(rank, world_size):
 
 def test_messages_of_a_users_own_are_not_taken_for_those_of_units():
     assert run_in_processes(sends, 2) == [[[11.0] * 3] * STEPS, [[10.0] * 3] * STEPS]
+
+
+def by_parallel(rank, world_size):
+    model = Model()
+    strategy = {"name": "parallel", "shard": world_size, "auto_wrap_policy": {nn.Sequential}}
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
+    trainer.fit(model, [batch_of(rank)] * STEPS)
+    trainer.close()
+    return model.losses
+
+
+def test_losses_of_a_mesh_that_shards_have_the_bits_of_fsdp2_alone():
+    assert run_in_processes(by_parallel, 2) == run_in_processes(by_hand, 2)
