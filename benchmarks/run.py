@@ -224,13 +224,22 @@ def update(text: str, results: dict[str, str], measured_on: str) -> str:
     return text
 
 
+def _titles() -> str:
+    return "; ".join(f"{name} ({each.title})" for name, each in BENCHMARKS.items())
+
+
 def main() -> None:
     """Run what the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds: five minutes in all, larger spread")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--out", type=Path, default=Path("benchmark-results"), help="folder of results.md and .html")
-    parser.add_argument("--docs", type=Path, help="a page whose tables are replaced")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=_titles())
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmark-results"),
+        help="folder of results.md and results.html (%(default)s)",
+    )
+    parser.add_argument("--docs", type=Path, help="a page, which is overwritten with the new tables")
     arguments = parser.parse_args()
     measured_on, results, failures = machine(), {}, []
     has_gpu = bool(_gpus())
