@@ -193,7 +193,8 @@ def model_state(module: nn.Module, run: RunContext) -> dict[str, Tensor]:
 
     If ``run.needs_values`` is False (on a rank that does not write), a tensor may be on the meta device. If
     ``run.whole_state`` is False, the checkpoint format writes shards: return DTensors and do not gather them; a tensor
-    that is unsharded on some ranks only is on the meta device of the others.
+    that is unsharded on some ranks only is on the meta device of the others. What you gathered in new memory give to
+    ``stratagem.checkpoint.cpu_copies.as_gathered``: a background save does not copy it once more.
     """
 
 
