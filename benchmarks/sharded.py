@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
-    with contextlib.suppress(ImportError):  # the processes fork from this one: imports are not measured
+    # The processes fork from this one: imports are not measured. DeepSpeed logs to what is the standard output then.
+    with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
         if not arguments.quick and any(each.startswith("deepspeed") for each in arguments.strategies):
             import deepspeed  # noqa: F401
     print("| | ms a step, minimum | median | CPU ms, median (range) | peak, MB | CPU ratio | same losses |")
