@@ -74,10 +74,9 @@ class Model(sg.Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def by_trainer(rank, world_size):
-    model = Model()
-    strategy = {"name": "fsdp", "auto_wrap_policy": {nn.Sequential}}
-    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
+def by_trainer(rank, world_size, make=Model, **strategy):
+    model, chosen = make(), {"name": "fsdp", "auto_wrap_policy": {nn.Sequential}} | strategy
+    trainer = sg.Trainer(strategy=chosen, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
     trainer.fit(model, [batch_of(rank)] * STEPS)
     trainer.close()
     return model.losses
@@ -150,26 +149,12 @@ class Sends(Model):
         return loss
 
 
-def sends(rank, world_size):
-    model = Sends()
-    strategy = {"name": "fsdp", "auto_wrap_policy": {nn.Sequential}}
-    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
-    trainer.fit(model, [batch_of(rank)] * STEPS)
-    trainer.close()
-    return model.losses
-
-
 def test_messages_of_a_users_own_are_not_taken_for_those_of_units():
-    assert run_in_processes(sends, 2) == [[[11.0] * 3] * STEPS, [[10.0] * 3] * STEPS]
+    assert run_in_processes(by_trainer, 2, Sends) == [[[11.0] * 3] * STEPS, [[10.0] * 3] * STEPS]
 
 
 def by_parallel(rank, world_size):
-    model = Model()
-    strategy = {"name": "parallel", "shard": world_size, "auto_wrap_policy": {nn.Sequential}}
-    trainer = sg.Trainer(strategy=strategy, devices=world_size, accelerator="cpu", max_epochs=1, barebones=True)
-    trainer.fit(model, [batch_of(rank)] * STEPS)
-    trainer.close()
-    return model.losses
+    return by_trainer(rank, world_size, name="parallel", shard=world_size)
 
 
 def test_losses_of_a_mesh_that_shards_have_the_bits_of_fsdp2_alone():

@@ -26,7 +26,7 @@ class BufferPool:
     def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialized tensor; the memory is reused for CPU tensors of a megabyte and more."""
         needed = math.prod(size) * dtype.itemsize
-        if device.type != "cpu" or needed < LEAST_BYTES:
+        if not _is_reused(device, needed):
             return torch.empty(*size, dtype=dtype, device=device)
         buffer = self._free(needed)
         if buffer is None:
@@ -54,7 +54,11 @@ class BufferPool:
 
 def is_pooled(tensor: torch.Tensor) -> bool:
     """Whether a pool reuses the memory of tensors as large as `tensor`."""
-    return tensor.device.type == "cpu" and tensor.nbytes >= LEAST_BYTES
+    return _is_reused(tensor.device, tensor.nbytes)
+
+
+def _is_reused(device: torch.device, num_bytes: int) -> bool:
+    return device.type == "cpu" and num_bytes >= LEAST_BYTES
 
 
 def _is_in_use(buffer: torch.Tensor) -> bool:
