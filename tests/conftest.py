@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 
 import pytest
 
@@ -54,6 +55,17 @@ def pytest_collection_finish():
     """Leave what was imported alone: each collection of garbage, and each fork, would go through all of it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    """Fail a test that pytest-xdist does not keep with its group: two SLURMs on one machine take each other's ports."""
+    marker = item.get_closest_marker("xdist_group")
+    grouped = getattr(item.config.option, "loadgroup", False)  # on a worker, with --dist loadgroup
+    if grouped and marker and not item.nodeid.endswith(f"@{marker.args[0]}"):
+        pytest.fail(
+            f"pytest-xdist {version('pytest-xdist')} does not keep groups of tests on one worker with pytest "
+            f"{pytest.__version__}; install the pytest that the Makefile names", pytrace=False,
+        )  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers

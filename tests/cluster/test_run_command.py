@@ -196,8 +196,9 @@ def test_a_submitted_job_trains_on_two_nodes(slurm, client):
 
     assert done.returncode == 0, done.stderr
     number = done.stdout.split()[-1]
-    slurm.await_state(number, "COMPLETED", timeout=450)
+    slurm.await_state(number, "COMPLETED", "FAILED", timeout=450)
     job = slurm.job(number)
+    assert job["JobState"] == "COMPLETED", Path(f"train-{number}.out").read_text()
     assert (job["JobName"], job["TimeLimit"], job["Requeue"]) == ("train", "00:10:00", "1")
     assert Path(f"train-{number}.out").exists()
     assert [(each["world"], each["arguments"], each["value"]) for each in ranks()] == [
