@@ -1,6 +1,6 @@
 """Time of a step with a comm hook, relative to raw DDP with torch's hook, or with the same arithmetic written by hand.
 
-python benchmarks/comm_hooks.py [--quick] [--only int8 topk] [--steps 5] [--rounds 4]
+python benchmarks/comm_hooks.py [--quick] [--only int8 topk] [--steps 10] [--rounds 10]
 
 Two gloo ranks of one thread each train an MLP of 9.9M parameters. Each round runs both variants of a row one after the
 other. torch has no int8, topk and one_bit for gloo: `comm_hooks_by_hand.py` writes them in a plain way. Those wait for
@@ -182,14 +182,14 @@ def gathered(names: list[str], steps: int, rounds: int, run: sg.Run) -> list[Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rows, two rounds of three steps")
+    parser.add_argument("--quick", action="store_true", help="fewer rows, four rounds of five steps")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="HOOK", help="these rows only")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int)
     arguments = parser.parse_args()
     names = arguments.only or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
-    steps = arguments.steps or (3 if arguments.quick else 5)
-    rounds = arguments.rounds or (2 if arguments.quick else 4)
+    steps = arguments.steps or (5 if arguments.quick else 10)
+    rounds = arguments.rounds or (4 if arguments.quick else 10)
     run = sg.Run(strategy="ddp_fork", devices=2, accelerator="cpu")
     results = run.launch(functools.partial(gathered, names, steps, rounds))
     parameters = sum(parameter.numel() for parameter in network().parameters())

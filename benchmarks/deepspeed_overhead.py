@@ -1,6 +1,6 @@
 """Overhead per step above a plain loop around ``deepspeed.initialize``: CPU time, a model of 10 million parameters.
 
-    python benchmarks/deepspeed_overhead.py [--steps 10] [--rounds 7] [--stages 1 2 3]
+    python benchmarks/deepspeed_overhead.py [--steps 20] [--rounds 7] [--stages 1 2 3]
 
 Two processes of one thread each on gloo; an MLP in fp32, AdamW, batch 32. The plain loop uses the engine of the
 strategy, without clipping and logging. Variants alternate; a ratio compares times of the same round.
@@ -106,7 +106,7 @@ def by_hand(rank: int, world_size: int, stage: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
