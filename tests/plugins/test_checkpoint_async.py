@@ -206,3 +206,48 @@ def test_a_failure_that_nobody_is_left_to_catch_is_printed(tmp_path):
     )
     assert "stratagem: " in done.stderr
     assert "could not be written" in done.stderr
+
+
+FAILING = """
+import os, sys, time
+import stratagem as sg
+from stratagem_testing.reference import Net, joined_batches
+
+path, strategy, who = sys.argv[1:]
+sync = os.fsync
+os.fsync = lambda file: (time.sleep(1), sync(file))  # a slow disk
+
+class Fails(sg.Callback):
+    @sg.hookimpl
+    def on_train_batch_end(self, trainer, batch_idx):
+        if batch_idx == 1 and who != "all, after the fit":
+            trainer.save_checkpoint(path)
+            if who == str(trainer.global_rank):
+                raise ValueError("on purpose")
+
+if __name__ == "__main__":
+    trainer = sg.Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=[Fails()], logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, checkpoint={"name": "sharded", "async_save": True},
+    )
+    trainer.fit(Net(), joined_batches(3, 8))
+    trainer.save_checkpoint(path)
+    raise ValueError("on purpose")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "who"),
+    [("ddp", "0"), ("ddp", "1"), ("ddp", "all, after the fit"), ("ddp_fork", "0"), ("ddp_fork", "1")],
+)
+def test_a_run_that_fails_finishes_the_save_that_it_has_begun(tmp_path, strategy, who):
+    (tmp_path / "train.py").write_text(FAILING)
+    done = scripts.run(
+        [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "x"), strategy, who],
+        capture_output=True, text=True, timeout=360,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ValueError: on purpose" in done.stderr
+    assert "did not finish" not in done.stderr
+    assert ShardedCheckpoint().is_whole(tmp_path / "x")

@@ -20,11 +20,21 @@ import torch
 from stratagem.api.world import Collectives
 from stratagem.errors import StratagemError
 
+#: Those of this process.
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def join_saves() -> None:
+    """Wait until no save of this process runs in the background. An error stays for the one who waits for it."""
+    for saver in list(_savers):
+        saver.join()
+
 
 class Saver:
     """The saves of one run; see [Note: background saves]."""
 
     def __init__(self, collectives: Collectives) -> None:
+        _savers.add(self)
         self._collectives = collectives
         #: Whether a save is running; the same on all ranks.
         self.busy = False
@@ -107,14 +117,18 @@ class Saver:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
+    def join(self) -> None:
+        """Wait for the running save, if there is one, whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
         """Wait for the running save, if there is one.
 
         Raises:
             any error of the save.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         self._thread, self.busy = None, False
         error, self._error = self._error, None
         if error is not None:

@@ -213,6 +213,8 @@ class LocalWorkers:
         if echo := is_echo(error):
             wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             wait_until(lambda: _root_is_known(self.folder), 0.5)
+        with contextlib.suppress(KeyboardInterrupt):  # the second Ctrl-C
+            _finish_saves()
         self.ending.set()
         end(self.children)
         return root_cause(self.folder, self.children) if echo or interrupted else None
@@ -266,6 +268,13 @@ class LocalWorkers:
         shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
             _exit_now()
+
+
+def _finish_saves() -> None:
+    """Wait for a save in the background: it needs the other processes, and may be the last one before the error."""
+    from stratagem.checkpoint.background_save import join_saves
+
+    join_saves()
 
 
 def _interrupt_main_thread() -> None:
