@@ -25,7 +25,7 @@ _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
 def join_saves() -> None:
-    """Wait until no save of this process runs in the background. An error stays for the one who waits for it."""
+    """Wait until no save of this process runs in the background. An error stays for `Saver.wait`."""
     for saver in list(_savers):
         saver.join()
 
