@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem
 from stratagem.accelerators import CPUAccelerator
 from stratagem.api.capabilities import Capabilities
-from stratagem.checkpoints import ShardedCheckpoint
 from stratagem.errors import ConfigError, LaunchError
 from stratagem_testing import LauncherConformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
@@ -65,12 +64,11 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run_of(devices=2, num_nodes=1, accelerator="cpu", checkpoint="full", **options):
+def run_of(devices=2, num_nodes=1, accelerator="cpu", **options):
     launcher = {"name": "ray", **options}
     return stratagem.Run(
-        strategy="ddp", accelerator=accelerator, devices=devices, num_nodes=num_nodes, launcher=launcher,
-        checkpoint=checkpoint,
-    )  # fmt: skip
+        strategy="ddp", accelerator=accelerator, devices=devices, num_nodes=num_nodes, launcher=launcher
+    )
 
 
 def assert_gone(pids, limit_s=15):
@@ -251,22 +249,6 @@ def test_the_cause_is_raised_and_all_others_end(cluster, tmp_path, how, message)
     assert re.search(message.format(*pids), str(caught.value))
     assert how is kill_self or "raise_value_error" in caught.value.__notes__[0]
     assert_gone(pids)
-
-
-def save_and_fail(path, run):
-    sync = os.fsync
-    os.fsync = lambda file: (time.sleep(1), sync(file))  # a slow disk
-    run.ask("save_checkpoint", state={"rank": run.rank}, path=path)
-    if run.rank == 1:
-        raise_value_error()
-    run.collectives.barrier()
-
-
-def test_a_run_that_fails_finishes_the_save_that_it_has_begun(cluster, tmp_path):
-    run = run_of(checkpoint={"name": "sharded", "async_save": True})
-    with pytest.raises(LaunchError, match="ValueError: out of order"):
-        run.launch(functools.partial(save_and_fail, tmp_path / "x"))
-    assert ShardedCheckpoint().is_whole(tmp_path / "x")
 
 
 def test_what_the_cluster_does_not_have_is_an_error_at_once(cluster):

@@ -77,10 +77,6 @@ class Worker:
             return Answer(self.rank, failure=None if code == 0 else _report(stop, self.rank))
         except BaseException as error:  # noqa: BLE001 - reported to the driver, which raises it
             return Answer(self.rank, failure=_report(error, self.rank))
-        finally:
-            from stratagem.checkpoint.background_save import join_saves
-
-            join_saves()  # the driver ends all processes once it has this answer
 
 
 def _unpacked(packed: bytes, rank: int) -> Any:
