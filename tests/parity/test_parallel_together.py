@@ -17,6 +17,8 @@ QUIET = {
 }  # fmt: skip
 #: Batches per step and the largest norm.
 WINDOWS = ((1, None), (1, 0.5), (3, None), (3, 0.5))
+#: The same in two parts, each with and without accumulation and clipping: one of them is left to ``make test-all``.
+PARTS = {"both or none": (WINDOWS[0], WINDOWS[3]), "one of them": (WINDOWS[1], WINDOWS[2])}
 BATCHES, TEXTS = joined_batches(20, 24), texts(20, 8)
 PLAN = {
     "*.attention.[qkv]": "colwise", "*.attention.out": "rowwise", "*.up": "colwise", "*.down": "rowwise",
@@ -78,9 +80,11 @@ AT_4 = {
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", AT_4)
-def test_two_axes(mesh):
-    _check(4, _double(GPT), AT_4[mesh], TEXTS, train_plainly)
+@pytest.mark.parametrize("part", PARTS)
+def test_two_axes(mesh, part):
+    _check(4, _double(GPT), AT_4[mesh], TEXTS, train_plainly, PARTS[part])
 
 
 PIPELINES_AT_4 = {
@@ -102,9 +106,11 @@ PIPELINES_AT_4 = {
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", PIPELINES_AT_4)
-def test_pipelines_and_another_axis(mesh):
-    _check(4, _double(StackedGPT), PIPELINES_AT_4[mesh], TEXTS, train_plainly)
+@pytest.mark.parametrize("part", PARTS)
+def test_pipelines_and_another_axis(mesh, part):
+    _check(4, _double(StackedGPT), PIPELINES_AT_4[mesh], TEXTS, train_plainly, PARTS[part])
 
 
 def test_pipelines_of_parts_of_sequences_count_targets_of_all():
