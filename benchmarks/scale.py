@@ -4,7 +4,7 @@
 
 Each row is the CPU time of stratagem alone: what a fit takes beyond the same loop in plain PyTorch. "For each" divides
 what is above the first row by what was added; a cost that grows with the work stays about the same there, or falls. A
-difference below 5 % of the loop itself tells nothing, and is left out.
+difference below 5 % of the loop itself, or a fifth of the start, tells nothing and is left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _ours_with(options: dict[str, Callable[[], Any]], model: Model, batches: Bat
 def measured(
     make: Callable[[], Model], steps: int, rounds: int, **options: Callable[[], Any]
 ) -> tuple[float, float, float]:
-    """Return the medians of what preparing takes more (ms), what a step takes more, and what it takes alone (us)."""
+    """Return the medians of what preparing takes more (ms), what a step takes more, and the plain step (us)."""
     batches = Batches([(torch.ones(1), torch.ones(1)) for _ in range(steps)])
     starts, per_step, alone = [], [], []
     for number in range(rounds):
@@ -118,7 +118,11 @@ def table(title: str, counts: list[int], measure: Callable[[int], tuple[float, f
             each = ["", ""]
         else:
             added = count - first[0]
-            each = [f"{(start - first[1]) * 1e3 / added:.3g}", f"{(step - first[2]) / added:.3g}" if tells else ""]
+            more, later = (step - first[2], start - first[1])
+            each = [
+                f"{later * 1e3 / added:.3g}" if abs(later) >= 0.2 * first[1] else "",
+                f"{more / added:.3g}" if tells and abs(more) >= 0.05 * alone else "",
+            ]
         shown = f"{step:.1f}" if tells else "below 5 %"
         print(f"| {count:,} | {start:.1f} | {each[0]} | {shown} | {each[1]} | {alone:.0f} |", flush=True)
     print()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import subprocess
 import sys
 import threading
 
@@ -251,3 +253,27 @@ def test_a_run_that_fails_finishes_the_save_that_it_has_begun(tmp_path, strategy
     assert "ValueError: on purpose" in done.stderr
     assert "did not finish" not in done.stderr
     assert ShardedCheckpoint().is_whole(tmp_path / "x")
+    waited = "stratagem: ValueError: on purpose; the processes end once the checkpoint in the background is written"
+    assert done.stderr.count(waited) == (strategy == "ddp" and who != "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"], ids=["", "own"])
+def test_a_signal_ends_the_wait_for_a_save_that_hangs(tmp_path, handler):
+    """The disk of rank 1 never answers, and rank 0 fails."""
+    hangs = FAILING.replace("time.sleep(1)", 'time.sleep(600 * (os.environ.get("RANK") == "1"))')
+    (tmp_path / "train.py").write_text(f"import signal, sys\n{handler}{hangs}")
+    process = scripts.Popen(
+        [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "x"), "ddp", "0"],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = iter(process.stderr.readline, "")
+        assert any("ValueError: on purpose; the processes end once" in line for line in said)
+        process.send_signal(signal.SIGTERM if handler else signal.SIGINT)
+        rest = process.communicate(timeout=90)[1]
+    finally:
+        process.kill_all()
+    assert process.returncode != 0
+    assert "ValueError: on purpose" in rest
+    assert not (tmp_path / "x").exists()

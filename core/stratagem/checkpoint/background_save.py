@@ -20,14 +20,20 @@ import torch
 from stratagem.api.world import Collectives
 from stratagem.errors import StratagemError
 
-#: Those of this process.
+#: The savers of this process.
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
-def join_saves() -> None:
-    """Wait until no save of this process runs in the background. An error stays for `Saver.wait`."""
-    for saver in list(_savers):
-        saver.join()
+def join_saves(notify: Callable[[], None]) -> None:
+    """Wait until no save of this process runs in the background. An error of a save stays for `Saver.wait`.
+
+    Args:
+        notify: called before the wait, if there is a save to wait for.
+    """
+    if running := [saver for saver in _savers if saver.is_running]:
+        notify()
+        for saver in running:
+            saver.join()
 
 
 class Saver:
@@ -70,9 +76,9 @@ class Saver:
             self._finishes_at_exit = True
             # Not with atexit: then no thread pool accepts tasks any more, neither this one nor an object store's.
             getattr(threading, "_register_atexit", atexit.register)(_finish, weakref.ref(self))
-        self._thread = threading.Thread(target=self._work, args=(write, separate[0]), name="stratagem-save")
-        self.busy = True
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(write, separate[0]), name="stratagem-save")
+        thread.start()
+        self._thread, self.busy = thread, True
 
     def _work(self, write: Callable[[Collectives], None], collectives: Collectives) -> None:
         error: BaseException | None = None

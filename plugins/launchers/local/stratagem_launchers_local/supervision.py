@@ -1,11 +1,12 @@
 """Supervise the processes of one node: watch them, and end all of them when one fails.
 
 [Note: supervision]
-When a process fails, the others are ended within seconds, and the *root* error is shown, not the error of a rank whose
-connection broke because another rank had failed. Each process writes a report of its error to a folder that the parent
-created. Processes stay in the parent's process group, and end with the parent, also when it is killed: on Linux the
-kernel ends them (PR_SET_PDEATHSIG); elsewhere each process checks once a second whether its parent still runs. A
-process that the parent has ended is never the cause.
+When a process fails, the others are ended within seconds, or once a save in the background is complete, which all of
+them write. Ctrl-C or another signal ends this wait; so does the strategy's `timeout` if one of them hangs. The *root*
+error is shown, not the error of a rank whose connection broke because another rank had failed. Each process writes a
+report of its error to a folder that the parent created. Processes stay in the parent's process group, and end with the
+parent, also when it is killed: on Linux the kernel ends them (PR_SET_PDEATHSIG); elsewhere each process checks once a
+second whether its parent still runs. A process that the parent has ended is never the cause.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ class LocalWorkers:
         if echo := is_echo(error):
             wait_until(lambda: _root_is_known(self.folder) or self._someone_failed(), NOTICE_S)
             wait_until(lambda: _root_is_known(self.folder), 0.5)
-        with contextlib.suppress(KeyboardInterrupt):  # the second Ctrl-C
-            _finish_saves()
+        with contextlib.suppress(BaseException):  # Ctrl-C, or a handler that calls sys.exit: end them now
+            _finish_saves(error)
         self.ending.set()
         end(self.children)
         return root_cause(self.folder, self.children) if echo or interrupted else None
@@ -270,11 +271,13 @@ class LocalWorkers:
             _exit_now()
 
 
-def _finish_saves() -> None:
-    """Wait for a save in the background: it needs the other processes, and may be the last one before the error."""
+def _finish_saves(error: BaseException) -> None:
+    """Let a save in the background finish before the processes that write it are ended because of `error`."""
     from stratagem.checkpoint.background_save import join_saves
 
-    join_saves()
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    told = f"stratagem: {reason}; the processes end once the checkpoint in the background is written (Ctrl-C: at once)"
+    join_saves(lambda: print(told, file=sys.stderr, flush=True))
 
 
 def _interrupt_main_thread() -> None:
