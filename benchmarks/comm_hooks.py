@@ -182,14 +182,14 @@ def gathered(names: list[str], steps: int, rounds: int, run: sg.Run) -> list[Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rows, four rounds of five steps")
+    parser.add_argument("--quick", action="store_true", help="fewer rows, three rounds of four steps")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="HOOK", help="these rows only")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int)
     arguments = parser.parse_args()
     names = arguments.only or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
-    steps = arguments.steps or (5 if arguments.quick else 10)
-    rounds = arguments.rounds or (4 if arguments.quick else 10)
+    steps = arguments.steps or (4 if arguments.quick else 10)
+    rounds = arguments.rounds or (3 if arguments.quick else 10)
     run = sg.Run(strategy="ddp_fork", devices=2, accelerator="cpu")
     results = run.launch(functools.partial(gathered, names, steps, rounds))
     parameters = sum(parameter.numel() for parameter in network().parameters())
