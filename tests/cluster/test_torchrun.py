@@ -114,8 +114,9 @@ def test_an_error_of_each_attempt_is_shown_and_is_in_torchruns_error_file(tmp_pa
     assert len(re.findall(rf"^(?:\[rank1\]: )?{message}", before, re.MULTILINE)) == 2, before  # once in each attempt
     assert re.search(message, after)
     error = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert re.search(message, error["message"])  # of rank 1, or of rank 0, which it made fail in the same second
-    assert "in training_step" in error["extraInfo"]["py_callstack"]
+    # torch compares whole seconds: of two ranks that fail in one it shows rank 0, which rank 1 made fail.
+    assert re.search(message, error["message"])
+    assert error["message"].startswith("PeerError: rank 1") or "in training_step" in error["extraInfo"]["py_callstack"]
 
 
 def test_a_rank_that_leaves_early_without_an_error_is_named(tmp_path, start):
