@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import io
 import statistics
@@ -84,10 +83,6 @@ def ours(model: Model, batches: Batches, **options: Any) -> tuple[float, float]:
         return time.process_time() - began - model.seconds, model.seconds
 
 
-def _ours_with(options: dict[str, Callable[[], Any]], model: Model, batches: Batches) -> tuple[float, float]:
-    return ours(model, batches, **{name: value() for name, value in options.items()})
-
-
 def measured(
     make: Callable[[], Model], steps: int, rounds: int, **options: Callable[[], Any]
 ) -> tuple[float, float, float]:
@@ -96,8 +91,11 @@ def measured(
     starts, per_step, alone = [], [], []
     for number in range(rounds):
         gc.collect()
-        variants = {"raw": raw, "ours": functools.partial(_ours_with, options)}
-        took = {name: variants[name](make(), batches) for name in sorted(variants, reverse=bool(number % 2))}
+        variants: dict[str, Callable[[], tuple[float, float]]] = {
+            "raw": lambda: raw(make(), batches),
+            "ours": lambda: ours(make(), batches, **{name: value() for name, value in options.items()}),
+        }
+        took = {name: variants[name]() for name in sorted(variants, reverse=bool(number % 2))}
         (base_start, base), (start, seconds) = took["raw"], took["ours"]
         starts.append((start - base_start) * 1e3)
         per_step.append((seconds - base) / steps * 1e6)
@@ -118,7 +116,7 @@ def table(title: str, counts: list[int], measure: Callable[[int], tuple[float, f
             each = ["", ""]
         else:
             added = count - first[0]
-            more, later = (step - first[2], start - first[1])
+            more, later = step - first[2], start - first[1]
             each = [
                 f"{later * 1e3 / added:.3g}" if abs(later) >= 0.2 * first[1] else "",
                 f"{more / added:.3g}" if tells and abs(more) >= 0.05 * alone else "",

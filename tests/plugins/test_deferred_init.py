@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import resource
 from pathlib import Path
@@ -405,6 +406,9 @@ class Peaks(sg.Callback):
 
     def begin(self):
         self.found = {}
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # what earlier tests freed before the fork would be used again, and not counted
         self._largest()
         self.before = self._largest()
 
@@ -442,12 +446,9 @@ def _peaks(rank, world_size, strategy, path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"tensor": 2, "plan": CUT}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 def test_a_rank_holds_its_part_of_the_model_in_every_phase(strategy, tmp_path):
-    """Of 192 MiB it holds 96, and as much of gradients; a layer has 4.
-
-    A process is forked from one that has run other tests: some MiB of what they freed may be used again.
-    """
+    """Of 192 MiB it holds 96, and as much of gradients; a layer has 4."""
     half, slack = LAYERS * 4 // 2, 32
     for peaks in run_in_processes(_peaks, 2, {"name": "parallel", **strategy}, tmp_path / "a.ckpt"):
-        assert abs(peaks["build"] - half) < slack
-        assert abs(peaks["train"] - 2 * half) < slack
+        assert half <= peaks["build"] < half + slack
+        assert 2 * half <= peaks["train"] < 2 * half + slack
         assert peaks["save"] < 2 * half + slack  # weights, and slices of columns by rows until they are written
