@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from flit_core import buildapi
 
 import stratagem as sg
 from stratagem.api.kinds import KINDS
@@ -45,25 +47,35 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": 
 # --- What is written ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """Write a plugin and put it on the path as an installation would: importable, and found by its entry point."""
+@contextlib.contextmanager
+def written_plugins(into):
+    """Yield a function that writes a plugin and puts it on the path as an installation would.
+
+    The plugin can be imported, and its entry point is found; at the end neither is possible any more.
+    """
     modules = []
 
     def make(kind, name):
-        folder = write(kind, name, tmp_path)
-        build = f"from flit_core import buildapi; buildapi.prepare_metadata_for_build_wheel({str(folder)!r})"
-        subprocess.run([sys.executable, "-c", build], cwd=folder, check=True)
-        monkeypatch.syspath_prepend(folder)
+        folder = write(kind, name, into)
+        with contextlib.chdir(folder):
+            buildapi.prepare_metadata_for_build_wheel(str(folder))
+        patch.syspath_prepend(folder)
         registry.refresh()
         modules.append(f"stratagem_{name}")
         return registry.find(kind, name)
 
-    yield make
-    for module in modules:
-        sys.modules.pop(module, None)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        yield make
+        for module in modules:
+            sys.modules.pop(module, None)
     registry.refresh()
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Return a function that writes a plugin, which is installed until the test ends."""
+    with written_plugins(tmp_path) as make:
+        yield make
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,15 +99,30 @@ def test_a_name_that_means_something_already_gets_a_class_of_its_own(made):
     assert entry.load().__name__ == "StrategyPlugin"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_clean_and_tested(kind, tmp_path):
-    folder = write(kind, "my_idea", tmp_path)
-    ruff = [sys.executable, "-m", "ruff"]
+@pytest.fixture(scope="module")
+def linted(tmp_path_factory):
+    """Return a folder with the plugins of each kind, and what ruff finds in all of them."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        (folder / kind).mkdir()
+        write(kind, "my_idea", folder / kind)
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml"), str(folder)]
+    found = []
+    for command in (["check", "--output-format", "concise"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, *config]
+        result = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = [line for line in result.stdout.splitlines() if str(folder) in line]
+        assert result.returncode == bool(lines), result.stdout + result.stderr
+        found += lines
+    return folder, found
 
-    subprocess.run([*ruff, "check", *config], cwd=ROOT, check=True)
-    subprocess.run([*ruff, "format", "--check", *config], cwd=ROOT, check=True)
-    test = (folder / "test_my_idea.py").read_text()
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_clean_and_tested(kind, linted):
+    folder, found = linted
+
+    assert [line for line in found if str(folder / kind) in line] == []
+    test = (folder / kind / "stratagem-my-idea" / "test_my_idea.py").read_text()
     conformance = "".join(word.capitalize() for word in kind.split("_")) + "Conformance"
     assert f"class TestMyIdea({conformance}):\n" in test
     assert 'plugin = "my_idea"' in test
@@ -113,16 +140,11 @@ def test_no_name_breaks_the_source(kind, name):
 def test_an_accelerator_and_an_environment_import_no_torch(made):
     for kind in ("accelerator", "environment"):
         made(kind, f"my_{kind}")
-        code = f"import sys, stratagem_my_{kind}; print('torch' in sys.modules)"
-        path = os.pathsep.join(sys.path)
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert result.stdout == "False\n"
+    code = "import sys, stratagem_my_accelerator, stratagem_my_environment; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+
+    assert result.stdout == "False\n"
 
 
 def test_contrib_has_what_is_written():
@@ -235,55 +257,13 @@ def _fit(module, batches, **arguments):
     return _weights(module)
 
 
-def _fit_on_each(rank, world_size, module, batches, arguments):
-    return _fit(module(), batches, devices=world_size, **arguments)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(
-    "clip",
-    [{}, {"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}],
-    ids=["unclipped", "norm", "value"],
-)
-def test_strategy_equals_one_process_on_the_joined_batch(made, accumulate, clip):
-    made("strategy", "my_idea")
-    batches = joined_batches(10, 32)
-    by_value = "gradient_clip_algorithm" in clip
-    limits = {"max_value" if by_value else "max_norm": clip.get("gradient_clip_val")}
-    reference, _ = train_plainly(batches, accumulate, **limits)
-    arguments = {"strategy": "my_idea", "accumulate_grad_batches": accumulate, **clip}
-
-    first, second = run_in_processes(_fit_on_each, 2, Net, batches, arguments)
-
-    assert relative_difference(first, reference) < 1e-6
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert relative_difference(_fit(Net(), batches, **arguments), reference) < 1e-6
-
-
-def test_strategy_trains_with_two_optimizers_by_hand(made):
-    made("strategy", "my_idea")
-    batches = joined_batches(6, 16)
-
-    first, second = run_in_processes(_fit_on_each, 2, Gan, batches, {"strategy": "my_idea"})
-
-    assert relative_difference(first, train_gan_plainly(batches)) < 1e-6
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def _messages_of(rank, world_size, batches, accumulate):
-    from stratagem.distributed.process_group import TorchCollectives
-
-    sent, send = [], TorchCollectives.average_async
-    TorchCollectives.average_async = lambda self, tensor: (sent.append(tensor), send(self, tensor))[1]
-    _fit(Net(), batches, strategy="my_idea", devices=world_size, accumulate_grad_batches=accumulate)
-    return len(sent)
-
-
-def test_strategy_is_silent_inside_an_accumulation_window(made):
-    made("strategy", "my_idea")
-    parameters = len(list(net().parameters()))
-
-    assert run_in_processes(_messages_of, 2, joined_batches(6, 16), 3) == [2 * parameters] * 2
+#: Cases in which the strategy is compared with one process: whether and how gradients are clipped, and the window.
+CLIPS = {
+    "unclipped": {},
+    "norm": {"gradient_clip_val": 1.0},
+    "value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+}
+WINDOWS = (1, 3)
 
 
 class _Skipping(Net):
@@ -295,14 +275,6 @@ class _Skipping(Net):
         return ((used(x) - y) ** 2).mean()
 
 
-def test_strategy_bears_a_parameter_without_gradient_on_one_rank(made):
-    made("strategy", "my_idea")
-
-    first, second = run_in_processes(_fit_on_each, 2, _Skipping, joined_batches(4, 16), {"strategy": "my_idea"})
-
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 class _Norm(Net):
     def __init__(self):
         super().__init__()
@@ -310,6 +282,33 @@ class _Norm(Net):
 
     def on_validation_end(self):
         self.seen = self.net[0].running_mean.clone()
+
+
+def _fit_each_case(world_size):
+    return {
+        (clip, window): _fit(
+            Net(),
+            joined_batches(10, 32),
+            devices=world_size,
+            strategy="my_idea",
+            accumulate_grad_batches=window,
+            **CLIPS[clip],
+        )
+        for clip in CLIPS
+        for window in WINDOWS
+    }
+
+
+def _messages_of(world_size, batches, accumulate):
+    from stratagem.distributed.process_group import TorchCollectives
+
+    sent, send = [], TorchCollectives.average_async
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TorchCollectives, "average_async", lambda self, tensor: (sent.append(tensor), send(self, tensor))[1]
+        )
+        _fit(Net(), batches, strategy="my_idea", devices=world_size, accumulate_grad_batches=accumulate)
+    return len(sent)
 
 
 def _validate(rank, world_size, options):
@@ -321,11 +320,66 @@ def _validate(rank, world_size, options):
     return model.seen
 
 
-def test_strategy_shares_buffers_unless_told_otherwise(made):
-    made("strategy", "my_idea")
+def _use_strategy(rank, world_size):
+    on_two = {"strategy": "my_idea", "devices": world_size}
+    return {
+        "cases": _fit_each_case(world_size),
+        "gan": _fit(Gan(), joined_batches(6, 16), **on_two),
+        "messages": _messages_of(world_size, joined_batches(6, 16), 3),
+        "skipping": _fit(_Skipping(), joined_batches(4, 16), **on_two),
+        "shared": _validate(rank, world_size, {}),
+        "own": _validate(rank, world_size, {"broadcast_buffers": False}),
+    }
 
-    assert torch.equal(*run_in_processes(_validate, 2, {}))
-    assert not torch.equal(*run_in_processes(_validate, 2, {"broadcast_buffers": False}))
+
+@pytest.fixture(scope="module")
+def strategy_on_two(tmp_path_factory):
+    """Return what each of two ranks got from the strategy: they train one model after the other."""
+    with written_plugins(tmp_path_factory.mktemp("strategy")) as make:
+        make("strategy", "my_idea")
+        return run_in_processes(_use_strategy, 2)
+
+
+@pytest.mark.parametrize("accumulate", WINDOWS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_strategy_equals_one_process_on_the_joined_batch(made, strategy_on_two, accumulate, clip):
+    made("strategy", "my_idea")
+    batches, options = joined_batches(10, 32), CLIPS[clip]
+    by_value = "gradient_clip_algorithm" in options
+    limits = {"max_value" if by_value else "max_norm": options.get("gradient_clip_val")}
+    reference, _ = train_plainly(batches, accumulate, **limits)
+    alone = _fit(Net(), batches, strategy="my_idea", accumulate_grad_batches=accumulate, **options)
+    first, second = (rank["cases"][clip, accumulate] for rank in strategy_on_two)
+
+    assert relative_difference(first, reference) < 1e-6
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert relative_difference(alone, reference) < 1e-6
+
+
+def test_strategy_trains_with_two_optimizers_by_hand(strategy_on_two):
+    first, second = (rank["gan"] for rank in strategy_on_two)
+
+    assert relative_difference(first, train_gan_plainly(joined_batches(6, 16))) < 1e-6
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_strategy_is_silent_inside_an_accumulation_window(strategy_on_two):
+    parameters = len(list(net().parameters()))
+
+    assert [rank["messages"] for rank in strategy_on_two] == [2 * parameters] * 2
+
+
+def test_strategy_bears_a_parameter_without_gradient_on_one_rank(strategy_on_two):
+    first, second = (rank["skipping"] for rank in strategy_on_two)
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_strategy_shares_buffers_unless_told_otherwise(strategy_on_two):
+    first, second = strategy_on_two
+
+    assert torch.equal(first["shared"], second["shared"])
+    assert not torch.equal(first["own"], second["own"])
 
 
 class _Watching(Net):
@@ -345,14 +399,10 @@ def test_precision_computes_in_bf16(made):
     assert 0 < relative_difference(weights, train_plainly(joined_batches(5, 16))[0]) < 0.02
 
 
-def _fit_with_hook(rank, world_size, batches, options):
-    return _fit(
-        Net(),
-        batches,
-        strategy="ddp",
-        devices=world_size,
-        comm_hook=importlib.import_module("stratagem_my_idea").MyIdea(**options),
-    )
+def _fit_with_hook(rank, world_size, batches):
+    hook = importlib.import_module("stratagem_my_idea").MyIdea
+    on_two = {"strategy": "ddp", "devices": world_size}
+    return [_fit(Net(), batches, comm_hook=hook(**options), **on_two) for options in ({}, {"min_elements": 10**6})]
 
 
 def test_comm_hook_rounds_what_it_sends(made):
@@ -360,8 +410,7 @@ def test_comm_hook_rounds_what_it_sends(made):
     batches = joined_batches(5, 16)
     reference, _ = train_plainly(batches)
 
-    rounded, same = run_in_processes(_fit_with_hook, 2, batches, {})
-    exact, _ = run_in_processes(_fit_with_hook, 2, batches, {"min_elements": 10**6})
+    (rounded, exact), (same, _) = run_in_processes(_fit_with_hook, 2, batches)
 
     assert all(torch.equal(rounded[name], same[name]) for name in rounded)
     assert 1e-6 < relative_difference(rounded, reference) < 0.02
