@@ -959,13 +959,14 @@ def scripts():
     return {shell: script(shell) for shell in SHELLS}
 
 
-def completed(script, *words):
-    """Return what bash offers for the last of `words`."""
-    Path("completion.bash").write_text(script)
-    line = " ".join(map(shlex.quote, words))
-    asked = f'source completion.bash; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _stratagem_of_chosen; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    result = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=30)
-    return result.stdout.split()
+def answered(shell, script, questions, folder):
+    """Return the words that `shell` prints for each of `questions`: commands that one program runs after `script`."""
+    (folder / "script").write_text(script)
+    (folder / "run.yaml").touch()
+    asked = "\necho @@@\n".join(["source ./script", *questions])
+    result = subprocess.run([*shell, asked], cwd=folder, capture_output=True, text=True, check=True, timeout=180)
+    _, *answers = result.stdout.split("@@@\n")
+    return answers
 
 
 #: Options of the plugin that is chosen, in each spelling; of a preset; of all where the choice is not known.
@@ -981,57 +982,75 @@ CHOSEN = [
     (["fit", "run.yaml", "--trainer.comm_hook", "fp16_compress", "--trainer.comm_hook.ra"], set()),
     (["fit", "run.yaml", "--trainer.comm_hook", "topk", "--trainer.comm_hook.ra"], {"--trainer.comm_hook.ratio"}),
 ]
+CHOSEN_IDS = [" ".join(words) for words, _ in CHOSEN]
+
+#: What bash completes: words, and what it offers for the last of them.
+BASH = [
+    (["fi"], {"fit"}),
+    (["plugins", "show", "early"], {"early_stopping"}),
+    (["plugins", "list", "--kind", "l"], {"launcher", "logger"}),
+    (["fit", "run."], {"run.yaml"}),
+    (["fit", "run.yaml", "--trainer.max_ep"], {"--trainer.max_epochs"}),
+    (["fit", "run.yaml", "--trainer.max_epochs", "3", "--trainer.comm_hook", "fp"], {"fp16_compress"}),
+    (["validate", "run.yaml", "--print"], {"--print-config"}),
+    (["fit", "run.yaml", "--trainer.strategy.bucket"], {"--trainer.strategy.bucket_cap_mb"}),
+    (["fit", "run.yaml", "--trainer.strategy.static_graph", "t"], {"true"}),
+    *CHOSEN,
+    (["completion", ""], {"bash", "zsh", "fish"}),
+    (["run", "run.yaml", "--launcher", "t"], {"torchrun"}),
+    (["run", "run.yaml", "--submit", "s"], {"slurm"}),
+    (["run", "run.yaml", "--rdzv-e"], {"--rdzv-endpoint"}),
+]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["fi"], {"fit"}),
-        (["plugins", "show", "early"], {"early_stopping"}),
-        (["plugins", "list", "--kind", "l"], {"launcher", "logger"}),
-        (["fit", "run."], {"run.yaml"}),
-        (["fit", "run.yaml", "--trainer.max_ep"], {"--trainer.max_epochs"}),
-        (["fit", "run.yaml", "--trainer.max_epochs", "3", "--trainer.comm_hook", "fp"], {"fp16_compress"}),
-        (["validate", "run.yaml", "--print"], {"--print-config"}),
-        (["fit", "run.yaml", "--trainer.strategy.bucket"], {"--trainer.strategy.bucket_cap_mb"}),
-        (["fit", "run.yaml", "--trainer.strategy.static_graph", "t"], {"true"}),
-        *CHOSEN,
-        (["completion", ""], {"bash", "zsh", "fish"}),
-        (["run", "run.yaml", "--launcher", "t"], {"torchrun"}),
-        (["run", "run.yaml", "--submit", "s"], {"slurm"}),
-        (["run", "run.yaml", "--rdzv-e"], {"--rdzv-endpoint"}),
-    ],
-)
-def test_bash_completes(scripts, words, offered):
-    assert set(completed(scripts["bash"], "stratagem", *words)) == offered
+@pytest.fixture(scope="module")
+def offered_by_bash(scripts, tmp_path_factory):
+    """Return what bash offers for each case of `BASH`."""
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash")
+    questions = [
+        f"COMP_WORDS=(stratagem {shlex.join(words)}); COMP_CWORD={len(words)}; "
+        '(_stratagem_of_chosen; printf "%s\\n" "${COMPREPLY[@]}")'
+        for words, _ in BASH
+    ]
+    return answered(["bash", "-c"], scripts["bash"], questions, tmp_path_factory.mktemp("bash"))
 
 
-@pytest.mark.parametrize(("words", "offered"), CHOSEN)
-def test_fish_offers_the_options_of_the_chosen_plugin(scripts, words, offered, tmp_path, need):
+@pytest.mark.parametrize("case", range(len(BASH)), ids=[" ".join(words) for words, _ in BASH])
+def test_bash_completes(offered_by_bash, case):
+    assert set(offered_by_bash[case].split()) == BASH[case][1]
+
+
+@pytest.fixture(scope="module")
+def offered_by_fish(scripts, tmp_path_factory, need):
+    """Return what fish offers for each case of `CHOSEN`."""
     need("fish", package="fish")
-    (tmp_path / "script").write_text(scripts["fish"])
-    line = " ".join(["stratagem", *words])
-    asked = ["fish", "-c", f"source script; complete -C '{line}'"]
-    result = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
-
-    assert {each.split("\t")[0] for each in result.stdout.splitlines()} == offered
+    questions = [f"complete -C '{' '.join(['stratagem', *words])}'" for words, _ in CHOSEN]
+    return answered(["fish", "-c"], scripts["fish"], questions, tmp_path_factory.mktemp("fish"))
 
 
-@pytest.mark.parametrize(("words", "offered"), CHOSEN)
-def test_zsh_offers_the_options_of_the_chosen_plugin(scripts, words, offered, tmp_path, need):
+@pytest.mark.parametrize("case", range(len(CHOSEN)), ids=CHOSEN_IDS)
+def test_fish_offers_the_options_of_the_chosen_plugin(offered_by_fish, case):
+    assert {each.split("\t")[0] for each in offered_by_fish[case].splitlines()} == CHOSEN[case][1]
+
+
+@pytest.fixture(scope="module")
+def offered_by_zsh(scripts, tmp_path_factory, need):
+    """Return what zsh's own completion gets for each case of `CHOSEN`, without a terminal to complete in."""
     need("zsh", package="zsh")
-    # What zsh's own completion gets for the command, without a terminal to complete in.
-    (tmp_path / "script").write_text(
-        f"compdef() {{ }}\neval '{scripts['zsh'].replace(chr(39), chr(39) + chr(92) + chr(39) * 2)}'"
-    )
-    array = f"_shtab_stratagem_{words[0]}_options"
-    asked = (
-        f"source ./script; _shtab_stratagem() {{ print -rl -- ${array} }}; words=(stratagem {' '.join(words)}); "
-        "CURRENT=$#words; _stratagem_of_chosen"
-    )
-    result = subprocess.run(["zsh", "-fc", asked], capture_output=True, text=True, check=True, timeout=60)
-    names = {each.split("[")[0] for each in result.stdout.splitlines()}
+    script = f"compdef() {{ }}\neval {shlex.quote(scripts['zsh'])}"
+    questions = [
+        f"(_shtab_stratagem() {{ print -rl -- $_shtab_stratagem_{words[0]}_options }}; "
+        f"words=(stratagem {' '.join(words)}); CURRENT=$#words; _stratagem_of_chosen)"
+        for words, _ in CHOSEN
+    ]
+    return answered(["zsh", "-fc"], script, questions, tmp_path_factory.mktemp("zsh"))
+
+
+@pytest.mark.parametrize("case", range(len(CHOSEN)), ids=CHOSEN_IDS)
+def test_zsh_offers_the_options_of_the_chosen_plugin(offered_by_zsh, case):
+    words, offered = CHOSEN[case]
+    names = {each.split("[")[0] for each in offered_by_zsh[case].splitlines()}
 
     assert {name for name in names if name.startswith(words[-1])} == offered
 
@@ -1057,29 +1076,37 @@ def test_completion_knows_no_other_shell(capsys):
 
 
 @pytest.mark.slow
-def test_the_page_runs(tmp_path):
-    """Every file of docs/run-files.md is written, every shell line is run."""
+def test_the_page_runs(tmp_path, capsys, monkeypatch):
+    """Every file of docs/run-files.md is written, every shell line is run.
+
+    Two lines are run as a program: that of two processes, and predict, which no other test of this file runs as one.
+    """
     folder = tmp_path / "page"
     folder.mkdir()
+    monkeypatch.chdir(folder)
+    programs = []
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         if language != "shell":
             name, _, content = block.partition("\n")
-            (folder / name.removeprefix("# ")).write_text(content)
+            Path(name.removeprefix("# ")).write_text(content)
             continue
         for line in block.splitlines():
             words, _, target = line.partition(" > ")
-            program, *arguments = shlex.split(words)
-            done = run_script(
-                [Path(sys.executable).with_name(program), *arguments],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=360,
-            )
+            name, *arguments = shlex.split(words)
+            assert name == "stratagem"
+            if "predict" in arguments or "--trainer.devices" in arguments:
+                command = [Path(sys.executable).with_name(name), *arguments]
+                done = run_script(command, capture_output=True, text=True, timeout=360)
+                code, out, error = done.returncode, done.stdout, done.stderr
+                programs.append(line)
+            else:
+                sys.modules.pop("net", None)
+                code, (out, error) = main(arguments), capsys.readouterr()
             if target:
-                (folder / target).write_text(done.stdout)
-            assert done.returncode == 0, f"{line}\n{done.stderr}"
+                Path(target).write_text(out)
+            assert code == 0, f"{line}\n{error}"
 
+    assert len(programs) == 2
     assert len(list((folder / "predictions").iterdir())) == 8
     assert json.loads((folder / "run.schema.json").read_text())["title"] == "stratagem run file"
 
