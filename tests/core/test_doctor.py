@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from stratagem.cli import main
 from stratagem_devtools import doctor
+from stratagem_testing import scripts
 
 GOOD = """
     from attrs import define
@@ -37,9 +41,23 @@ def row(report, distribution):
     return found
 
 
+@pytest.fixture(scope="module")
+def of_the_program(tmp_path_factory):
+    """Return the exit code and the report of the program, with torch's description of the machine."""
+    command = [sys.executable, "-m", "stratagem", "doctor", "--json", "--machine"]
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("STRATAGEM_", "NCCL_", "GLOO_", "TORCH_NCCL_"))
+    }
+    folder = tmp_path_factory.mktemp("doctor")
+    done = scripts.run(command, cwd=folder, env=others, capture_output=True, text=True, timeout=360)
+    return done.returncode, json.loads(done.stdout)
+
+
 @pytest.mark.slow
-def test_a_healthy_machine(capsys):
-    code, report = examined(capsys)
+def test_a_healthy_machine(of_the_program):
+    code, report = of_the_program
 
     assert (code, report["problems"]) == (0, [])
     assert report["smoke run"]["status"] == "ok"
@@ -51,9 +69,9 @@ def test_a_healthy_machine(capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_smoke")
-def test_torch_describes_the_machine_on_request(capsys):
-    report = doctor.examine(machine=True)
-    text = doctor.render(json.loads(json.dumps(report)))
+def test_torch_describes_the_machine_on_request(of_the_program, capsys):
+    _, report = of_the_program
+    text = doctor.render(report)
 
     assert report["machine"]["torch_version"] == torch.__version__
     assert f"machine:\n  PyTorch version: {torch.__version__}" in text
@@ -207,9 +225,6 @@ def test_processes_that_hang_are_ended(monkeypatch, capsys):
 
 
 def test_asking_for_it_by_name_leaves_other_commands_quick():
-    import subprocess
-    import sys
-
     code = "import sys; from stratagem.cli import main; main(['plugins', 'list']); sys.exit('stratagem_devtools.doctor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
