@@ -12,6 +12,7 @@ import pytest
 
 import stratagem
 from stratagem_testing import scripts
+from stratagem_testing.terminal import Terminal
 
 PROGRAM = """
 import atexit, multiprocessing, os, signal, sys, threading
@@ -192,3 +193,37 @@ def test_what_a_script_starts_may_be_told_to_die_with_it():
         assert process.stdout.readline() == "True\n"
         process.kill()
         assert process.stdout.read() == ""  # nobody can write any more
+
+
+SPAWNING = """
+import multiprocessing, os, signal, sys
+
+def look(queue):
+    queue.put((os.getppid(), "torch" in sys.modules, signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.SimpleQueue()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    process = spawn.Process(target=look, args=(queue,))
+    process.start()
+    parent, *found = queue.get()
+    process.join()
+    print(parent == os.getpid(), *found, process.exitcode)
+"""
+
+
+def test_what_multiprocessing_spawns_is_a_fork_too_with_the_signals_held_that_its_parent_holds(tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNING)
+    command = [sys.executable, tmp_path / "program.py"]
+
+    assert scripts.run(command, capture_output=True, text=True, check=True).stdout == "True True True 0\n"
+
+
+def test_a_terminal_takes_a_program_that_is_a_fork(tmp_path):
+    code = "import os; print(os.tcgetpgrp(0) == os.getpid(), os.ttyname(0) == os.ttyname(1))"
+    with Terminal([sys.executable, "-c", code], cwd=tmp_path) as terminal:
+        assert terminal.finish() == 0
+        assert terminal.process.is_fork
+
+    assert terminal.text == "True True\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -24,12 +25,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stratagem_testing.script_requests import request_of
+from stratagem_testing.script_requests import request_of, spawn_request
 
 #: A request: its length, then that many bytes of `pickle`, with file descriptors beside the length.
 LENGTH = struct.Struct("!I")
 #: The answer: a process's id.
 NUMBER = struct.Struct("!i")
+
+#: At most so many descriptors come with a request.
+_DESCRIPTORS = 64
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -76,7 +80,7 @@ def _help(listener: socket.socket, script: int) -> tuple[dict[str, Any], list[in
     while os.getppid() == script:
         connection, _ = listener.accept()
         asker = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        asked = read_request(connection, 3) if asker == script else None  # not another user of this machine
+        asked = read_request(connection, _DESCRIPTORS) if asker == script else None  # not another user of this machine
         between = os.fork() if asked else 0
         if asked and not between:
             helped = os.getpid()
@@ -111,14 +115,22 @@ def _wait_for_adoption(first_parent: int, script: int) -> None:
 
 
 def _start_through(address: bytes, script: int, prctl: Callable[..., int], environment: Mapping[str, str]) -> None:
-    """Make `subprocess.Popen` in this process run Python programs through the helper."""
+    """Make `subprocess.Popen`, and the spawn of `multiprocessing`, run Python programs through the helper."""
     with_interpreter = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    spawn_interpreter = multiprocessing.util.spawnv_passfds
 
-    def execute_child(process: Any, *arguments: Any) -> None:
-        pid = None
+    def start(ask: Callable[..., Any], *arguments: Any) -> int | None:
         # A process dies with the thread that started it, and an adopted one with the main thread.
         if os.getpid() == script and threading.current_thread() is threading.main_thread():
-            pid = _adopted(address, prctl, request_of(arguments, environment))
+            return _adopted(address, prctl, ask(*arguments, environment))
+        return None
+
+    def spawn(path: Any, words: Any, passed: Any) -> int:
+        pid = start(spawn_request, words, passed)
+        return spawn_interpreter(path, words, passed) if pid is None else pid
+
+    def execute_child(process: Any, *arguments: Any) -> None:
+        pid = start(request_of, arguments)
         if pid is None:
             with_interpreter(process, *arguments)
             return
@@ -126,6 +138,7 @@ def _start_through(address: bytes, script: int, prctl: Callable[..., int], envir
         process._close_pipe_fds(*arguments[10:16])
 
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = spawn
 
 
 def _adopted(

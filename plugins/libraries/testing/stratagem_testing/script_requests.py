@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def request_of(
         return None
     streams: list[int] = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
     return request, streams, preexec_fn
+
+
+def spawn_request(
+    words: Sequence[Any], passed: Iterable[int], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], list[int], Any] | None:
+    """Return the same for a process that multiprocessing spawns, which gets the descriptors `passed`."""
+    request = _request([os.fsdecode(word) for word in words], None, None, False, environment)
+    if request is None or words[-1] != "--multiprocessing-fork":
+        return None
+    numbers = sorted({0, 1, 2, *passed})
+    return request | {"numbers": numbers, "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ())}, numbers, None
 
 
 def _request(

@@ -13,10 +13,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import pickle
 import runpy
@@ -115,9 +117,8 @@ def _become(request: dict[str, Any], streams: list[int], answer: int, environmen
         os.setsid()
     os.write(answer, NUMBER.pack(os.getpid()))  # from now on its group can be signalled
     request, streams = serve_children(environment) or (request, streams)
-    for number, descriptor in enumerate(streams):
-        os.dup2(descriptor, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _take(streams, request.get("numbers", [0, 1, 2]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, request.get("mask", ()))
     os.chdir(request["cwd"])
     _set_environment(request["env"])
     _set_command_line(request)
@@ -126,6 +127,16 @@ def _become(request: dict[str, Any], streams: list[int], answer: int, environmen
     )
     _forget_the_server()
     return request
+
+
+def _take(descriptors: list[int], numbers: list[int]) -> None:
+    """Give `descriptors` the `numbers`, in ascending order, and close all others."""
+    free = max(*descriptors, *numbers) + 1
+    copies = [fcntl.fcntl(each, fcntl.F_DUPFD, free) for each in descriptors]
+    for copy, number in zip(copies, numbers, strict=True):
+        os.dup2(copy, number)
+    for number, following in itertools.pairwise([*numbers, os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(number + 1, following)
 
 
 def _set_environment(variables: dict[str, str]) -> None:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem_testing.script_children import NUMBER, send_request
@@ -94,10 +95,12 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = request_of(arguments, _ENVIRONMENT) if _server is None or _server.owner == os.getpid() else None
-        if asked is None or asked[2] is not None:  # a preexec_fn is this process's own
+        before = None if asked is None else _sendable(asked[2])
+        if asked is None or before is None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         request, streams, _ = asked
+        request["before"] = before
         self._answers = _the_server().start(request, streams)
         try:
             self.pid = _number(self._answers)
@@ -175,6 +178,13 @@ def _the_server() -> _Server:
     if _server is None:
         _server = _Server()
     return _server
+
+
+def _sendable(preexec_fn: Callable[[], Any] | None) -> bytes | None:
+    """Return `preexec_fn` for the process that runs the script; None if only this process can call it."""
+    with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+        return pickle.dumps(preexec_fn)
+    return None
 
 
 def _number(answers: int) -> int:

@@ -8,11 +8,12 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from stratagem_testing import scripts
 
 #: What Ctrl-C sends.
 CTRL_C = b"\x03"
@@ -38,7 +39,7 @@ class Terminal:
         variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self._ours, theirs = os.openpty()
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-        self.process = subprocess.Popen(
+        self.process = scripts.Popen(
             command, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
             preexec_fn=_take_terminal, env={**variables, "TERM": "xterm", **(environment or {})},
         )  # fmt: skip
