@@ -231,12 +231,17 @@ def test_the_report_names_the_reason(tmp_path):
 # --- Ctrl-C --------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-    import sys, time
+    import os, sys, time
     import stratagem as sg
     from stratagem_testing.reference import Net, joined_batches
 
     class Slow(Net):
+        def on_train_start(self):
+            with open(f"pid{self.global_rank}", "w") as file:
+                file.write(str(os.getpid()))
         def training_step(self, batch, batch_idx):
+            if float(step_s) > 1:
+                os.write(1, b"in a step\\n")
             time.sleep(float(step_s))
             return super().training_step(batch, batch_idx)
         def validation_step(self, batch, batch_idx):
@@ -292,8 +297,7 @@ def test_ctrl_c_saves_once_and_says_how_to_continue(tmp_path, devices, strategy)
 def test_a_signal_to_one_process_saves_on_all(tmp_path, number):
     with started(tmp_path, 2, "ddp") as terminal:
         terminal.wait_for(r" [1-9]/10 ")
-        children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children").read_text().split()
-        os.kill([terminal.process.pid, int(children[0])][number], signal.SIGINT)
+        os.kill(int((tmp_path / f"pid{number}").read_text()), signal.SIGINT)
         code = terminal.finish()
 
     assert code == -signal.SIGINT
@@ -304,8 +308,7 @@ def test_a_signal_to_one_process_saves_on_all(tmp_path, number):
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "ddp_spawn")], ids=str)
 def test_a_second_ctrl_c_ends_at_once(tmp_path, devices, strategy):
     with started(tmp_path, devices, strategy, step_s=3600.0) as terminal:
-        terminal.wait_for(r"0/10")
-        time.sleep(2.0)  # all processes are in their first step
+        terminal.wait_for("(?s)" + ".*".join(["in a step"] * devices))
         terminal.press(CTRL_C)
         terminal.wait_for("press Ctrl-C again")
         time.sleep(1.5)  # two that come within a second count as one
