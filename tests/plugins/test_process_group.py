@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from contextlib import nullcontext
@@ -279,26 +280,6 @@ def _fit(rank, world_size, strategy, batches, options):
     return during, tuning_variables(), weights
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_trains_with_gloos_options_and_leaves_none(strategy):
-    batches = joined_batches(4, 16)
-    reference, _ = train_plainly(batches)
-
-    for during, after, weights in run_in_processes(_fit, 2, strategy, batches, {"gloo": {"socket_ifname": "lo"}}):
-        assert (during, after) == ({"GLOO_SOCKET_IFNAME": "lo"}, {})
-        assert relative_difference(weights, reference) < 1e-6
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nccls_options_without_nccl_are_refused_on_all_ranks(strategy):
-    for said, after, _ in run_in_processes(_fit, 2, strategy, joined_batches(1, 8), {"nccl": {"debug": "INFO"}}):
-        assert said == (
-            f"strategy.{strategy}.nccl is set and the process group's backend is 'gloo'; expected NCCL; drop it, or "
-            "train on CUDA devices."
-        )
-        assert after == {}
-
-
 def _second_run(rank, world_size):
     first = sg.Run(strategy="ddp", devices=world_size, accelerator="cpu")
     first.connect()
@@ -315,8 +296,52 @@ def _second_run(rank, world_size):
     return said, tuning_variables()
 
 
+BATCHES = joined_batches(4, 16)
+#: Keeps the tests that share two processes on one worker.
+SHARED = pytest.mark.xdist_group("options of process groups")
+
+
+@functools.cache
+def in_real_processes():
+    """Return what each of two ranks found: as a second run, and with options of gloo and of NCCL by strategy."""
+    return run_in_processes(_all, 2)
+
+
+def _all(rank, world_size):
+    return {
+        "second run": _second_run(rank, world_size),
+        "gloo": {name: _fit(rank, world_size, name, BATCHES, {"gloo": {"socket_ifname": "lo"}}) for name in STRATEGIES},
+        "nccl": {name: _fit(rank, world_size, name, BATCHES, {"nccl": {"debug": "INFO"}}) for name in STRATEGIES},
+    }
+
+
+@SHARED
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_with_gloos_options_and_leaves_none(strategy):
+    reference, _ = train_plainly(BATCHES)
+
+    for found in in_real_processes():
+        during, after, weights = found["gloo"][strategy]
+        assert (during, after) == ({"GLOO_SOCKET_IFNAME": "lo"}, {})
+        assert relative_difference(weights, reference) < 1e-6
+
+
+@SHARED
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nccls_options_without_nccl_are_refused_on_all_ranks(strategy):
+    for found in in_real_processes():
+        said, after, _ = found["nccl"][strategy]
+        assert said == (
+            f"strategy.{strategy}.nccl is set and the process group's backend is 'gloo'; expected NCCL; drop it, or "
+            "train on CUDA devices."
+        )
+        assert after == {}
+
+
+@SHARED
 def test_a_run_beside_an_open_one_is_refused_and_may_come_after_it():
-    for (refused, accepted), after in run_in_processes(_second_run, 2):
+    for found in in_real_processes():
+        (refused, accepted), after = found["second run"]
         assert "strategy.ddp.gloo.socket_ifname is 'another' and " in refused
         assert (accepted, after) == ({"GLOO_SOCKET_IFNAME": "lo"}, {})
 
