@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pickle
@@ -575,19 +576,38 @@ def _train_on_nodes(rank, size, make, batches, arguments):
 NODES = joined_batches(6, 20)  # 10 on each of two nodes: parts of 5, or of 4, 4 and 2
 
 
-@pytest.mark.parametrize(
-    ("make", "plain", "arguments", "limits"),
-    [
-        (Net, Net, {"devices": 3}, {}),
-        (Net, Net, {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-         {"accumulate": 2, "max_norm": 0.5}),
-        (Unused, Unused, {"strategy": {"name": "ddp2", "find_unused_parameters": True}}, {}),
-    ],
-    ids=["plain", "accumulated and clipped", "unused"],
-)  # fmt: skip
-def test_two_nodes_train_what_the_joined_batch_does(make, plain, arguments, limits):
-    results = run_in_processes(_train_on_nodes, 2, make, NODES, arguments)
-    reference, _ = train_module_plainly(plain(), NODES, **limits)
+#: By name: the model, the arguments of the trainer, and those of the reference.
+TRAINED = {
+    "plain": (Net, {"devices": 3}, {}),
+    "accumulated and clipped": (
+        Net, {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, {"accumulate": 2, "max_norm": 0.5},
+    ),
+    "unused": (Unused, {"strategy": {"name": "ddp2", "find_unused_parameters": True}}, {}),
+}  # fmt: skip
+#: Keeps the tests that share two processes on one worker.
+SHARED = pytest.mark.xdist_group("two nodes of ddp2")
+
+
+@functools.cache
+def on_two_nodes():
+    """Return what each of two nodes found: trained in three ways, refused, with a comm hook, and a metric."""
+    return run_in_processes(_all_on_nodes, 2)
+
+
+def _all_on_nodes(rank, size):
+    trained = {name: _train_on_nodes(rank, size, make, NODES, options) for name, (make, options, _) in TRAINED.items()}
+    return trained | {
+        "refused": _refused_on_nodes(rank, size, Unused, NODES, {}),
+        "hooked": _hooked(rank, size),
+        "metric": _epoch_mean(rank, size),
+    }
+
+
+@SHARED
+@pytest.mark.parametrize("case", TRAINED)
+def test_two_nodes_train_what_the_joined_batch_does(case):
+    results, (make, _, limits) = [found[case] for found in on_two_nodes()], TRAINED[case]
+    reference, _ = train_module_plainly(make(), NODES, **limits)
 
     assert [rest for _, *rest in results] == [[1, 2], [1, 2]]
     for weights, *_ in results:
@@ -602,9 +622,10 @@ def _refused_on_nodes(rank, size, make, batches, arguments):
         return str(error)
 
 
+@SHARED
 def test_parameters_that_no_loss_reaches_are_explained_on_all_nodes():
-    for said in run_in_processes(_refused_on_nodes, 2, Unused, NODES, {}):
-        assert "set strategy.ddp2.find_unused_parameters to true" in said
+    for found in on_two_nodes():
+        assert "set strategy.ddp2.find_unused_parameters to true" in found["refused"]
 
 
 class Counting(sg.CommHook):
@@ -625,9 +646,10 @@ def _hooked(rank, size):
     return weights, hook.elements
 
 
+@SHARED
 def test_comm_hooks_see_every_gradient_between_nodes():
     reference, _ = train_module_plainly(Net(), NODES)
-    for weights, elements in run_in_processes(_hooked, 2):
+    for weights, elements in (found["hooked"] for found in on_two_nodes()):
         assert relative_difference(weights, reference) < 1e-6
         assert elements == 6 * sum(parameter.numel() for parameter in Net().parameters())
 
@@ -639,10 +661,12 @@ def _epoch_mean(rank, size):
     return trainer.validate(Net(), share(trainer, NODES))[0]["val_loss"]
 
 
+@SHARED
 def test_a_metric_is_reduced_over_parts_and_nodes():
     x, y = (torch.cat(parts) for parts in zip(*NODES, strict=True))
+    mean = loss_of(Net()(x), y).item()
 
-    assert run_in_processes(_epoch_mean, 2) == [pytest.approx(float(loss_of(Net()(x), y)), rel=1e-5)] * 2
+    assert [found["metric"] for found in on_two_nodes()] == [pytest.approx(mean, rel=1e-5)] * 2
 
 
 def _two_on_a_node(rank, size):
