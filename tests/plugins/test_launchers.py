@@ -31,8 +31,11 @@ SCRIPT = """
     sys.path.insert(0, {tests!r})
     import torch
     import stratagem as sg
+    from stratagem_launchers_local import supervision
     from stratagem_testing.reference import Net, joined_batches, relative_difference, train_plainly
     from torch.utils.data import DataLoader, TensorDataset
+
+    supervision.NOTICE_S = {notice_s}
 
     def loader(batches):
         x, y = (torch.cat(parts) for parts in zip(*batches))
@@ -62,17 +65,21 @@ SCRIPT = """
         {after}
 """
 
+#: How soon a process that does not notice the end of another one is interrupted here.
+NOTICE_S = 0.2
+
 ONCE = [(1, None)]
 #: Accumulation and clipping, off and on.
 ALL = [(1, None), (1, 1.0), (3, None), (3, 1.0)]
 EXPECTED = [f"RESULT 2 True {steps} True True" for steps in (20, 20, 7, 7)]
 
 
-def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True, options=ONCE):
+def script(tmp_path, strategy, devices=2, step="pass", after="pass", guard=True, options=ONCE, notice_s=4.0):
     path = tmp_path / "train.py"
     text = SCRIPT.format(
-        tests=str(TESTS), strategy=strategy, devices=devices, step=step, after=after, guard=guard, options=options
-    )
+        tests=str(TESTS), strategy=strategy, devices=devices, step=step, after=after, guard=guard, options=options,
+        notice_s=notice_s,
+    )  # fmt: skip
     path.write_text(textwrap.dedent(text))
     return path
 
@@ -398,7 +405,7 @@ def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
         "if batch_idx == 2 and self.global_rank == 1: raise ValueError('out of order')\n"
         "            if batch_idx == 2: time.sleep(600)"
     )
-    result = run([sys.executable, script(tmp_path, "ddp", step=step)])
+    result = run([sys.executable, script(tmp_path, "ddp", step=step, notice_s=NOTICE_S)])
 
     assert result.returncode != 0
     assert "out of order" in result.stderr
@@ -441,6 +448,10 @@ BARE = """
     from stratagem.accelerators import CPUAccelerator
     from stratagem.distributed.launched import report_to_launcher
     from stratagem.launchers import {launcher}
+    from stratagem_launchers_local import supervision
+
+    supervision.NOTICE_S, supervision.END_S = {notice_s}, 0.5
+    {first}
 
     def rank():
         return int(os.environ["RANK"])
@@ -465,10 +476,11 @@ BARE = """
 """
 
 
-def bare(tmp_path, body, launcher="SubprocessLauncher", parent="launch()"):
+def bare(tmp_path, body, launcher="SubprocessLauncher", parent="launch()", first=""):
     path = tmp_path / "bare.py"
     text = textwrap.dedent(BARE)
-    for name, lines, indent in (("body", body, 4), ("parent", parent, 8), ("launcher", launcher, 0)):
+    places = (("body", body, 4), ("parent", parent, 8), ("launcher", launcher, 0), ("first", first, 0))
+    for name, lines, indent in (*places, ("notice_s", str(NOTICE_S), 0)):
         text = text.replace(f"{{{name}}}", textwrap.indent(textwrap.dedent(lines).strip(), " " * indent).strip())
     path.write_text(text)
     temporary = tmp_path / "temporary"
@@ -557,7 +569,7 @@ def test_a_program_that_catches_the_error_may_go_on_but_not_train_on(tmp_path):
         except Exception as error: print("caught", error)
         try: body()
         except Exception as error: print("then", error)
-        for _ in range(12): time.sleep(0.5)
+        for _ in range(12): time.sleep(0.1)  # longer than the limits of supervision
         print("done")
     """
     body = "if rank() == 1: raise ValueError('out of order')\ntime.sleep(600)"
@@ -580,12 +592,11 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
-def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, monkeypatch, abort, expected):
+def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, abort, expected):
     """A library may abort a process that is done; an abort in the middle is a failure like any other."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    first = "import atexit, os\nif os.environ.get('RANK') == '1': atexit.register(os.abort)\n"  # so it runs last
-    (tmp_path / "sitecustomize.py").write_text(first if expected == 0 else "")
-    process = bare(tmp_path, "if rank() == 1 and 'atexit' not in vars(sys.modules['sitecustomize']): os.abort()")
+    in_the_end = "import atexit\nif os.environ.get('RANK') == '1': atexit.register(os.abort)"  # first, so it runs last
+    body, first = ("pass", in_the_end) if expected == 0 else ("if rank() == 1: os.abort()", "")
+    process = bare(tmp_path, body, first=first)
     code, _, errors = finish(process, tmp_path)
 
     assert code == expected, errors
