@@ -11,8 +11,12 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+
+import costs
+import selection
 
 #: With --check-slow: how long a test may take that is not marked as taking longer than a second. The first one of a worker
 #: that runs a script waits three seconds for the process that forks scripts.
@@ -38,6 +42,20 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 def pytest_addoption(parser):
     parser.addoption("--check-slow", action="store_true", help="fail tests of seconds that are not marked as slow")
+    parser.addoption("--costs", metavar="FILE", help="write to FILE what each test costs, and print sums")
+    parser.addoption("--shard", metavar="I/N", help="run one of N shards, which have about the same number of tests")
+    parser.addoption(
+        "--base", metavar="COMMIT", help="what `when_changed` compares with (default: where the branch began)"
+    )
+    parser.addoption("--promises", metavar="FILE", help="write to FILE what guards each promise; fail if nothing does")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--costs"):
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(costs.Collect(Path(path)))
+        if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+            config.pluginmanager.register(costs.Measure())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,21 +87,29 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
-def pytest_collection_modifyitems(items):
-    """Leave cases of tests that are marked `one_in` to `make test-all`; keep those of DeepSpeed on one worker.
+def pytest_collection_modifyitems(config, items):
+    """Leave cases to `make test-all`, keep those of DeepSpeed on one worker, and keep the tests of one shard.
 
     Importing DeepSpeed takes six seconds, and makes each later fork of the worker slower.
     """
     seen = Counter()
     for item in items:
-        uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
-        if uses_deepspeed and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("deepspeed"))
         if marker := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % marker.args[0]:
                 item.add_marker(pytest.mark.sweep)
             seen[test] += 1
+        uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
+        if uses_deepspeed and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("deepspeed"))
+    selection.leave_to_test_all(items, config.getoption("--base"))
+    if shard := config.getoption("--shard"):
+        number, count = map(int, shard.split("/"))
+        items[:] = [item for item in items if selection.in_shard(item, number, count)]
+    if path := config.getoption("--promises"):
+        Path(path).write_text(selection.table(items))
+        if sentences := selection.unguarded(items):
+            raise pytest.UsageError("\n".join(sentences))
 
 
 @pytest.fixture(autouse=True)
