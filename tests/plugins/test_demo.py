@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -10,13 +11,26 @@ import sys
 import time
 
 import pytest
+import torch
 
 from stratagem_demo import gpt
 from stratagem_testing import scripts
 
+#: The program with a smaller model and shorter windows, so that its validation and its text take no seconds.
+SMALL = """
+import sys
+from stratagem.cli import main
+from stratagem_demo import gpt
+
+gpt.CONTEXT = 16
+gpt.CharGPT.__init__.__defaults__ = (16, 1, 2, 500)
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def demo(folder):
-    command = [sys.executable, "-m", "stratagem", "demo", "--steps", "4", "--batch-size", "4", "--precision", "32-true"]
+    (folder / "small.py").write_text(SMALL)
+    command = [sys.executable, "small.py", "demo", "--steps", "4", "--batch-size", "4", "--precision", "32-true"]
     return scripts.run(
         [*command, "--devices", "2"], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
@@ -40,6 +54,28 @@ def test_the_demo_runs_and_resumes(tmp_path):
     assert second.returncode == 0, second.stderr
     assert "continuing from the checkpoints" in second.stdout
     assert re.search(r"validation loss [\d.]+ nats per character after 8 steps", second.stdout)
+
+
+def test_the_model_of_the_demo_learns_the_next_character():
+    text = gpt.manual()
+    vocabulary = "".join(sorted(set(text)))
+    model = gpt.CharGPT(vocabulary)
+    train, _ = gpt.loaders(text, vocabulary, batch_size=4)
+    batch = next(iter(train))
+    (optimizer, _) = model.configure_optimizers().values()
+    losses = []
+    for _ in range(4):
+        loss = model.loss(batch)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    assert batch[0].shape == (4, gpt.CONTEXT)
+    assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
+    assert losses[0] == pytest.approx(math.log(len(vocabulary)), rel=0.05)  # that of a guess
+    assert losses[-1] < losses[0]
+    assert len(model.generate("The", length=3)) == 6
 
 
 @pytest.mark.slow
