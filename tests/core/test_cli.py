@@ -85,6 +85,9 @@ def every_help():
     return found
 
 
+#: One worker of pytest-xdist runs what one program shows.
+ONE_PROGRAM = pytest.mark.xdist_group("imports of help")
+
 #: Calls the program with each list of words in a fork, and prints what that has imported.
 IMPORTS = """
 import json, os, sys
@@ -112,6 +115,7 @@ def imported():
     return {" ".join(words): set(modules) for words, modules in map(json.loads, lines)}
 
 
+@ONE_PROGRAM
 @pytest.mark.slow
 @pytest.mark.parametrize("words", HELP, ids=" ".join)
 def test_help_imports_no_torch(imported, words):
@@ -286,6 +290,7 @@ def test_lists_of_plugins_for_a_run_leave_the_commands(capsys, monkeypatch):
     assert "command 'doctor' is hidden by STRATAGEM_DISABLE_PLUGINS; change that variable" in capsys.readouterr().err
 
 
+@ONE_PROGRAM
 @pytest.mark.parametrize("arguments", ["--help", "plugins --help", "doctor --help", "fit --help"])
 def test_help_imports_neither_torch_nor_what_trains(imported, arguments):
     assert imported[arguments] & {"torch", "numpy", "deepspeed", "yaml", "rich", "pytest"} == set()

@@ -41,6 +41,10 @@ def row(report, distribution):
     return found
 
 
+#: One worker of pytest-xdist runs what one program reports.
+ONE_PROGRAM = pytest.mark.xdist_group("doctor")
+
+
 @pytest.fixture(scope="module")
 def of_the_program(tmp_path_factory):
     """Return the exit code and the report of the program, with torch's description of the machine."""
@@ -55,6 +59,7 @@ def of_the_program(tmp_path_factory):
     return done.returncode, json.loads(done.stdout)
 
 
+@ONE_PROGRAM
 @pytest.mark.slow
 def test_a_healthy_machine(of_the_program):
     code, report = of_the_program
@@ -67,6 +72,7 @@ def test_a_healthy_machine(of_the_program):
     assert row(report, "stratagem-precision")["plugins"]["precision"] >= 6
 
 
+@ONE_PROGRAM
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_smoke")
 def test_torch_describes_the_machine_on_request(of_the_program, capsys):

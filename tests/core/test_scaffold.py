@@ -332,6 +332,10 @@ def _use_strategy(rank, world_size):
     }
 
 
+#: One worker of pytest-xdist runs what one pair of ranks has trained.
+ONE_PAIR = pytest.mark.xdist_group("scaffold strategy")
+
+
 @pytest.fixture(scope="module")
 def strategy_on_two(tmp_path_factory):
     """Return what each of two ranks got from the strategy: they train one model after the other."""
@@ -340,6 +344,7 @@ def strategy_on_two(tmp_path_factory):
         return run_in_processes(_use_strategy, 2)
 
 
+@ONE_PAIR
 @pytest.mark.parametrize("accumulate", WINDOWS)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_strategy_equals_one_process_on_the_joined_batch(made, strategy_on_two, accumulate, clip):
@@ -356,6 +361,7 @@ def test_strategy_equals_one_process_on_the_joined_batch(made, strategy_on_two, 
     assert relative_difference(alone, reference) < 1e-6
 
 
+@ONE_PAIR
 def test_strategy_trains_with_two_optimizers_by_hand(strategy_on_two):
     first, second = (rank["gan"] for rank in strategy_on_two)
 
@@ -363,18 +369,21 @@ def test_strategy_trains_with_two_optimizers_by_hand(strategy_on_two):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@ONE_PAIR
 def test_strategy_is_silent_inside_an_accumulation_window(strategy_on_two):
     parameters = len(list(net().parameters()))
 
     assert [rank["messages"] for rank in strategy_on_two] == [2 * parameters] * 2
 
 
+@ONE_PAIR
 def test_strategy_bears_a_parameter_without_gradient_on_one_rank(strategy_on_two):
     first, second = (rank["skipping"] for rank in strategy_on_two)
 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@ONE_PAIR
 def test_strategy_shares_buffers_unless_told_otherwise(strategy_on_two):
     first, second = strategy_on_two
 

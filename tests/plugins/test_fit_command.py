@@ -952,6 +952,10 @@ def test_the_schema_describes_options_with_their_comments(validator):
 # --- Completion --------------------------------------------------------------------------------------------------
 
 
+#: One worker of pytest-xdist runs what one shell completes.
+SHELLS = pytest.mark.xdist_group("completion in shells")
+
+
 @pytest.fixture(scope="module")
 def scripts():
     from stratagem_fit.completion import SHELLS, script
@@ -1016,6 +1020,7 @@ def offered_by_bash(scripts, tmp_path_factory):
     return answered(["bash", "-c"], scripts["bash"], questions, tmp_path_factory.mktemp("bash"))
 
 
+@SHELLS
 @pytest.mark.parametrize("case", range(len(BASH)), ids=[" ".join(words) for words, _ in BASH])
 def test_bash_completes(offered_by_bash, case):
     assert set(offered_by_bash[case].split()) == BASH[case][1]
@@ -1029,6 +1034,7 @@ def offered_by_fish(scripts, tmp_path_factory, need):
     return answered(["fish", "-c"], scripts["fish"], questions, tmp_path_factory.mktemp("fish"))
 
 
+@SHELLS
 @pytest.mark.parametrize("case", range(len(CHOSEN)), ids=CHOSEN_IDS)
 def test_fish_offers_the_options_of_the_chosen_plugin(offered_by_fish, case):
     assert {each.split("\t")[0] for each in offered_by_fish[case].splitlines()} == CHOSEN[case][1]
@@ -1047,6 +1053,7 @@ def offered_by_zsh(scripts, tmp_path_factory, need):
     return answered(["zsh", "-fc"], script, questions, tmp_path_factory.mktemp("zsh"))
 
 
+@SHELLS
 @pytest.mark.parametrize("case", range(len(CHOSEN)), ids=CHOSEN_IDS)
 def test_zsh_offers_the_options_of_the_chosen_plugin(offered_by_zsh, case):
     words, offered = CHOSEN[case]
@@ -1055,6 +1062,7 @@ def test_zsh_offers_the_options_of_the_chosen_plugin(offered_by_zsh, case):
     assert {name for name in names if name.startswith(words[-1])} == offered
 
 
+@SHELLS
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_can_read_their_script(scripts, shell, tmp_path, need):
     need(shell, package=shell)
