@@ -53,6 +53,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import stratagem as sg
+from standing_ranks import StandingRanks
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import ConfigError
@@ -61,6 +62,13 @@ from stratagem_testing import run_in_processes, scripts
 
 QUIET = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False}
 KEEPS_NOTHING = QUIET | {"enable_checkpointing": False}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    standing = StandingRanks()
+    yield standing
+    standing.close()
 
 
 class Numbers(Dataset):
@@ -95,7 +103,7 @@ class MyModel(sg.Module):
         self.log("test_loss", self(batch / 16).square().mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self):
         return DataLoader(Numbers(), batch_size=4)
@@ -120,6 +128,13 @@ class Deep(MyModel):
 
     def forward(self, x):
         return self.layer(self.blocks(x))
+
+
+class DeepAdam(Deep):
+    """Its optimizer keeps two tensors for each parameter."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Transformer(sg.Module):
@@ -207,8 +222,8 @@ def _memories(rank, world_size, strategy):
     ],
     ids=["view", "three options", "view of a static graph", "copy"],
 )
-def test_gradients_lie_in_the_buckets_that_are_sent(strategy, memories):
-    assert run_in_processes(_memories, 2, strategy) == [{memories}, {memories}]
+def test_gradients_lie_in_the_buckets_that_are_sent(strategy, memories, ranks):
+    assert ranks(_memories, strategy) == [{memories}, {memories}]
 
 
 class HalfUsed(MyModel):
@@ -227,12 +242,12 @@ def _trained_steps(rank, world_size, strategy):
 @pytest.mark.parametrize(
     "strategy", [DDPStrategy(static_graph=True), DDPStrategy(find_unused_parameters=True)], ids=["static", "find"]
 )
-def test_a_model_with_unused_parameters_trains_when_ddp_is_told(strategy):
-    assert run_in_processes(_trained_steps, 2, strategy) == [2, 2]
+def test_a_model_with_unused_parameters_trains_when_ddp_is_told(strategy, ranks):
+    assert ranks(_trained_steps, strategy) == [2, 2]
 
 
-def test_a_model_with_unused_parameters_is_told_what_to_say():
-    for said in run_in_processes(_trained_steps, 2, DDPStrategy(find_unused_parameters=False)):
+def test_a_model_with_unused_parameters_is_told_what_to_say(ranks):
+    for said in ranks(_trained_steps, DDPStrategy(find_unused_parameters=False)):
         assert 'choose strategy="ddp_find_unused_parameters_true"' in said
 
 
@@ -244,9 +259,9 @@ def _gradients(rank, world_size, comm_hook):
 
 
 @pytest.mark.parametrize(("comm_hook", "dtype"), [("fp16_compress", torch.float16), ("bf16_compress", torch.bfloat16)])
-def test_gradients_travel_in_16_bits(comm_hook, dtype):
-    first, second = run_in_processes(_gradients, 2, comm_hook)
-    exact, _ = run_in_processes(_gradients, 2, None)
+def test_gradients_travel_in_16_bits(comm_hook, dtype, ranks):
+    first, second = ranks(_gradients, comm_hook)
+    exact, _ = ranks(_gradients, None)
 
     assert all(torch.equal(gradient, gradient.to(dtype).float()) for gradient in first)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -290,9 +305,9 @@ def _bytes_of_each_step(rank, world_size, recipe, nodes=1):
 
 
 @pytest.mark.parametrize("recipe", COMPRESSED)
-def test_gradients_are_sent_in_fewer_bytes_from_a_step_on(recipe):
+def test_gradients_are_sent_in_fewer_bytes_from_a_step_on(recipe, ranks):
     nodes = 2 if recipe == "post-local SGD" else 1  # a subgroup is a node
-    for whole, *later in run_in_processes(_bytes_of_each_step, 2, recipe, nodes):
+    for whole, *later in ranks(_bytes_of_each_step, recipe, nodes):
         assert min(later) < whole / 2
 
 
@@ -302,7 +317,7 @@ def test_several_devices_and_no_strategy_mean_ddp():
 
 
 def _sharded_state(rank, world_size, strategy, arguments):
-    trainer = fit(Deep(), strategy, **arguments)
+    trainer = fit(DeepAdam(), strategy, **arguments)
     return sum(tensor.numel() for state in trainer.optimizers[0].state.values() for tensor in state.values())
 
 
@@ -311,10 +326,10 @@ def _sharded_state(rank, world_size, strategy, arguments):
     [("ddp_sharded", {}), ("auto", {"plugins": "ddp_sharded"})],
     ids=["strategy", "plugins"],
 )
-def test_sharded_ddp_divides_the_optimizer_state(strategy, arguments):
+def test_sharded_ddp_divides_the_optimizer_state(strategy, arguments, ranks):
     moments = 2 * size(Deep())
 
-    states = run_in_processes(_sharded_state, 2, strategy, arguments)
+    states = ranks(_sharded_state, strategy, arguments)
 
     assert sum(states) >= moments
     assert max(states) < 0.6 * moments
@@ -342,8 +357,8 @@ def _with_my_ddp(rank, world_size):
     return os.environ["MET"], trainer.run.model.mine, model.layer.weight.detach()
 
 
-def test_ddp_is_met_and_wrapped_in_a_way_of_my_own():
-    (met, mine, weight), (_, _, other) = run_in_processes(_with_my_ddp, 2)
+def test_ddp_is_met_and_wrapped_in_a_way_of_my_own(ranks):
+    (met, mine, weight), (_, _, other) = ranks(_with_my_ddp)
 
     assert (met, mine) == ("0 of 2", True)
     assert torch.equal(weight, other)
@@ -370,8 +385,8 @@ def _fit_sharded(rank, world_size, strategy, arguments):
     ],
     ids=["name", "instance", "precision 16", "bf16", "limited"],
 )
-def test_fsdp_divides_the_parameters(strategy, arguments):
-    for kept, found, steps, finite in run_in_processes(_fit_sharded, 2, strategy, arguments):
+def test_fsdp_divides_the_parameters(strategy, arguments, ranks):
+    for kept, found, steps, finite in ranks(_fit_sharded, strategy, arguments):
         assert (kept, found, steps, finite) == (size(Deep()) / 2, [""], 2, True)
 
 
@@ -384,8 +399,8 @@ def test_fsdp_divides_the_parameters(strategy, arguments):
     ],
     ids=["classes", "size", "transformer"],
 )
-def test_fsdp_gathers_large_layers_one_by_one(policy, layer):
-    for _, found, _, _ in run_in_processes(_fit_sharded, 2, FSDPStrategy(auto_wrap_policy=policy), {}):
+def test_fsdp_gathers_large_layers_one_by_one(policy, layer, ranks):
+    for _, found, _, _ in ranks(_fit_sharded, FSDPStrategy(auto_wrap_policy=policy), {}):
         assert found == ["", layer.format(0), layer.format(1)]
 
 
@@ -432,8 +447,8 @@ def _between_forward_and_backward(rank, world_size, sharding_strategy):
     ("sharding_strategy", "share", "between"),
     [("FULL_SHARD", 1 / 2, "shard"), ("SHARD_GRAD_OP", 1 / 2, "whole"), ("NO_SHARD", 1, "whole")],
 )
-def test_a_sharding_strategy_chooses_what_is_whole_and_when(sharding_strategy, share, between):
-    for kept, seen in run_in_processes(_between_forward_and_backward, 2, sharding_strategy):
+def test_a_sharding_strategy_chooses_what_is_whole_and_when(sharding_strategy, share, between, ranks):
+    for kept, seen in ranks(_between_forward_and_backward, sharding_strategy):
         assert (kept, seen) == (share, {between})
 
 
@@ -471,8 +486,8 @@ def _offloaded(rank, world_size, strategy):
     ],
     ids=["option", "with sharding", "name", "not"],
 )
-def test_shards_are_kept_on_the_cpu(strategy, offloaded):
-    assert run_in_processes(_offloaded, 2, strategy) == [offloaded, offloaded]
+def test_shards_are_kept_on_the_cpu(strategy, offloaded, ranks):
+    assert ranks(_offloaded, strategy) == [offloaded, offloaded]
 
 
 def test_an_option_that_the_second_fsdp_cannot_do_without_is_refused():
@@ -493,8 +508,8 @@ def _weights_after(rank, world_size, kind):
 
 
 @pytest.mark.slow
-def test_an_optimizer_without_foreach_steps_shards_alike():
-    slow, fast = (run_in_processes(_weights_after, 2, kind)[0] for kind in (Unfused, Deep))
+def test_an_optimizer_without_foreach_steps_shards_alike(ranks):
+    slow, fast = (ranks(_weights_after, kind)[0] for kind in (Unfused, DeepAdam))
 
     for name, tensor in slow.items():
         torch.testing.assert_close(tensor, fast[name])
@@ -541,9 +556,9 @@ def _wrapped_by_hand(rank, world_size, strategy, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [16, None])
-def test_layers_are_wrapped_by_hand_under_fsdp_and_left_alone_under_ddp(precision):
-    (count, share, sharded), _ = run_in_processes(_wrapped_by_hand, 2, "fsdp", {"precision": precision})
-    (none, everything, replicated), _ = run_in_processes(_wrapped_by_hand, 2, "ddp", {"precision": precision})
+def test_layers_are_wrapped_by_hand_under_fsdp_and_left_alone_under_ddp(precision, ranks):
+    (count, share, sharded), _ = ranks(_wrapped_by_hand, "fsdp", {"precision": precision})
+    (none, everything, replicated), _ = ranks(_wrapped_by_hand, "ddp", {"precision": precision})
 
     assert (count, share) == (1 + 3, 1 / 2)
     assert (none, everything) == (0, 1)
@@ -570,8 +585,8 @@ def _computations(rank, world_size, strategy, arguments):
     ],
     ids=["policy", "policy and units", "argument", "under ddp", "none"],
 )
-def test_activations_of_chosen_layers_are_computed_again(strategy, arguments, calls):
-    assert run_in_processes(_computations, 2, strategy, arguments) == [[calls, calls], [calls, calls]]
+def test_activations_of_chosen_layers_are_computed_again(strategy, arguments, calls, ranks):
+    assert ranks(_computations, strategy, arguments) == [[calls, calls], [calls, calls]]
 
 
 def _recomputed_by_hand(rank, world_size):
@@ -583,8 +598,8 @@ def _recomputed_by_hand(rank, world_size):
     return counts
 
 
-def test_activation_checkpointing_is_applied_by_hand():
-    assert run_in_processes(_recomputed_by_hand, 2) == [[4, 2], [4, 2]]
+def test_activation_checkpointing_is_applied_by_hand(ranks):
+    assert ranks(_recomputed_by_hand) == [[4, 2], [4, 2]]
 
 
 # --- Building models ---------------------------------------------------------------------------------------------
@@ -638,8 +653,8 @@ def _fitted_then_tested(rank, world_size):
     return model.was_meta, model.layer is layer, held(model) / size(model), len(torch.cat(predictions))
 
 
-def test_a_model_larger_than_a_process_is_laid_out_in_configure_model():
-    for was_meta, same, share, predictions in run_in_processes(_fitted_then_tested, 2):
+def test_a_model_larger_than_a_process_is_laid_out_in_configure_model(ranks):
+    for was_meta, same, share, predictions in ranks(_fitted_then_tested):
         assert (was_meta, same, share, predictions) == (True, True, 1 / 2, 8)
 
 
@@ -647,13 +662,13 @@ def test_a_model_larger_than_a_process_is_laid_out_in_configure_model():
 
 
 def _save_sharded(rank, world_size, kind, path):
-    trainer = fit(Deep(), FSDPStrategy(state_dict_type=kind))
+    trainer = fit(DeepAdam(), FSDPStrategy(state_dict_type=kind))
     trainer.save_checkpoint(path)
     return whole(trainer.module)
 
 
 def _resume(rank, world_size, strategy, path):
-    class Notes(Deep):
+    class Notes(DeepAdam):
         def on_train_start(self):
             self.start = (self.trainer.current_epoch, self.global_step, whole(self))
 
@@ -666,8 +681,8 @@ def _resume(rank, world_size, strategy, path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_folder"), [("full", False), ("sharded", True)])
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_checkpoint_of_fsdp_is_resumed_whichever_form_it_has(kind, is_folder, strategy):
-    saved, _ = run_in_processes(_save_sharded, 2, kind, "saved.ckpt")
+def test_a_checkpoint_of_fsdp_is_resumed_whichever_form_it_has(kind, is_folder, strategy, ranks):
+    saved, _ = ranks(_save_sharded, kind, "saved.ckpt")
     for epoch, step, weights, last in run_in_processes(_resume, 2, strategy, "saved.ckpt"):
         assert (epoch, step, last) == (1, 2, 4)
         assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
@@ -675,8 +690,8 @@ def test_a_checkpoint_of_fsdp_is_resumed_whichever_form_it_has(kind, is_folder, 
     assert Path("saved.ckpt").is_dir() is is_folder
 
 
-def test_a_sharded_checkpoint_becomes_a_regular_file():
-    saved, _ = run_in_processes(_save_sharded, 2, "sharded", "saved.ckpt")
+def test_a_sharded_checkpoint_becomes_a_regular_file(ranks):
+    saved, _ = ranks(_save_sharded, "sharded", "saved.ckpt")
     main(["checkpoint", "consolidate", "saved.ckpt", "regular.ckpt"])
     state = torch.load("regular.ckpt", weights_only=True)["state_dict"]
 
@@ -708,8 +723,8 @@ def _keep_three(rank, world_size):
     return checkpoint.best_model_path, trainer.module.at_its_best
 
 
-def test_the_three_best_are_kept_and_loaded_for_inference():
-    (best, weights), _ = run_in_processes(_keep_three, 2)
+def test_the_three_best_are_kept_and_loaded_for_inference(ranks):
+    (best, weights), _ = ranks(_keep_three)
     model = MyModel.load_from_checkpoint(best)
     model.eval()
 
@@ -720,8 +735,8 @@ def test_the_three_best_are_kept_and_loaded_for_inference():
     assert model(torch.zeros(1, 32)).shape == (1, 2)
 
 
-def test_resuming_a_ddp_run_from_its_last_checkpoint_goes_on():
-    run_in_processes(_keep_three, 2)
+def test_resuming_a_ddp_run_from_its_last_checkpoint_goes_on(ranks):
+    ranks(_keep_three)
     trainer = sg.Trainer(callbacks=[ModelCheckpoint(dirpath="kept/", save_last=True)], **QUIET | {"max_epochs": 6})
     trainer.fit(MyModel(), DataLoader(Numbers(), 4), ckpt_path="kept/last.ckpt")
 
@@ -756,8 +771,8 @@ def _save_within(rank, world_size, kind):
         return str(error)
 
 
-def test_a_module_saves_every_so_many_batches():
-    assert run_in_processes(_save_within, 2, SavesItself) == [2, 2]
+def test_a_module_saves_every_so_many_batches(ranks):
+    assert ranks(_save_within, SavesItself) == [2, 2]
 
     assert torch.load("checkpoint_step_1.ckpt", weights_only=True)["state_dict"].keys() == MyModel().state_dict().keys()
 
@@ -805,8 +820,8 @@ def test_a_precision_chooses_what_is_computed_in(precision, dtype):
     assert (model.dtype, model.layer.weight.dtype) == (dtype, torch.float32)
 
 
-def test_16_bit_and_ddp_go_together():
-    assert run_in_processes(_dtype, 2, "ddp", 16) == [(torch.float16, torch.float32)] * 2
+def test_16_bit_and_ddp_go_together(ranks):
+    assert ranks(_dtype, "ddp", 16) == [(torch.float16, torch.float32)] * 2
 
 
 class CountsBatches(MyModel):
@@ -848,8 +863,8 @@ def _effective(rank, world_size):
     return fit(CountsBatches(), "ddp", accumulate_grad_batches=4).effective_batch_size
 
 
-def test_the_batch_behind_a_step_grows_with_the_processes():
-    assert run_in_processes(_effective, 2) == [2 * 4 * 2] * 2
+def test_the_batch_behind_a_step_grows_with_the_processes(ranks):
+    assert ranks(_effective) == [2 * 4 * 2] * 2
 
 
 # --- Data --------------------------------------------------------------------------------------------------------
@@ -903,8 +918,8 @@ def _numbers(rank, world_size, make, arguments):
 
 
 @pytest.mark.parametrize("make", [plain, shuffled, with_workers, with_a_sampler])
-def test_each_process_gets_its_own_share_of_a_loader(make):
-    first, second = run_in_processes(_numbers, 2, make, {})
+def test_each_process_gets_its_own_share_of_a_loader(make, ranks):
+    first, second = ranks(_numbers, make, {})
 
     assert sorted(first + second) == list(range(16))
     assert len(first) == 8
@@ -914,8 +929,8 @@ def test_each_process_gets_its_own_share_of_a_loader(make):
 @pytest.mark.parametrize(
     ("make", "arguments"), [(plain, {"use_distributed_sampler": False}), (stream, {})], ids=["switched off", "iterable"]
 )
-def test_a_loader_is_left_alone_where_it_should_be(make, arguments):
-    assert run_in_processes(_numbers, 2, make, arguments) == [list(range(16))] * 2
+def test_a_loader_is_left_alone_where_it_should_be(make, arguments, ranks):
+    assert ranks(_numbers, make, arguments) == [list(range(16))] * 2
 
 
 class AnywhereModel(MyModel):
@@ -939,8 +954,8 @@ def _buffer(rank, world_size):
     return model.sigma.tolist()
 
 
-def test_buffers_are_where_the_model_is_and_the_same_everywhere():
-    assert run_in_processes(_buffer, 2) == [[[1.0, 0.0], [0.0, 1.0]]] * 2
+def test_buffers_are_where_the_model_is_and_the_same_everywhere(ranks):
+    assert ranks(_buffer) == [[[1.0, 0.0], [0.0, 1.0]]] * 2
 
 
 class Parts(MyModel):
@@ -992,10 +1007,10 @@ def _logged(rank, world_size):
     return fitted, tested["test_loss_epoch"]
 
 
-def test_a_metric_is_the_mean_over_all_processes():
+def test_a_metric_is_the_mean_over_all_processes(ranks):
     mean = sum(range(16)) / 16
 
-    assert run_in_processes(_logged, 2) == [(mean, mean)] * 2
+    assert ranks(_logged) == [(mean, mean)] * 2
 
 
 class LogsOnce(MyModel):
@@ -1047,8 +1062,8 @@ def _seeded(rank, world_size):
     return weight, drawn
 
 
-def test_a_seed_in_the_module_makes_processes_alike_and_their_workers_different():
-    (weight, drawn), (other, drawn_there) = run_in_processes(_seeded, 2)
+def test_a_seed_in_the_module_makes_processes_alike_and_their_workers_different(ranks):
+    (weight, drawn), (other, drawn_there) = ranks(_seeded)
 
     assert torch.equal(weight, other)
     assert len(set(drawn + drawn_there)) == 16
@@ -1097,15 +1112,15 @@ def _patience(rank, world_size, strategy):
 
 
 class TestWaiting:
-    def test_a_strategy_says_how_long_ranks_wait(self):
+    def test_a_strategy_says_how_long_ranks_wait(self, ranks):
         strategy = DDPStrategy(timeout=timedelta(hours=1))
 
-        assert run_in_processes(_patience, 2, strategy) == [timedelta(hours=1)] * 2
+        assert ranks(_patience, strategy) == [timedelta(hours=1)] * 2
 
-    def test_a_variable_says_how_long_ranks_wait(self, monkeypatch):
+    def test_a_variable_says_how_long_ranks_wait(self, monkeypatch, ranks):
         monkeypatch.setenv("STRATAGEM_STRATEGY_TIMEOUT", "3600")
 
-        assert run_in_processes(_patience, 2, "ddp") == [timedelta(hours=1)] * 2
+        assert ranks(_patience, "ddp") == [timedelta(hours=1)] * 2
 
 
 # --- Starting ----------------------------------------------------------------------------------------------------
