@@ -9,8 +9,13 @@ LOWEST_TORCH ?= torch==2.11.*
 # Half of the time tests wait for processes that they started: three at a time keep two cores busy.
 WORKERS ?= 3
 # Build the editable installs with what is in the environment: five times faster than a fresh one for each.
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it is first imported: pip would compile all of them, most of which no test imports.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 STAMP  := $(VENV)/.installed
+PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+EVERY_PUSH := not gpu and not sweep
+# The part of all tests that test-all runs.
+SHARD  ?= 1/1
 # pytest 9.2 makes pytest-xdist 3.8 ignore the groups of tests: tests/conftest.py would stop the run.
 DEV    := "pytest<9.2" pytest-xdist hypothesis ruff mypy import-linter types-PyYAML s3fs "moto[server]" torchdata \
           torchmetrics tqdm matplotlib tensorboard nbclient ipykernel wandb mlflow-skinny sqlalchemy alembic \
@@ -21,7 +26,7 @@ DOCS   := "mkdocs==1.6.*" "mkdocs-material==9.8.*" "mkdocstrings==1.0.*" "mkdocs
 # Python with torch and nothing of ours, for what is carried to a GPU machine: this machine's, if it has torch.
 BARE   := $(shell $(PYTHON) -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('torch'))" && echo $(PYTHON) || echo .venv-gpu/bin/python)
 
-.PHONY: demo docs docs-serve ops test test-quick test-all test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
+.PHONY: demo docs docs-serve ops test test-quick test-changed test-all test-profile promises test-engines test-lowest gpu-bundle test-gpu bench-gpu bench bench-quick lint types release changelog clean
 
 demo: $(STAMP)
 	$(BIN)/stratagem demo
@@ -38,16 +43,30 @@ docs-serve: $(STAMP)-docs
 ops: $(STAMP)-dev
 	$(BIN)/stratagem deepspeed build-ops cpu_adam
 
+# At least one case of every promise: see tests/selection.py.
 test: $(STAMP)-dev lint types ops
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep" tests plugins
+	$(PYTEST) -m "$(EVERY_PUSH)" tests plugins
 
-# Three minutes instead of a quarter of an hour, while you work: no test of more than a second, no kit, no grid of runs.
+# While you work: no test of more than a second, no kit, no grid of runs.
 test-quick: $(STAMP)-dev ops
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not sweep and not slow" tests/core tests/plugins tests/repository tests/site
+	$(PYTEST) -m "$(EVERY_PUSH) and not slow" tests/core tests/plugins tests/repository
 
-test-all: $(STAMP)-dev lint types ops
+# What the files that differ from BASE (the last commit) are likely to affect.
+test-changed: $(STAMP)-dev
+	$(PYTEST) -m "$(EVERY_PUSH)" --changed $(if $(BASE),--base $(BASE)) tests || [ $$? -eq 5 ]
+
+# Every case: hours, or a part of them with SHARD=1/4 on each of four machines.
+test-all: $(STAMP)-dev ops
 	$(BIN)/stratagem deepspeed build-ops async_io
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests plugins
+	$(BIN)/python scripts/test_all.py -n $(WORKERS) --shard $(SHARD)
+
+# make test with what each test costs, in test-costs.jsonl and as sums by class and by file.
+test-profile: $(STAMP)-dev ops
+	$(PYTEST) -m "$(EVERY_PUSH)" --costs test-costs.jsonl tests plugins
+
+# Which test of make test guards each promise whose other cases only make test-all runs, into promises.md.
+promises: $(STAMP)-dev
+	$(BIN)/python -m pytest -q --collect-only --promises promises.md tests plugins >/dev/null
 
 # The packages of contrib/ that have an engine, each in its own environment, which is kept in the user's cache directory:
 # all, or some with ARGUMENTS="hivemind optuna". One that fails does not stop the others.

@@ -47,6 +47,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--base", metavar="COMMIT", help="what `when_changed` compares with (default: where the branch began)"
     )
+    parser.addoption(
+        "--changed", action="store_true", help="run the tests that changes since --base (or HEAD) may affect"
+    )
     parser.addoption("--promises", metavar="FILE", help="write to FILE what guards each promise; fail if nothing does")
 
 
@@ -103,6 +106,8 @@ def pytest_collection_modifyitems(config, items):
         if uses_deepspeed and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("deepspeed"))
     selection.leave_to_test_all(items, config.getoption("--base"))
+    if config.getoption("--changed"):
+        items[:] = selection.affected(items, selection.changed_files(config.getoption("--base") or "HEAD"))
     if shard := config.getoption("--shard"):
         number, count = map(int, shard.split("/"))
         items[:] = [item for item in items if selection.in_shard(item, number, count)]

@@ -122,6 +122,7 @@ def test_elastic_launch_with_the_options_as_spelled():
 # --- SLURM -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_a_submitted_job_trains_on_two_nodes")
 @pytest.mark.xdist_group("slurm")
 def test_the_script_of_a_slurm_job(slurm):
     write_script('accelerator="cpu", devices=2, num_nodes=2, strategy="ddp"')

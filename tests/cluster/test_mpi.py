@@ -123,12 +123,13 @@ def check_weights(results, ranks):
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_ranks_of_mpi_train_as_one_process(start, starter, ranks):
     """No variable tells an address: rank 0 chooses a port, and the others find it."""
     check_weights(start(starter, ranks), ranks)
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_ranks_of_mpi_train_as_one_process")
 def test_two_programs_of_a_wrapper_script_do_not_meet_each_other(start, tmp_path):
     """Ranks that are done with the first program may start the second while rank 0 is still in the first."""
     found = start("mpiexec.hydra", 2, programs=2)
@@ -165,7 +166,7 @@ def own_host_names():
         pytest.skip("a rank cannot get a host name of its own: `unshare --uts` needs root")
 
 
-@pytest.mark.sweep  # the test of nodes with different numbers of ranks shows the same
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_ranks_of_mpi_train_as_one_process")
 def test_mpi4py_tells_nodes_where_rank_0_is(start, own_host_names):
     pytest.importorskip("mpi4py")
     found = start("mpirun.openmpi", 2, wrapper=ALONE_ON_A_NODE, variables={"MASTER_ADDR": "127.0.0.1"})
@@ -174,6 +175,7 @@ def test_mpi4py_tells_nodes_where_rank_0_is(start, own_host_names):
     assert [each["node"] for each in found] == [0, 1]
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_ranks_of_mpi_train_as_one_process")
 def test_nodes_with_different_numbers_of_ranks_train(start, own_host_names):
     pytest.importorskip("mpi4py")
     found = start("mpirun.openmpi", 3, wrapper=UNEVEN, variables={"MASTER_ADDR": "127.0.0.1"})
@@ -182,6 +184,7 @@ def test_nodes_with_different_numbers_of_ranks_train(start, own_host_names):
     assert [(each["node"], each["local"]) for each in found] == [(0, 0), (0, 1), (1, 0)]
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_other_devices_than_ranks_are_refused")
 def test_mpi4py_of_another_mpi_is_explained(start, own_host_names):
     """The wheel uses Open MPI: under hydra it would be two worlds of one process each."""
     pytest.importorskip("mpi4py")

@@ -206,6 +206,7 @@ def test_a_submitted_job_trains_on_two_nodes(slurm, client):
     ] * 2
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_a_submitted_job_trains_on_two_nodes")
 @pytest.mark.xdist_group("slurm")
 def test_srun_is_chosen_in_an_allocation_and_in_a_step_of_one(slurm, client):
     """In the script of a batch job, and in the only task of a step, such as the shell of `srun --pty bash`."""
@@ -223,6 +224,7 @@ def test_srun_is_chosen_in_an_allocation_and_in_a_step_of_one(slurm, client):
     assert [each["world"] for each in ranks()] == [[2, 1, 2]] * 2
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_a_script_that_contradicts_the_command_is_refused")
 @pytest.mark.xdist_group("slurm")
 def test_a_script_that_contradicts_srun_is_refused(slurm, client):
     options = ("--launcher", "srun", "--nodes", "1", "--devices", "2", "--partition", "main", "--time", "5m")

@@ -96,6 +96,7 @@ def assert_equal(found, wanted):
 # --- srun --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_a_submitted_job_trains_on_two_nodes")
 def test_two_nodes_with_two_tasks_each_train_what_one_process_trains(slurm, tmp_path):
     options = {"max_epochs": 1, "pause_s": None}
 
@@ -115,7 +116,7 @@ def test_two_nodes_with_two_tasks_each_train_what_one_process_trains(slurm, tmp_
     ]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_nodes_with_different_numbers_of_tasks_train_what_one_process_trains(slurm, tmp_path):
     """``srun -n 4 -N 2`` fills the nodes with 3 and 1 tasks."""
     options = {"max_epochs": 1, "pause_s": None}
@@ -156,6 +157,9 @@ def test_tasks_per_node_that_differ_from_devices_are_refused_on_all_tasks(slurm,
     assert not list(tmp_path.glob("steps-*"))
 
 
+@pytest.mark.sweep(
+    guard="tests/cluster/test_slurm.py::test_tasks_per_node_that_differ_from_devices_are_refused_on_all_tasks"
+)
 def test_without_the_schedulers_package_two_tasks_are_refused(slurm, tmp_path):
     hidden = {"STRATAGEM_DISABLE_PLUGINS": "slurm"}
 
@@ -168,6 +172,7 @@ def test_without_the_schedulers_package_two_tasks_are_refused(slurm, tmp_path):
     assert not list(tmp_path.glob("steps-*"))
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_a_plain_start_in_a_shell_of_salloc_trains_in_one_process(slurm, tmp_path):
     """salloc sets SLURM_NTASKS in the shell, where no task was started."""
     ask = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('SLURM')}))"
@@ -204,6 +209,7 @@ def test_a_job_is_requeued_and_resumes_exactly(slurm, tmp_path, uninterrupted):
     assert_equal(end(tmp_path), uninterrupted(2, LONG))
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 @pytest.mark.parametrize("ckpt_path", [None, pytest.param("last", marks=pytest.mark.sweep),
                                        pytest.param("hpc", marks=pytest.mark.sweep)])  # fmt: skip
 def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrupted, ckpt_path):
@@ -228,6 +234,7 @@ def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrup
         assert_equal(end(tmp_path / task), uninterrupted(1, options | {"ckpt_path": None}))
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_a_job_that_must_not_be_requeued_keeps_its_checkpoint_and_says_why_it_fails(slurm, tmp_path):
     job = submit(slurm, tmp_path, LONG, "-N1", "--ntasks-per-node=1", "--no-requeue")
     await_steps(slurm, tmp_path, 2, job)
@@ -240,7 +247,7 @@ def test_a_job_that_must_not_be_requeued_keeps_its_checkpoint_and_says_why_it_fa
     assert read_any(tmp_path / "checkpoints/preempted.ckpt")["job"] == f"slurm test {job}"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_the_signal_that_sbatch_asks_for_comes_in_time(slurm, tmp_path, uninterrupted):
     options = LONG | {"pause_s": 1.0}
     job = submit(slurm, tmp_path, options, "-N2", "--ntasks-per-node=1", "--time=2", "--signal=SIGUSR1@90")
@@ -251,7 +258,7 @@ def test_the_signal_that_sbatch_asks_for_comes_in_time(slurm, tmp_path, uninterr
     assert_equal(end(tmp_path), uninterrupted(2, LONG))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_killed_before_the_save_it_resumes_from_the_checkpoint_before(slurm, tmp_path, uninterrupted):
     job = submit(slurm, tmp_path, LONG, "-N2", "--ntasks-per-node=1")
     await_steps(slurm, tmp_path, 6, job)
@@ -269,7 +276,7 @@ def test_killed_before_the_save_it_resumes_from_the_checkpoint_before(slurm, tmp
     assert_equal(end(tmp_path), uninterrupted(2, LONG))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_a_cancelled_job_is_not_started_again(slurm, tmp_path):
     job = submit(slurm, tmp_path, LONG, "-N1", "--ntasks-per-node=1")
     await_steps(slurm, tmp_path, 2, job)
@@ -289,7 +296,7 @@ def second_node(slurm):
     slurm.power_cycle("n2")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
 def test_when_a_node_fails_the_others_name_it_and_the_job_restarts(slurm, tmp_path, uninterrupted, second_node):
     job = submit(slurm, tmp_path, LONG, "-N2", "--ntasks-per-node=1", "--requeue")
     await_steps(slurm, tmp_path, 6, job)

@@ -77,12 +77,16 @@ def kill_at_random(job, kills, generator, within_s=2.0):
         kill(int(generator.choice(job.lines("START")[-2:])[2]))
 
 
-def test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed(tmp_path, start):
+@pytest.mark.every_push("etcd")
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed(
+    tmp_path, start, request, backend
+):
     program = torchrun.script(tmp_path)
-    job = start(program, *c10d(max_restarts=6))
+    options = c10d if backend == "c10d" else functools.partial(by_etcd, backend, request.getfixturevalue("etcd"))
+    job = start(program, *options(max_restarts=6))
     (tmp_path / "pace").write_text("0.05")
-    job.start("0", *host("true"))
-    job.start("1", *host("false"))
+    start_two(job, backend)
     kill_at_random(job, 2, random.Random(0))
 
     codes = job.join()
@@ -166,7 +170,9 @@ def by_etcd(backend, endpoint, nodes="2", max_restarts=3):
     )  # fmt: skip
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(
+    guard="tests/cluster/test_torchrun.py::test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed"
+)
 @pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
 def test_ten_kills_at_random_are_ten_recoveries(tmp_path, start, request, backend):
     program = torchrun.script(tmp_path, epochs=6)
@@ -203,7 +209,9 @@ def trains_with(job, world_size, steps):
 NEW_PORTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(
+    guard="tests/cluster/test_torchrun.py::test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed"
+)
 @pytest.mark.parametrize("backend", ["c10d", "etcd-v2", "etcd"])
 def test_a_lost_agent_and_a_new_one_change_the_processes_and_not_the_steps(tmp_path, start, request, backend):
     same = {"epochs": 8, "dropout": 0.0, "callbacks": '{"name": "global_batch_size", "samples": 8},'}
@@ -232,7 +240,9 @@ def test_a_lost_agent_and_a_new_one_change_the_processes_and_not_the_steps(tmp_p
     assert relative_difference(final, reference(tmp_path, **same)) < 1e-6
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(
+    guard="tests/cluster/test_torchrun.py::test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed"
+)
 def test_under_c10d_the_loss_of_the_agent_that_hosts_the_rendezvous_ends_the_others(tmp_path, start):
     program = torchrun.script(tmp_path, epochs=8)
     (tmp_path / "pace").write_text("0.2")

@@ -111,12 +111,16 @@ def test_two_hosts_train_as_one_process_where_a_name_leads_to_loopback(hosts, tm
     assert_trained(start(hosts, by_hand(script(tmp_path))))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(
+    guard="tests/cluster/test_two_hosts.py::test_two_hosts_train_as_one_process_where_a_name_leads_to_loopback"
+)
 def test_two_hosts_train_as_one_process(hosts, tmp_path):
     assert_trained(start(hosts, by_hand(script(tmp_path))))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(
+    guard="tests/cluster/test_two_hosts.py::test_two_hosts_train_as_one_process_where_a_name_leads_to_loopback"
+)
 @pytest.mark.parametrize("own", [None, "127.0.1.1"])
 def test_two_hosts_train_as_one_process_under_torchrun(hosts, tmp_path, own):
     for host in hosts.hosts:

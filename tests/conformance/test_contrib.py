@@ -21,17 +21,24 @@ PACKAGES = sorted(
 ENGINES = {path.parent.name: "# quick" in path.read_text().splitlines() for path in ROOT.glob("contrib/*/engine.lock")}
 
 
-#: Importing what these log to takes most of a minute.
-SLOW = ("mlflow", "wandb")
+#: The package that `make test` tests even where nothing changed, and one test of another one, with a real cluster.
+ALWAYS = "bf16_feedback"
+SCENARIO = pytest.param(
+    ROOT / "contrib" / "ray", "test_the_page_trains_on_two_machines_as_one_process_does", id="ray-one"
+)
+
+
+def when_changed(name):
+    """Mark a package to be tested where it, or what it imports, changed."""
+    return [] if name == ALWAYS else [pytest.mark.when_changed(f"contrib/{name}/", "core/stratagem/api/")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "package",
-    [pytest.param(path, marks=[pytest.mark.sweep] if path.name in SLOW else []) for path in PACKAGES],
-    ids=lambda path: path.name,
+    ("package", "only"),
+    [SCENARIO, *(pytest.param(path, "", marks=when_changed(path.name), id=path.name) for path in PACKAGES)],
 )
-def test_its_wheel_passes_its_tests(package, tmp_path):
+def test_its_wheel_passes_its_tests(package, only, tmp_path):
     # What pip does with a package whose backend is flit and whose wheel has only Python: build it, and unpack it.
     build = f"from flit_core import buildapi; buildapi.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=package, check=True)
@@ -46,17 +53,23 @@ def test_its_wheel_passes_its_tests(package, tmp_path):
         (tests / page.name).write_text(page.read_text())
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", only, str(tests)]
     result = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stdout
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 10
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > (0 if only else 10)
+
+
+def marks_of(name):
+    """Making an environment takes seconds where a change of the package, or of what it imports, calls for it."""
+    guard = "tests/conformance/test_contrib.py::test_its_wheel_passes_its_tests"
+    if not ENGINES[name]:
+        return [pytest.mark.sweep(guard=guard)]
+    return [pytest.mark.when_changed(f"contrib/{name}/", "core/stratagem/api/", guard=guard)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if quick else [pytest.mark.sweep]) for name, quick in sorted(ENGINES.items())]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in sorted(ENGINES)])
 def test_it_passes_its_tests_with_its_engine(name):
     command = [sys.executable, ROOT / "scripts" / "engines.py", name]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -228,7 +228,7 @@ def test_it_moves_bit_for_bit_where_models_are_cut(layout, written):
     read_all(layout, READERS_OF_PARTS[layout], written)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/matrix/test_checkpoint_moves.py::test_it_moves_bit_for_bit")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_every_layout_reads_every_other(layout, written):
     read_all(layout, LAYOUTS, written)

@@ -114,7 +114,7 @@ def test_yes_of_every_pair_works(strategy, half, tmp_path):
     work([cell for cell in few() if cell.strategy == strategy][half::2], tmp_path)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/matrix/test_matrix.py::test_yes_of_every_pair_works")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_yes_works(strategy, tmp_path):
     work(yes(strategy), tmp_path)

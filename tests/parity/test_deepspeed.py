@@ -80,8 +80,12 @@ def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
         assert compared == 16
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", OFFLOADS)
 def test_what_is_offloaded_to_the_cpu_trains_the_same(strategy):
     pairs = ((Net, Net), (AdamW, AdamW), (CPUAdam, AdamW))
@@ -106,8 +110,12 @@ def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
     return relative_difference(weights, expected), tolerance_of(policy)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("strategy", STAGES)
 def test_sixteen_bits_stay_close(strategy, precision):
@@ -115,6 +123,11 @@ def test_sixteen_bits_stay_close(strategy, precision):
         assert 0 < distance < tolerance
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
@@ -148,8 +161,12 @@ def _sometimes(rank, world_size, strategy, accumulate):
     return relative_difference(_train(make, world_size, strategy, accumulate, None)[0], expected)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulate", ACCUMULATE)
 @pytest.mark.parametrize("strategy", [*STAGES, "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])
 def test_a_parameter_without_a_gradient_is_not_stepped_with_its_last_one(strategy, accumulate):

@@ -33,7 +33,7 @@ def test_trains_as_plain_pytorch_does_or_is_refused(trial):
     _check(trial)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/parity/test_hostile.py::test_trains_as_plain_pytorch_does_or_is_refused")
 @pytest.mark.parametrize("trial", trials(400), ids=str)
 def test_every_pair_of_model_and_strategy(trial):
     _check(trial)

@@ -147,6 +147,11 @@ def _weights(make, strategy, world_size, arguments):
     return weights, configured.found, before is not None and before != _variables()
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_activations.py::test_what_cannot_work_or_has_no_effect_is_an_error",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_layers_checkpointed_in_any_way_train_like_plain_ones(stage):

@@ -31,7 +31,7 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path, capsy
     assert "cpu_adagrad is built on the machine that uses it, and /no/compiler is missing" in capsys.readouterr().err
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_command.py::test_without_a_compiler_it_says_what_is_missing")
 def test_ops_are_built_once(capsys):
     assert main(["deepspeed", "build-ops"]) == 0
     before, after = capsys.readouterr().out.splitlines()
@@ -41,7 +41,7 @@ def test_ops_are_built_once(capsys):
     assert after.endswith("cpu_adam.so")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(reason="it compiles async_io and measures the disk for a minute")
 def test_a_disk_is_measured_and_nothing_left_on_it(tmp_path, capsys):
     disk = tmp_path / "a disk"
     disk.mkdir()

@@ -246,6 +246,11 @@ def words_of_deepspeed(rank, world_size):
     }
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
+)
 @pytest.mark.slow
 def test_the_words_are_those_of_the_installed_deepspeed():
     (theirs,) = run_in_processes(words_of_deepspeed, 1)
@@ -601,6 +606,11 @@ def moved_differently(weights, before, reference):
     return math.sqrt(distance / length)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
+)
 @pytest.mark.slow
 def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler():
     params = CUSTOM["optimizer"]["params"]
@@ -614,6 +624,11 @@ def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler():
     assert moved_differently(weights_on_all_ranks(results), before, reference) < 1e-2
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
+)
 @pytest.mark.slow
 def test_the_offloading_configuration_trains_in_bf16():
     before, reference = train_by_hand(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -624,6 +639,11 @@ def test_the_offloading_configuration_trains_in_bf16():
     assert 1e-5 < difference < 0.2, "16 bits round"
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_configuration_clips_adam_as_it_says(stage):

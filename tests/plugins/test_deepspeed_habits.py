@@ -85,6 +85,11 @@ class Frozen(Net):
         self.net[0].requires_grad_(False)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_habits.py::test_a_checkpoint_that_is_whole_is_converted_too",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 @pytest.mark.parametrize("stage", [1, 3])

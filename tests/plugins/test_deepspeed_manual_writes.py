@@ -91,8 +91,12 @@ def _written(rank, world_size, write, make_strategy):
     return train(world_size, make_strategy, Writes(write))
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("write", "make_strategy"),
     [
@@ -135,6 +139,11 @@ def write_data(module, rank):
         parameter.data.clamp_(-LIMIT, LIMIT)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "make_strategy", "sentence"),
@@ -177,8 +186,12 @@ def _clipped(rank, world_size, stage, callback, make=Net):
     return outcome(lambda: train(world_size, lambda: of_stage(stage), callback(), make))
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("callback", "make"), [(Clips, Net), (lambda: Writes(_nothing), ClipsItself)])
 def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
@@ -188,6 +201,11 @@ def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
         assert f"at stage {stage}" in said
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_norm_may_be_asked_for(stage):

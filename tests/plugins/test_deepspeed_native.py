@@ -137,6 +137,7 @@ def written(tmp_path_factory):
 # --- Continuing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_new_process_continues_to_the_bit(written, stage):
@@ -152,6 +153,11 @@ def test_a_new_process_continues_to_the_bit(written, stage):
         assert_same(after["optimizer"]["state"], whole["optimizer"]["state"])
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 def test_the_engine_s_own_scheduler_and_masters_continue(tmp_path):
     """The schedule of a configuration, in bf16: the fp32 masters come back, not the 16-bit weights."""
@@ -182,6 +188,11 @@ def _evaluate(rank, world_size, path, stage):
     return fresh, weights, again, trained, steps
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_alone_are_read_with_and_without_an_engine(written, stage):
@@ -215,6 +226,11 @@ def _keep_best(rank, world_size, folder):
     return steps, float(callback.best_model_score), said[0]["test_loss"]
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 def test_last_and_best_are_found(tmp_path):
     for steps, best, found in run_in_processes(_keep_best, 2, tmp_path):
@@ -321,6 +337,11 @@ def foreign(tmp_path_factory):
     return path, run_in_processes(_bare, 2, 2, path)[0]
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 def test_what_cannot_continue_is_told_so_on_all_ranks(written, foreign):
     path, _ = written(2)
@@ -394,6 +415,11 @@ def _resume_each(rank, world_size, paths):
     return [_resume(rank, world_size, lambda: native(stage=2), path) for path in paths]
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 def test_damage_and_forgery_are_noticed_and_nothing_is_executed(written, tmp_path):
     path, _ = written(2)
@@ -499,6 +525,11 @@ def test_reading_all_of_it_asks_for_trust(written, foreign, tmp_path, capsys):
         assert main(["checkpoint", "verify", str(path)]) == 0
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
+)
 @pytest.mark.slow
 def test_a_program_consolidates(written, tmp_path):
     """In a process of its own, which nobody prepared for deepspeed."""

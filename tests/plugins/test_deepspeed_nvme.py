@@ -327,6 +327,11 @@ def test_a_folder_that_cannot_hold_files_is_refused(folder):
         place(folder)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_nvme.py::test_buffers_that_could_not_work_are_refused_before_training",
+)
 @pytest.mark.slow
 def test_a_run_clears_away_what_a_killed_one_left_and_nothing_else(disk):
     (disk / "stratagem-swap-notes").mkdir()

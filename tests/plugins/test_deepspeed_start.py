@@ -114,7 +114,7 @@ def unlaunched():
     return {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONWARNINGS")}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.every_push("3_offload")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["configuration", "3_offload"])
 def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
@@ -123,7 +123,7 @@ def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
     assert [line.split(" ")[0] for line in said] == ["training", "checkpoint:"], said  # how the fit ended
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint")
 @pytest.mark.slow
 def test_the_users_own_warnings_are_heard(tmp_path):
     heard = heard_of("warning of the user's", tmp_path)
@@ -131,7 +131,7 @@ def test_the_users_own_warnings_are_heard(tmp_path):
     assert heard.count("all_gather_into_tensor` is deprecated") == 2, heard  # one each rank
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint")
 @pytest.mark.slow
 def test_a_level_turns_deepspeeds_log_on_again(tmp_path):
     assert "[INFO]" in heard_of("at level INFO", tmp_path)
@@ -297,6 +297,11 @@ def _of_the_users(rank, world_size):
     return [ops.ops_for(configuration(), make(weights), "cpu") for make in (DeepSpeedCPUAdam, torch.optim.AdamW)]
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+)
 @pytest.mark.slow
 def test_the_users_optimizer_decides():
     assert run_in_processes(_of_the_users, 1, limit_s=900) == [[["cpu_adam"], []]]
@@ -408,6 +413,11 @@ read line < {folder}/never
 """
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+)
 @pytest.mark.slow
 def test_a_build_that_was_killed_is_begun_again(tmp_path, capfd):
     for name in ("began", "never"):
@@ -484,6 +494,11 @@ def test_a_rank_without_a_compiler_makes_all_say_how_to_do_without(tmp_path):
     assert "install it (apt-get install g++), or use an optimizer of torch's" in first
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+)
 @pytest.mark.slow
 def test_an_optimizer_that_a_user_makes_says_the_same(tmp_path):
     (said,) = run_in_processes(_an_optimizer_without_a_compiler, 1, tmp_path)
@@ -543,6 +558,11 @@ def updated_by_torch():
     return weight.detach()
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+)
 @pytest.mark.slow
 def test_both_ranks_load_the_op_that_this_machine_has():
     for weight in run_in_processes(_updated, 2, limit_s=900):  # it may have to be built
@@ -557,7 +577,7 @@ def _in_own_cache(rank, world_size, folder, path=None):
     return weight, "TORCH_EXTENSIONS_DIR" in os.environ
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_start.py::test_two_ranks_that_want_an_op_at_once_build_it_once")
 def test_a_fresh_machine_builds_once_in_the_users_cache(tmp_path, capfd):
     first = run_in_processes(_in_own_cache, 2, tmp_path, limit_s=1200)
     again = run_in_processes(_in_own_cache, 2, tmp_path, "/nonexistent")

@@ -89,8 +89,12 @@ def _goes_another_way(rank, world_size, way, gathers):
     return said, time.monotonic() - began
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("way", "gathers"), [*((way, True) for way in WAYS), ("later", False), ("in validation", False)]
 )
@@ -113,6 +117,11 @@ def _together(rank, world_size, gathers):
     return relative_difference(train(world_size, make, strategy(gathers))[0], expected)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("gathers", [True, False])
 def test_ranks_that_change_their_way_together_train_on(gathers):

@@ -74,8 +74,8 @@ def test_it_reads_97_of_100_digits_in_less_than_a_minute(arguments):
     assert float(accuracy) >= 97
 
 
+@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
 @pytest.mark.slow
-@pytest.mark.sweep
 def test_the_same_seed_gives_the_same_numbers():
     for folder in ("one", "other"):
         digits("--max_epochs", "2", "--default_root_dir", folder)

@@ -1,0 +1,162 @@
+"""`make test` runs a case of every promise, a shard of `make test-all` its part, and both run real failures to the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+GRID = """
+import pytest
+
+@pytest.mark.every_push("a", "c")
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+def test_grid(case):
+    pass
+
+@pytest.mark.sweep(guard="tests/test_grid.py::test_grid")
+def test_large():
+    pass
+
+@pytest.mark.when_changed("engine/", guard="tests/test_grid.py::test_grid")
+def test_engine():
+    pass
+
+class TestMain:
+    def test_check(self):
+        pass
+
+@pytest.mark.every_push("test_other", guard="tests/test_grid.py::TestMain")
+class TestVariant:
+    def test_check(self):
+        pass
+
+    def test_other(self):
+        pass
+"""
+SOURCE = """
+class Early:
+    pass
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Return a repository with tests that use the markers; it has a branch origin/main."""
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "selection.py", "costs.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests" / "test_grid.py").write_text(GRID)
+    (tmp_path / "tests" / "test_uses.py").write_text("def test_early():\n    'Early'\n\n\ndef test_late():\n    pass\n")
+    source = tmp_path / "plugins" / "callbacks" / "early" / "early_package" / "early.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(SOURCE)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["commit", "-qm", "x"],
+        ["update-ref", "refs/remotes/origin/main", "HEAD"],
+    ):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def pytest_in(project, *arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+
+
+def collected(project, *arguments):
+    ended = pytest_in(project, "--collect-only", "-m", "not sweep", *arguments)
+    return re.findall(r"^tests/.*::(\S+)$", ended.stdout, re.MULTILINE)
+
+
+def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
+    chosen = ["test_grid[a]", "test_grid[c]", "test_check", "test_other", "test_early", "test_late"]
+    assert collected(project) == chosen
+
+    (project / "engine").mkdir()
+    (project / "engine" / "new.py").touch()
+    assert collected(project) == [*chosen[:2], "test_engine", *chosen[2:]]
+
+
+def test_shards_are_disjoint_and_hold_all_cases(project):
+    shards = [collected(project, "--shard", f"{number}/3") for number in (1, 2, 3)]
+
+    assert sorted(chain(*shards)) == sorted(collected(project))
+    assert not any({"test_grid[a]", "test_grid[c]"} & set(shard) == {"test_grid[a]"} for shard in shards)
+
+
+def test_a_promise_without_a_guard_is_named(project):
+    good = pytest_in(project, "--collect-only", "--promises", "promises.md")
+    assert good.returncode == 0, good.stdout
+    table = (project / "promises.md").read_text()
+    assert "| `tests/test_grid.py::test_grid` | `test_grid[a]` | 2 | 3 |" in table
+    assert "| `tests/test_grid.py::test_large` | `tests/test_grid.py::test_grid` | 0 | 1 |" in table
+    assert (
+        "| `tests/test_grid.py::TestVariant::test_check` | `tests/test_grid.py::TestMain::test_check` | 0 | 1 |"
+        in table
+    )
+
+    path = project / "tests" / "test_grid.py"
+    path.write_text(
+        GRID.replace('sweep(guard="tests/test_grid.py::test_grid")', "sweep").replace('TestMain")', 'Gone")')
+    )
+    bad = pytest_in(project, "--collect-only", "--promises", "promises.md")
+    assert bad.returncode == 4
+    assert "tests/test_grid.py::test_large runs in `make test-all` alone" in bad.stderr
+    assert "test_check has the guard tests/test_grid.py::Gone::test_check, which `make test` does not run" in bad.stderr
+
+
+def test_a_change_selects_the_tests_that_mention_what_changed(project):
+    assert collected(project, "--changed") == []
+
+    path = project / "plugins" / "callbacks" / "early" / "early_package" / "early.py"
+    path.write_text(SOURCE + "# changed\n")
+    assert collected(project, "--changed") == ["test_early"]
+
+
+def test_costs_count_processes_and_their_cpu_seconds(project):
+    (project / "tests" / "test_uses.py").write_text(
+        "import subprocess, sys\n\n\ndef test_busy():\n"
+        "    code = 'import time\\nwhile time.process_time() < 0.5: pass'\n"
+        "    subprocess.run([sys.executable, '-c', code])\n"
+    )
+    pytest_in(project, "tests/test_uses.py", "--costs", "costs.jsonl")
+
+    (row,) = map(json.loads, (project / "costs.jsonl").read_text().splitlines())
+    assert (row["class"], row["programs"], row["forks"]) == ("new programs", 1, 0)
+    assert row["cpu"] >= 0.5
+
+
+FLAKY = """
+from pathlib import Path
+
+def test_passes_the_second_time():
+    marker = Path(__file__).with_name("ran")
+    ran = marker.exists()
+    marker.touch()
+    assert ran
+"""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_more_than_two_tests_that_pass_only_when_run_again_fail_the_run(project, count):
+    for number in range(count):
+        (project / "tests" / f"test_flaky{number}.py").write_text(FLAKY.replace('"ran"', f'"ran{number}"'))
+    command = [sys.executable, ROOT / "scripts" / "test_all.py", "-n", "1"]
+    ended = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=os.environ)
+
+    assert ended.stdout.count("passed when run alone: tests/test_flaky") == count
+    assert ended.returncode == (count > 2), ended.stdout
