@@ -66,7 +66,7 @@ test-profile: $(STAMP)-dev ops
 
 # Which test of make test guards each promise whose other cases only make test-all runs, into promises.md.
 promises: $(STAMP)-dev
-	$(BIN)/python -m pytest -q --collect-only --promises promises.md tests plugins >/dev/null
+	$(BIN)/python -m pytest -q --collect-only --promises=promises.md tests plugins >/dev/null
 
 # The packages of contrib/ that have an engine, each in its own environment, which is kept in the user's cache directory:
 # all, or some with ARGUMENTS="hivemind optuna". One that fails does not stop the others.

@@ -13,7 +13,7 @@ import subprocess
 import zlib
 from collections import defaultdict
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -160,7 +160,7 @@ def _public_names(path: Path) -> set[str]:
     """Return the public classes and functions of a source, and the names of entry points that refer to it."""
     tree = ast.parse(_text(path))
     found = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    points = [point for point in entry_points() if point.value.partition(":")[2] in found]
+    points = [point for each in distributions() for point in each.entry_points if point.attr in found]
     of_package = _module(path).partition(".")[0]
     return {name for name in found if name[0] != "_"} | {
         point.name for point in points if point.group.startswith("stratagem.") and point.module.startswith(of_package)

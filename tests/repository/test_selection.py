@@ -99,7 +99,7 @@ def test_shards_are_disjoint_and_hold_all_cases(project):
 
 
 def test_a_promise_without_a_guard_is_named(project):
-    good = pytest_in(project, "--collect-only", "--promises", "promises.md")
+    good = pytest_in(project, "--collect-only", "--promises=promises.md")
     assert good.returncode == 0, good.stdout
     table = (project / "promises.md").read_text()
     assert "| `tests/test_grid.py::test_grid` | `test_grid[a]` | 2 | 3 |" in table
@@ -113,7 +113,7 @@ def test_a_promise_without_a_guard_is_named(project):
     path.write_text(
         GRID.replace('sweep(guard="tests/test_grid.py::test_grid")', "sweep").replace('TestMain")', 'Gone")')
     )
-    bad = pytest_in(project, "--collect-only", "--promises", "promises.md")
+    bad = pytest_in(project, "--collect-only", "--promises=promises.md")
     assert bad.returncode == 4
     assert "tests/test_grid.py::test_large runs in `make test-all` alone" in bad.stderr
     assert "test_check has the guard tests/test_grid.py::Gone::test_check, which `make test` does not run" in bad.stderr
