@@ -15,6 +15,7 @@ from stratagem.api.world import Collectives
 from stratagem.stack import catalog
 from stratagem_testing.conformance import Conformance, refusal
 from stratagem_testing.reference import Net, joined_batches, train_module_plainly
+from stratagem_testing.sharing import in_turn
 from stratagem_testing.training import train, weights_on_all_ranks
 
 _BATCH = 24
@@ -101,14 +102,17 @@ class CommHookConformance(Conformance):
         batches = joined_batches(6, _BATCH)
         reference, _ = train_module_plainly(Net(), batches)
         plugin = self.choice().plugin
+        legal = []
         for stack, is_legal in (
             ([self.plugin, Halves()], not plugin.innermost),
             ([Halves(), self.plugin], not plugin.outermost),
         ):
             if is_legal:
-                self._compare(self._train(several, batches, comm_hook=stack), reference)
+                legal.append((self._arguments(several, comm_hook=stack), batches))
             else:
                 assert refusal(lambda stack=stack: sg.Run(**self.choose(comm_hook=stack))) is not None  # type: ignore[misc]
+        for results in zip(*self.run_in(in_turn, several, _train, legal), strict=True):
+            self._compare(results, reference)
 
     def test_a_second_run_is_like_the_first(self, several: int) -> None:
         """The same instance works twice in one process, and the first run does not affect the second."""

@@ -31,6 +31,7 @@ from stratagem.stack.identity import keyed, matched
 from stratagem.stack.plugins import Choice
 from stratagem_testing import state
 from stratagem_testing.processes import run_in_processes
+from stratagem_testing.sharing import Call, Recorder, Share, SharedRun
 from stratagem_testing.training import quiet
 
 #: Kinds of which a run may have several plugins of one class.
@@ -49,6 +50,14 @@ class Conformance:
     accelerator: ClassVar[str] = "cpu"
     #: Timeout for the processes of one check, in seconds.
     limit_s: ClassVar[float] = 60
+
+    #: Whether checks of the kind share processes; not if most of them start none.
+    _shares_processes: ClassVar[bool] = True
+    _shared_run: ClassVar[SharedRun]
+    #: Where the first call of `run_in` finds its results; None for processes of its own.
+    _source: Recorder | Share | None = None
+    #: `plugin`, and what the resolver made of it.
+    _resolved: tuple[Any, Choice] | None = None
 
     @classmethod
     def parameters(cls) -> dict[str, Sequence[Any]]:
@@ -81,11 +90,13 @@ class Conformance:
         return {"accelerator": self.accelerator, self.kind: self.plugin} | arguments
 
     def choice(self) -> Choice:
-        """Return the plugin as the resolver makes it from `plugin`. Raises the resolver's errors."""
+        """Return the plugin as the resolver makes it from `plugin`, once a check. Raises the resolver's errors."""
         if self.plugin is None:
             raise ConfigError(f"{type(self).__name__}.plugin is None", expected="a name, a mapping or an instance")
-        run = sg.Run(**self.choose())
-        return next(choice for choice in run.stack.choices() if self._is_it(choice))
+        if self._resolved is None or self._resolved[0] is not self.plugin:
+            run = sg.Run(**self.choose())
+            self._resolved = self.plugin, next(choice for choice in run.stack.choices() if self._is_it(choice))
+        return self._resolved[1]
 
     def _is_it(self, choice: Choice) -> bool:
         if choice.kind != self.kind:
@@ -105,8 +116,24 @@ class Conformance:
         return word in self.capabilities.provides
 
     def run_in(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-        """Call ``function(rank, world_size, *arguments)`` in processes; return the results in rank order."""
+        """Call ``function(rank, world_size, *arguments)`` in processes; return the results in rank order.
+
+        Under pytest the first calls of a class's checks share processes: see [Note: shared processes] in `sharing`.
+        """
+        source, self._source = self._source, None
+        results = None if source is None else source.results_of(Call(function, world_size, arguments))
+        if results is not None:
+            return results
         return run_in_processes(function, world_size, *arguments, limit_s=self.limit_s)
+
+    @pytest.fixture(autouse=True)
+    def _shared_processes(self, request: pytest.FixtureRequest) -> None:
+        """Let a check take its results from the processes that the checks of its class share."""
+        cls = type(self)
+        if "_shared_run" not in vars(cls):
+            cls._shared_run = SharedRun(dict(_sharing(request.session.items, cls)), cls.limit_s)
+        if request.node.name in cls._shared_run.checks:
+            self._source = Share(cls._shared_run, request.node.name)
 
     # --- Checks of every kind ------------------------------------------------------------------------------------
 
@@ -221,7 +248,7 @@ class Conformance:
             names = [each.name for each in registry.entries(self.kind) if each.value == choice.entry.value]
             names += [choice.name.upper(), choice.entry.qualified_name]
             options = dict(self.plugin) if isinstance(self.plugin, Mapping) else {}
-            found += [options | {"name": name} for name in names] + (names if not options else [])
+            found += [options | {"name": name} for name in names] if options else [{"name": names[0]}, *names]
         return found
 
     def _choosing(self, plugin: Any) -> Conformance:
@@ -258,6 +285,27 @@ def refusal(act: Callable[[], Any]) -> str | None:
     except StratagemError as error:
         return str(error)
     return None
+
+
+def _sharing(items: Sequence[pytest.Item], cls: type[Conformance]) -> Iterator[tuple[str, Callable[[Recorder], None]]]:
+    """Yield the checks among `items` that may share processes, by name: the kit's own, of `cls`."""
+    if not (cls._shares_processes and isinstance(cls.plugin, str | Mapping)):
+        return
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.cls is not cls:
+            continue
+        on_any_worker = hasattr(item.config, "workerinput") and "@" not in item.nodeid.rpartition("]")[2]
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        module = item.function.__module__
+        starts_processes = module.startswith(f"{__package__}.") and (given or module != __name__)
+        if starts_processes and not on_any_worker:
+            yield item.name, functools.partial(_record, cls, item.originalname, given)
+
+
+def _record(cls: type[Conformance], name: str, given: Mapping[str, Any], recorder: Recorder) -> None:
+    conformance = cls()
+    conformance._source = recorder
+    getattr(conformance, name)(**given)
 
 
 def _in_order(cls: type[Any]) -> list[str]:

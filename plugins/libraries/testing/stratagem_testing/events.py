@@ -15,6 +15,7 @@ from stratagem.stack import lock
 from stratagem_testing.checkpoint import assert_same
 from stratagem_testing.conformance import Conformance
 from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+from stratagem_testing.sharing import run_first, run_last
 from stratagem_testing.training import in_empty_folder, outcome, quiet, resources_held, share, train, weights_of
 
 _BATCH = 24
@@ -113,6 +114,7 @@ def _all_stages(rank: int, size: int, choose: dict[str, Any], batches: Any) -> A
         return weights
 
 
+@run_last
 def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
     class Raises(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -125,10 +127,12 @@ def _raise(rank: int, size: int, choose: dict[str, Any]) -> str:
         return outcome(lambda: train(rank, size, Raises, joined_batches(4, _BATCH), arguments))
 
 
+@run_first
 def _run_twice(rank: int, size: int, choose: dict[str, Any]) -> list[dict[str, Any]]:
     after_each = []
     with in_empty_folder() as folder:
-        plugin = next(iter(sg.Trainer(**choose).run.stack.callbacks + sg.Trainer(**choose).run.stack.loggers)).plugin
+        stack = sg.Trainer(**choose).run.stack
+        plugin = (stack.callbacks or stack.loggers)[0].plugin
         name = "callbacks" if "callbacks" in choose else "logger"
         for _ in range(3):
             trainer = sg.Trainer(**(choose | {name: [plugin], "default_root_dir": folder}))

@@ -27,6 +27,7 @@ from stratagem_testing.reference import (
     train_gan_plainly,
     train_module_plainly,
 )
+from stratagem_testing.sharing import in_turn
 from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 _BATCH = 24
@@ -97,12 +98,16 @@ class PrecisionConformance(Conformance):
         batches = joined_batches(8, _BATCH)
         by_value = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
 
+        chosen = [self._arguments(world_size, **each) for each in ({"gradient_clip_val": 0.5}, by_value)]
+        ranks = self.run_in(in_turn, world_size, _train, [(each, self.maker(Net), batches) for each in chosen])
+        results_by_norm, results_by_value = zip(*ranks, strict=True)
+
         self._compare(
-            self._train(world_size, Net, batches, gradient_clip_val=0.5),
+            results_by_norm,
             lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_norm=0.5)[0],
         )
         self._compare(
-            self._train(world_size, Net, batches, **by_value),
+            results_by_value,
             lambda used: train_module_plainly(self.prepare(Net()), [batches[i] for i in used], max_value=0.05)[0],
         )
 
@@ -150,8 +155,8 @@ class PrecisionConformance(Conformance):
         batches = joined_batches(12, _BATCH)
         used_without = self._train(world_size, Net, batches)[0]["used"]
         bad = used_without[len(used_without) // 2]
-        for strategy in ("auto", _Local()):
-            results = self.run_in(_train_overflowing, world_size, self._arguments(world_size), strategy, batches, bad)
+        chosen = [(self._arguments(world_size), strategy, batches, bad) for strategy in ("auto", _Local())]
+        for results in zip(*self.run_in(in_turn, world_size, _train_overflowing, chosen), strict=True):
             used = [result["used"] for result in results]
             assert all(each == used[0] for each in used), f"ranks skipped different steps: {used}"
             assert bad not in used[0], "a step with infinite gradients was taken"

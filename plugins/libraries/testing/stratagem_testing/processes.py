@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -29,6 +30,10 @@ LAUNCH_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
+#: Packages that stratagem imports when a run is made.
+_LIGHT = {"attrs", "cattrs", "packaging", "pluggy", "yaml"}
+#: Modules that forked processes have imported, and this one has not.
+_imported: set[str] = set()
 #: Seconds in which the other ranks may write their errors after one has failed.
 _REPORT_GRACE_S = 0.3
 
@@ -52,6 +57,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *arguments: 
     import torch
     import torch._dynamo
 
+    _import_what_children_imported()
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; expected at least one process")
     torch.set_num_threads(1)
@@ -67,6 +73,7 @@ def _run_in(
     try:
         store.serve()
         failed = _wait(children, time.monotonic() + limit_s)
+        _note_imports(folder)
     finally:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -83,6 +90,25 @@ def _run_in(
     return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
 
 
+def _note_imports(folder: Path) -> None:
+    """Note what the processes have imported, of packages that this process has imported too, and of stratagem's."""
+    with contextlib.suppress(OSError):
+        names = json.loads((folder / "imports").read_text())
+        roots = {root for name in names if (root := name.partition(".")[0]) not in sys.modules}
+        own = {root for root in roots if root.startswith("stratagem") or root in sys.stdlib_module_names}
+        if roots <= own | _LIGHT:  # what else came with them is for the processes that need it
+            _imported.update(names)
+        else:
+            _imported.update(name for name in names if name.partition(".")[0] not in roots)
+
+
+def _import_what_children_imported() -> None:
+    """Import it here, once: each process that is forked would import it again, which takes longer than training."""
+    while _imported:
+        with contextlib.suppress(Exception):  # a module that a test has written, or one without a file
+            importlib.import_module(_imported.pop())
+
+
 def _fork(
     function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, arguments: tuple[Any, ...]
 ) -> int:
@@ -91,7 +117,7 @@ def _fork(
     child = os.fork()
     if child:
         return child
-    code = 1
+    code, before = 1, set(sys.modules)
     gc.freeze()  # the parent's garbage may have a process group, whose threads do not exist here
     try:
         import torch
@@ -105,6 +131,8 @@ def _fork(
         )  # fmt: skip
         result = function(rank, world_size, *arguments)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        if rank == 0:
+            (folder / "imports").write_text(json.dumps(sorted(set(sys.modules) - before)))
         code = 0
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         echo = is_echo(error)

@@ -6,6 +6,7 @@ Importing it does not import torch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices; skipped where there are fewer")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the checks of a conformance class, which share processes, on one worker; skip tests that lack GPUs."""
+    kit: Any = sys.modules.get("stratagem_testing.conformance")
+    for item in items if kit is not None else ():
+        cls = getattr(item, "cls", None)
+        if cls is not None and issubclass(cls, kit.Conformance) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(f"{cls.__module__}.{cls.__qualname__}"))
+    _skip_without_gpus(items)
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """Skip tests that need more GPUs than are available."""
     needing = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not needing:

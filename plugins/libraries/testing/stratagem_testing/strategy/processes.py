@@ -11,6 +11,7 @@ import torch
 import stratagem as sg
 from stratagem.api.capabilities import MULTI_PROCESS
 from stratagem_testing.reference import Batch, Net, relative_difference
+from stratagem_testing.sharing import run_first, run_last
 from stratagem_testing.strategy.base import StrategyChecks, fit_outcome, run_arguments
 from stratagem_testing.training import in_empty_folder, outcome, resources_held, share, weights_of
 
@@ -67,10 +68,12 @@ class _Raises(Net):
         return super().training_step(batch, batch_idx)
 
 
+@run_last
 def _raise_on_last_rank(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
     return fit_outcome(rank, size, choose, make, batches)
 
 
+@run_first
 def _run_three_times(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> list[dict[str, Any]]:
     after_each = []
     with in_empty_folder() as folder:

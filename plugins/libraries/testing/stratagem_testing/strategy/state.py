@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,6 +20,9 @@ from stratagem_testing.training import QUIET, outcome, share, weights_of
 class StateChecks(StrategyChecks):
     """Checkpoints, resumed with other numbers of processes and on a single device."""
 
+    #: By number of processes: the folder of a checkpoint, and what the processes that saved it returned.
+    _checkpoints: ClassVar[dict[int, tuple[tempfile.TemporaryDirectory[str], list[dict[str, Any]]]]]
+
     @classmethod
     def parameters(cls) -> dict[str, Sequence[Any]]:
         return super().parameters() | {"other_size": (*cls.world_sizes, "single")}
@@ -30,10 +33,9 @@ class StateChecks(StrategyChecks):
         batches = self.batches(8)
         half, _ = train_module_plainly(self.maker(Scheduled)(), batches[:4])
         whole, _ = train_module_plainly(self.maker(Scheduled)(), batches)
-        with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
-            path = Path(folder) / "half.ckpt"
-            self._compare(self._run(world_size, train_and_save, self.maker(Scheduled), batches[:4], path), half)
-            self._compare(self._continue(other_size, path, batches), whole)
+        path, results = self._saved(world_size, batches[:4])
+        self._compare(results, half)
+        self._compare(self._continue(other_size, path, batches), whole)
 
     def test_continues_what_one_device_saved(self, world_size: int) -> None:
         self._require_saving(world_size)
@@ -73,6 +75,19 @@ class StateChecks(StrategyChecks):
         self._require_saving(world_size)
         for error in self._run(world_size, _load_renamed_weights, self.maker(Net), self.batches(1)):
             assert error != "nothing", "weights with other names were loaded without an error message"
+
+    def _saved(self, world_size: int, batches: list[Batch]) -> tuple[Path, list[dict[str, Any]]]:
+        """Return a checkpoint of `world_size` processes and what they returned; saved once a class."""
+        cls = type(self)
+        if "_checkpoints" not in vars(cls):
+            cls._checkpoints = {}
+        if world_size not in cls._checkpoints:
+            folder = tempfile.TemporaryDirectory(prefix="stratagem-test-")
+            path = Path(folder.name) / "half.ckpt"
+            results = self._run(world_size, train_and_save, self.maker(Scheduled), batches, path)
+            cls._checkpoints[world_size] = folder, results
+        folder, results = cls._checkpoints[world_size]
+        return Path(folder.name) / "half.ckpt", results
 
     def _continue(self, size: int | str, path: Path, batches: list[Batch]) -> list[dict[str, Any]]:
         if size == "single":
