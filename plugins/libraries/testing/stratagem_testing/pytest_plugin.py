@@ -23,10 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the checks of a conformance class, which share processes, on one worker; skip tests that lack GPUs."""
     kit: Any = sys.modules.get("stratagem_testing.conformance")
-    for item in items if kit is not None else ():
+    grouped = kit is not None and config.pluginmanager.hasplugin("xdist")  # which declares the marker
+    for item in items if grouped else ():
         cls = getattr(item, "cls", None)
         if cls is not None and issubclass(cls, kit.Conformance) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(f"{cls.__module__}.{cls.__qualname__}"))
