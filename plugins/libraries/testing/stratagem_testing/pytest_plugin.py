@@ -23,13 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the checks of a conformance class, which share processes, on one worker; skip tests that lack GPUs."""
     kit: Any = sys.modules.get("stratagem_testing.conformance")
-    grouped = kit is not None and config.pluginmanager.hasplugin("xdist")  # which declares the marker
-    for item in items if grouped else ():
+    for item in items if kit is not None else ():
         cls = getattr(item, "cls", None)
-        if cls is not None and issubclass(cls, kit.Conformance) and not item.get_closest_marker("xdist_group"):
+        if cls is None or not issubclass(cls, kit.Conformance) or item.get_closest_marker("xdist_group"):
+            continue
+        if item.config.pluginmanager.hasplugin("xdist"):  # which declares the marker
             item.add_marker(pytest.mark.xdist_group(f"{cls.__module__}.{cls.__qualname__}"))
     _skip_without_gpus(items)
 
