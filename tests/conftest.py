@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -95,26 +94,22 @@ def pytest_collection_modifyitems(config, items):
 
     Importing DeepSpeed takes six seconds, and makes each later fork of the worker slower.
     """
-    seen = Counter()
     for item in items:
-        if marker := item.get_closest_marker("one_in"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % marker.args[0]:
-                item.add_marker(pytest.mark.sweep)
-            seen[test] += 1
         uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
         if uses_deepspeed and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("deepspeed"))
     selection.leave_to_test_all(items, config.getoption("--base"))
+    unguarded = selection.unguarded(items) if selection.is_whole(items) else None
+    config.stash[selection.UNGUARDED] = unguarded
+    if path := config.getoption("--promises"):
+        Path(path).write_text(selection.table(items))
+        if unguarded:
+            raise pytest.UsageError("\n".join(unguarded))
     if config.getoption("--changed"):
         items[:] = selection.affected(items, selection.changed_files(config.getoption("--base") or "HEAD"))
     if shard := config.getoption("--shard"):
         number, count = map(int, shard.split("/"))
         items[:] = [item for item in items if selection.in_shard(item, number, count)]
-    if path := config.getoption("--promises"):
-        Path(path).write_text(selection.table(items))
-        if sentences := selection.unguarded(items):
-            raise pytest.UsageError("\n".join(sentences))
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+#: What `unguarded` returned for all tests; None where only a part of them was collected.
+UNGUARDED = pytest.StashKey[list[str] | None]()
 
 
 def leave_to_test_all(items: list[pytest.Item], base: str | None) -> None:
@@ -68,14 +70,21 @@ def promises(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     return found
 
 
+def is_whole(items: list[pytest.Item]) -> bool:
+    """Whether every file of tests was collected."""
+    folders = ("tests/*/test_*.py", "tests/test_*.py")
+    return {path for pattern in folders for path in ROOT.glob(pattern)} <= {Path(item.path) for item in items}
+
+
 def unguarded(items: list[pytest.Item]) -> list[str]:
     """Return a sentence for each test of which `make test` runs no case and that names no guard which it runs."""
     tests, wrong = promises(items), []
     kept = {test for test, cases in tests.items() if any(map(_is_in_make_test, cases))}
     for test in tests.keys() - kept:
-        if tests[test][0].get_closest_marker("gpu"):
+        case = tests[test][0]
+        if case.get_closest_marker("gpu") or _reasons(case):
             continue
-        guards = _guards(test, tests[test][0])
+        guards = _guards(test, case)
         if not guards:
             wrong.append(
                 f"{test} runs in `make test-all` alone; write guard=... in its marker, with a test of `make test`"

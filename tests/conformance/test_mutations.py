@@ -23,8 +23,18 @@ class TestCounting(CallbackConformance):
     plugin = Counting()
 
 
+@pytest.mark.every_push(
+    "DifferentiatesPastTheModule",
+    "NoBroadcast",
+    "ClipsBeforeAveraging",
+    "WrappedNamesInTheCheckpoint",
+    "OptimizerNotRestored",
+    "LeavesFiles",
+    "ConvertsIntegersToo",
+    "UndocumentedOption",
+    "StateUnderTheObject",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_kit_notices(mutant):
     caught = mutant.caught_by()

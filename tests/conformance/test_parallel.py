@@ -9,7 +9,7 @@ from torch import nn
 from stratagem_testing import StrategyConformance
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
 class TestReplicate(StrategyConformance):
     plugin = "parallel"
 
@@ -29,31 +29,31 @@ class TestContext(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestPipeline")
 class TestSequential(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (1, 2)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestPipeline")
 class TestSequentialReplicated(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (4,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
 class TestTensorAndReplicas(StrategyConformance):
     plugin = {"name": "parallel", "tensor": 2}  # noqa: RUF012
     world_sizes = (4,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
 class TestTensorAndShards(StrategyConformance):
     plugin = {"name": "parallel", "tensor": 2, "shard": 2, "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (4,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestShards(StrategyConformance):
     plugin = {"name": "parallel", "shard": 2}  # noqa: RUF012
     world_sizes = (2,)

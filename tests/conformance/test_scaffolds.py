@@ -16,8 +16,8 @@ from stratagem_devtools.scaffold import write
 ORDER = sorted(KINDS, key=lambda kind: kind == "strategy")
 
 
+@pytest.mark.every_push("precision", "checkpoint")
 @pytest.mark.slow
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ORDER)
 def test_the_tests_of_a_new_plugin_pass_untouched(kind, tmp_path):
     folder = write(kind, f"my_{kind}", tmp_path)

@@ -18,7 +18,7 @@ class TestDDP(StrategyConformance):
     plugin = "ddp"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDPFindUnused(StrategyConformance):
     plugin = "ddp_find_unused_parameters_true"
     world_sizes = (2,)
@@ -29,13 +29,13 @@ class TestDDPSharded(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDDPShardedOnOtherSizes(StrategyConformance):
     plugin = "ddp_sharded"
     world_sizes = (1, 3, 4)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDP(StrategyConformance):
     plugin = "fsdp"
 
@@ -45,25 +45,25 @@ class TestFSDPInUnits(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDPShardGradOp(StrategyConformance):
     plugin = {"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDPNoShard(StrategyConformance):
     plugin = {"name": "fsdp", "sharding_strategy": "NO_SHARD"}  # noqa: RUF012
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDPOffload(StrategyConformance):
     plugin = "fsdp_cpu_offload"
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDPHybrid(StrategyConformance):
     plugin = {  # noqa: RUF012
         "name": "fsdp", "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "auto_wrap_policy": {nn.Linear},
@@ -71,41 +71,44 @@ class TestFSDPHybrid(StrategyConformance):
     world_sizes = (4,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
 class TestFSDPOnOtherSizes(StrategyConformance):
     plugin = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}  # noqa: RUF012
     world_sizes = (1, 3, 4)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedWithoutZeRO(StrategyConformance):
     plugin = {"name": "deepspeed", "stage": 0}  # noqa: RUF012
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedStage1(StrategyConformance):
     plugin = "deepspeed_stage_1"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedStage2(StrategyConformance):
     plugin = "deepspeed_stage_2"
     world_sizes = (2,)
 
 
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/", "core/stratagem/api/", guard="tests/conformance/test_strategies.py::TestDDPSharded"
+)
 class TestDeepSpeedStage3(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (2,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedStage3Alone(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (1,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedOffload(StrategyConformance):
     plugin = "deepspeed_stage_3_offload"
     world_sizes = (2, 3)
@@ -116,7 +119,7 @@ class TestDP(StrategyConformance):
     world_sizes = (1,)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDP")
 class TestDPOnThreeDevices(TestDP):
     """One process; its batches are cut in three."""
 
@@ -131,6 +134,7 @@ def _as_the_only_one_of_a_node(rank, world_size, function, *arguments):
     return function(rank, world_size, *arguments)
 
 
+@pytest.mark.when_changed("plugins/strategies/dp/", guard="tests/conformance/test_strategies.py::TestDP")
 class TestDDP2(StrategyConformance):
     """Each process is a node of its own, with two devices."""
 

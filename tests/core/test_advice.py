@@ -212,6 +212,7 @@ def test_explain_tells_where_options_of_instances_are_from():
 # --- A reader that leaves ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("command0")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["plugins", "list"], ["schema"], ["completion", "bash"]])
 def test_a_reader_that_leaves_early_ends_the_program_quietly(command):

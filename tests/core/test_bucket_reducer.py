@@ -210,6 +210,7 @@ def _fit(rank, world_size, hook):
     return "nothing"
 
 
+@pytest.mark.every_push("Cuts")
 @pytest.mark.parametrize("hook", WRONG)
 def test_it_is_said_on_every_rank_of_a_training(hook):
     for said in run_in_processes(_fit, 2, hook()):

@@ -50,6 +50,7 @@ def test_the_sentences_are_those_of_the_classes():
             assert describe(entry)["summary"].rstrip(".") == found.text, entry.qualified_name
 
 
+@pytest.mark.every_push("40-['plugins', 'list']", "40-['plugins', 'show', 'ddp']")
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "show", "ddp"], ["plugins", "--help"]], ids=str)
 @pytest.mark.parametrize("columns", [40, 80])

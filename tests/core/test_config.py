@@ -124,6 +124,7 @@ def test_types_are_described_in_words():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("hypothesis")
 @given(
     option=st.sampled_from([*(f.name for f in Options.__attrs_attrs__), "nothing"]),
     value=st.recursive(

@@ -118,6 +118,7 @@ def test_a_program_ends_without_visiting_the_objects_of_torch(tmp_path):
     assert sorted(lines) == ["finalized", "registered first: frozen True", "registered last"]
 
 
+@pytest.mark.every_push("started_async()")
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT)
 def test_objects_with_finalizers_in_cycles_are_finalized(tmp_path, kept):
@@ -127,11 +128,13 @@ def test_objects_with_finalizers_in_cycles_are_finalized(tmp_path, kept):
     assert "deleted\n" in text
 
 
+@pytest.mark.sweep(guard="tests/core/test_finalization.py::test_objects_with_finalizers_in_cycles_are_finalized")
 @pytest.mark.slow
 def test_an_object_with_del_that_a_global_name_holds_is_finalized_at_once(tmp_path):
     assert "deleted\n" in output(tmp_path, "Noticed()")
 
 
+@pytest.mark.every_push("unopened()-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "frozen"), [("NotInstalled()", True), ("NotInstalled", True), ("unopened()", False)])
 def test_objects_that_cannot_be_asked_cause_no_error_at_the_end(tmp_path, kept, frozen):
@@ -141,12 +144,14 @@ def test_objects_that_cannot_be_asked_cause_no_error_at_the_end(tmp_path, kept, 
     assert f"registered first: frozen {frozen}\n" in end.stdout
 
 
+@pytest.mark.sweep(guard="tests/core/test_finalization.py::test_objects_with_finalizers_in_cycles_are_finalized")
 @pytest.mark.slow
 def test_an_open_file_in_a_cycle_is_written(tmp_path):
     assert "registered first: frozen False\n" in output(tmp_path, "Cycle(Written())")
     assert (tmp_path / "file").read_text() == "written"
 
 
+@pytest.mark.every_push("ddp_fork")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 def test_every_process_that_has_trained_ends_so(tmp_path, strategy):

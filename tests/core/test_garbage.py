@@ -55,6 +55,7 @@ def outcome(make_trainer) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(target=st.sampled_from(targets()), value=JSON)
 def test_plugin_options_in_code(target, value):
@@ -64,6 +65,7 @@ def test_plugin_options_in_code(target, value):
     assert said == "made" or option in said or kind in said or name in said
 
 
+@pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(target=st.sampled_from([t for t in targets() if t[0] != "callback"]), text=st.text(max_size=12))
 def test_plugin_options_as_text(target, text):
@@ -77,6 +79,7 @@ def test_plugin_options_as_text(target, text):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     argument=st.sampled_from([*options(TrainerSettings), "no_such_argument"]),
@@ -86,6 +89,7 @@ def test_trainer_arguments_in_code(argument, value):
     outcome(lambda: sg.Trainer(**{**CPU, argument: value}))
 
 
+@pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(argument=st.sampled_from(list(options(TrainerSettings))), text=st.text(max_size=12))
 def test_trainer_arguments_in_the_environment(argument, text):
@@ -94,6 +98,7 @@ def test_trainer_arguments_in_the_environment(argument, text):
         outcome(sg.Trainer)
 
 
+@pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "ignore")))
 @pytest.mark.parametrize("suffix", ["yaml", "toml"])

@@ -100,6 +100,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.every_push("words5")
 @pytest.mark.parametrize(
     "words",
     [

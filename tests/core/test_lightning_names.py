@@ -423,6 +423,7 @@ def test_a_data_modules_state_is_saved_and_restored_before_its_loaders_are_made(
     assert (first.made, second.made) == (1, 2)
 
 
+@pytest.mark.every_push("fork")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["fork", "spawn"])
 def test_a_data_modules_state_comes_back_from_other_processes(launcher):
@@ -658,6 +659,7 @@ class Brings(Net):
         return list(self.callbacks)
 
 
+@pytest.mark.every_push("None")
 @pytest.mark.parametrize("launcher", [None, "fork"])
 def test_a_modules_callbacks_join_and_replace_the_trainers(launcher):
     ours, replaced, brought = Counts("ours"), CountsToo("replaced"), CountsToo("brought")

@@ -73,6 +73,7 @@ def test_loaders_are_made_again_for_every_nth_epoch(every, made):
     assert trainer.train_dataloader is trainer._state.train_batches.loader
 
 
+@pytest.mark.every_push("after_9-2")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("stop", [2, 3, 4, 6, 8, 9], ids=lambda stop: f"after_{stop}")
 def test_a_run_that_resumes_uses_the_loaders_of_that_epoch(tmp_path, every, stop):

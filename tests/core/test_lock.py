@@ -198,6 +198,7 @@ def _differing(rank, size, arguments, call):
     return outcome(act)
 
 
+@pytest.mark.every_push("arguments7-call7-the call is 'validate' on rank 1 and 'fit' on rank 0")
 @pytest.mark.parametrize(
     ("arguments", "call", "message"),
     [
@@ -293,6 +294,7 @@ def _hook_raises(rank, size, hook):
     return outcome(act)
 
 
+@pytest.mark.every_push("on_train_start")
 @pytest.mark.parametrize("hook", ["prepare_module", "on_train_start", "on_save_checkpoint"])
 def test_a_hook_that_raises_on_one_rank_ends_all(hook):
     try:

@@ -206,11 +206,21 @@ def live(trainer, module, path):
     return found, [value for name in ("logged", "logged_epoch", "logged_step") for _, value in logger.of(name)]
 
 
+@pytest.mark.every_push("on_fit_start", "on_sanity_check_start", "on_predict_batch_start")
 @pytest.mark.parametrize("event", OF_CALLBACKS)
 def test_what_callbacks_log_lands_or_is_refused(tmp_path, event):
     _check(tmp_path, event, Plain(), [logs_in(sg.Callback, event, True)()])
 
 
+@pytest.mark.every_push(
+    "on_fit_start",
+    "on_train_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "setup",
+    "configure_optimizers",
+    "configure_model",
+)
 @pytest.mark.parametrize("event", OF_MODULES)
 def test_what_modules_log_lands_or_is_refused(tmp_path, event):
     _check(tmp_path, event, logs_in(Plain, event, False)(), [])

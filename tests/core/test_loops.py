@@ -142,6 +142,7 @@ def _share(rank, world_size):
     return part(joined_batches(4, 8), rank, world_size)
 
 
+@pytest.mark.every_push("ddp_sharded-None")
 @pytest.mark.parametrize(("strategy", "value"), [("ddp", {"Loss": 1}), ("fsdp", "text"), ("ddp_sharded", None)])
 def test_no_rank_waits_for_a_loss_that_does_not_come(strategy, value):
     for said in run_in_processes(_alone, 2, strategy, value):
@@ -223,6 +224,7 @@ def test_fit_keeps_the_modes_that_were_set(tmp_path, callbacks):
     check_modes(again, before)
 
 
+@pytest.mark.every_push("ddp_fork")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
 def test_processes_of_their_own_keep_the_modes(strategy):
@@ -240,6 +242,7 @@ def _modes_on_two(rank, world_size, strategy):
     check_modes(module, before)
 
 
+@pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp_sharded"])
 def test_ranks_keep_the_modes(strategy):
     run_in_processes(_modes_on_two, 2, strategy)
@@ -289,6 +292,7 @@ EVENTS = ["training_step", "validation_step", "on_fit_start", "on_train_start", 
           "on_before_optimizer_step", "on_train_epoch_end", "on_validation_end", "on_fit_end", "configure_optimizers"]  # fmt: skip
 
 
+@pytest.mark.every_push("on_before_optimizer_step-validate", "configure_optimizers-test")
 @pytest.mark.parametrize("inner", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_call_within_a_call_of_the_same_trainer_is_refused(event, inner):

@@ -79,6 +79,7 @@ def _compiled(rank, world_size, strategy):
     return weights_of(trainer), len(graphs)
 
 
+@pytest.mark.every_push("ddp-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2)])
 def test_a_compiled_module_trains_as_the_module_itself(strategy, world_size):

@@ -344,6 +344,7 @@ def strategy_on_two(tmp_path_factory):
         return run_in_processes(_use_strategy, 2)
 
 
+@pytest.mark.every_push("value-3")
 @ONE_PAIR
 @pytest.mark.parametrize("accumulate", WINDOWS)
 @pytest.mark.parametrize("clip", CLIPS)
@@ -527,6 +528,7 @@ if trainer.is_global_zero:
 """
 
 
+@pytest.mark.every_push("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_launcher_runs_the_program_again(made, tmp_path, dies):

@@ -214,15 +214,15 @@ def readers(circles):
 READERS, READERS_OF_PARTS = readers(CIRCLES[:2]), readers(CIRCLES[2:])
 
 
+@pytest.mark.every_push("single_device-1", "ddp_sharded-2", "FULL_SHARD-3", "ZeRO-3-2")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", list(READERS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_it_moves_bit_for_bit(layout, written):
     read_all(layout, READERS[layout], written)
 
 
+@pytest.mark.every_push("single_device-1")
 @pytest.mark.slow
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize("layout", list(READERS_OF_PARTS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_it_moves_bit_for_bit_where_models_are_cut(layout, written):
     read_all(layout, READERS_OF_PARTS[layout], written)

@@ -85,6 +85,7 @@ def title(cell):
 # --- No ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("async_averaging", "deepspeed", "parallel")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_is_refused_before_any_process_starts(strategy, monkeypatch):
     """The resolver has refused each cell in `every`; a Trainer refuses for the same reason, whatever is chosen."""
@@ -107,7 +108,7 @@ def test_every_reason_is_a_sentence_that_names_both_sides():
 # --- Yes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)  # the first half of each strategy
+@pytest.mark.every_push("ddp2-first half", "decentralized-first half", "deepspeed-first half")
 @pytest.mark.parametrize("half", [0, 1], ids=["first half", "second half"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_yes_of_every_pair_works(strategy, half, tmp_path):

@@ -104,6 +104,7 @@ def test_these_have_state():
     }  # fmt: skip
 
 
+@pytest.mark.every_push("strategy-DeepSpeedStrategy", "callback-EarlyStopping")
 @pytest.mark.parametrize(("kind", "cls"), STATEFUL, ids=lambda value: getattr(value, "__name__", value))
 def test_every_spelling_has_the_same_key(kind, cls):
     entries = STATEFUL[kind, cls]
@@ -179,8 +180,8 @@ ALONE = [
 TEAMS = [pair for pair in STATEFUL if "stratagem_outer" in pair[1].__module__]
 
 
+@pytest.mark.every_push("callback-StochasticWeightAveraging")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "cls"), ALONE, ids=lambda value: getattr(value, "__name__", value))
 def test_every_spelling_resumes_the_state(tmp_path, kind, cls):
     assert resume_all(kind, cls, tmp_path) == []

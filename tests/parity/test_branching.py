@@ -132,6 +132,7 @@ def _refused(rank, size, strategy, hook, make):
     return outcome(lambda: _fit(make, strategy, hook))
 
 
+@pytest.mark.every_push("fsdp, replicas, hook-BranchingLater")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"),
@@ -207,6 +208,7 @@ def _parts(rank, size, find):
     return found
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_of_a_batch_may_take_different_layers(size):
     for results in run_in_processes(_parts, size, True, limit_s=180):

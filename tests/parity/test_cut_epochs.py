@@ -134,6 +134,7 @@ def _run(path, moment, options):
 CUTS = [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 1}]
 
 
+@pytest.mark.every_push("afterwards-{}")
 @pytest.mark.parametrize("options", CUTS, ids=str)
 @pytest.mark.parametrize("moment", ["epoch end", "afterwards"])
 def test_a_checkpoint_of_a_cut_epoch_resumes_exactly(tmp_path, moment, options):

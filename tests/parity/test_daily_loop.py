@@ -82,6 +82,7 @@ def _plateau(rank, world_size, strategy):
     return weights_of(trainer), module.rates
 
 
+@pytest.mark.every_push("single_device-1")
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
 def test_reduce_on_plateau(strategy, world_size):
     weights, rates = plateau_plainly()
@@ -153,7 +154,7 @@ def _gan(rank, world_size, strategy, toggles):
     return weights_of(trainer), [parameter.requires_grad for parameter in module.parameters()]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("single_device-1-plain", "ddp-2-toggling")
 @pytest.mark.parametrize("toggles", [False, True], ids=["plain", "toggling"])
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
 def test_a_gan(strategy, world_size, toggles):
@@ -186,7 +187,7 @@ def _stream(rank, world_size, strategy, extra, accumulate):
     return weights_of(trainer), trainer.global_step
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("single_device-1-4-uneven")
 @pytest.mark.parametrize("extra", [0, 2], ids=["even", "uneven"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)

@@ -37,6 +37,7 @@ def _ddp(rank, world_size, batches, arguments):
     return fit(Net(), batches, strategy="ddp", devices=world_size, **arguments)
 
 
+@pytest.mark.every_push("value-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "clip",
@@ -68,6 +69,7 @@ def test_one_process_equals_plain_pytorch(strategy):
     assert relative_difference(weights, reference) < 1e-7
 
 
+@pytest.mark.every_push("static_graph")
 @pytest.mark.parametrize(
     "options",
     [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001},
@@ -121,6 +123,7 @@ def _lbfgs(rank, world_size, batches, cls):
     return fit(cls(), batches, strategy="ddp", devices=world_size)[0]
 
 
+@pytest.mark.every_push("ManualLbfgs")
 @pytest.mark.parametrize("cls", [Lbfgs, ManualLbfgs])
 def test_lbfgs_equals_plain_pytorch(cls):
     batches = [tuple(tensor.double() for tensor in batch) for batch in joined_batches(4, 32)]

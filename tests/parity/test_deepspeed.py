@@ -71,6 +71,7 @@ def _compare(rank, world_size, strategies, pairs, limit):
     return missed, compared
 
 
+@pytest.mark.every_push("deepspeed_stage_1", "deepspeed_stage_3")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["deepspeed", *STAGES])
 def test_every_stage_trains_as_one_process_and_as_ddp(strategy):

@@ -66,8 +66,8 @@ def _all_modes(rank, world_size, sharding):
     return missed, compared
 
 
+@pytest.mark.every_push("FULL_SHARD-2")
 @pytest.mark.slow
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("sharding", list(SHARDING))
 def test_every_mode_trains_as_one_process_and_as_ddp(sharding, world_size):

@@ -26,8 +26,12 @@ def _check(trial):
         assert any(words is not None and any(word in result for word in words.split("|")) for words in allowed), result
 
 
+@pytest.mark.every_push(
+    "Complex_fsdp_ranks=2_acc={0:_1,_1:_2}_clip=norm:0.5_32_sgd_schedule=epoch_resume=none",
+    "WeightNorm_ddp_sharded_ranks=3_acc=3_clip=value:0.05_32_adamw_schedule=none_resume=within",
+    "DynamicDepth_fsdp_ranks=1_acc=3_32_adamw_schedule=none_resume=moved",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trial", trials(36, seed=1), ids=str)
 def test_trains_as_plain_pytorch_does_or_is_refused(trial):
     _check(trial)

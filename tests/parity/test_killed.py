@@ -114,8 +114,8 @@ CASES = [
 ]
 
 
+@pytest.mark.every_push("plain-single_device-1-2-9")
 @pytest.mark.slow
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("kind", "strategy", "devices", "workers", "how"), CASES)
 def test_it_ends_as_if_nothing_had_happened(tmp_path, kind, strategy, devices, workers, how):
     arguments = (kind, strategy, devices, workers)

@@ -57,6 +57,7 @@ class Asks(sg.Callback):
         trainer.callback_metrics["steps before"] = float(counted)
 
 
+@pytest.mark.every_push("diloco")
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -161,6 +162,7 @@ def _accounts(rank, world_size, strategy, precision, sick):
     return skipped, (residual - module.steady.detach()) / module.slope
 
 
+@pytest.mark.every_push("precision1-None-ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 @pytest.mark.parametrize(("precision", "sick"), [("32-true", 0), ({"name": "16-mixed", "growth_interval": 5}, None)])
 def test_what_is_applied_and_the_residuals_are_the_gradients_of_the_steps_that_were_made(strategy, precision, sick):
@@ -195,6 +197,7 @@ def _fits(rank, world_size, make, arguments):
     return train(rank, world_size, make, BATCHES, arguments | {"accelerator": "cpu"})
 
 
+@pytest.mark.every_push("ddp_sharded")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 def test_complex_gradients_pass_every_hook(strategy):

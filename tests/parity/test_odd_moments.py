@@ -54,6 +54,7 @@ class SaveAlways(sg.Callback):
             trainer.save_checkpoint(self.folder / f"after{trainer.position.batches_done}.ckpt")
 
 
+@pytest.mark.every_push("{'accumulate_grad_batches': 3}")
 @pytest.mark.parametrize("options", [
     {"val_check_interval": 4}, {"val_check_interval": 2, "accumulate_grad_batches": 4}, {"accumulate_grad_batches": 3},
 ], ids=str)  # fmt: skip

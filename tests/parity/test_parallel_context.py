@@ -108,6 +108,7 @@ CASES = {
 }
 
 
+@pytest.mark.every_push("all-gather 2")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_trains_as_one_process(case):

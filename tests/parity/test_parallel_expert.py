@@ -70,6 +70,7 @@ def _train(rank, world_size, options, windows):
     return found, max(norms)
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_trains_as_one_process(case):
@@ -80,6 +81,7 @@ def test_trains_as_one_process(case):
         assert len(found) == len(WINDOWS)
 
 
+@pytest.mark.every_push("tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(OTHERS))
 def test_trains_as_one_process_with_other_axes(case):
@@ -125,6 +127,7 @@ def _train_mixtral(rank, world_size, implementation):
     return relative_difference(weights_of(trainer), plain), max(norms)
 
 
+@pytest.mark.every_push("grouped_mm")
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_a_mixture_of_hugging_face_trains_as_in_one_process(implementation):

@@ -155,15 +155,15 @@ def _check(world_size, make, options, windows=WINDOWS, samples=8):
 OPTIONS = {name: {"schedule": name, "microbatches": 8} for name in SCHEDULES}
 
 
+@pytest.mark.every_push("dualpipe_v")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_two_stages_train_as_one_process(schedule):
     _check(2, Gpt, {"pipeline": 2} | OPTIONS[schedule])
 
 
+@pytest.mark.every_push("gpipe")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_four_stages_train_as_one_process(schedule):
     _check(4, Gpt, {"pipeline": 4} | OPTIONS[schedule], WINDOWS[1:3])
@@ -175,6 +175,7 @@ def _net(rank, world_size, joined, options):
     return weights_of(trainer), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
+@pytest.mark.every_push("options0")
 @pytest.mark.parametrize(
     "options", [{"schedule": "gpipe", "balance": [2, 3]}, {"schedule": "1f1b", "balance": [4, 1], "microbatches": 4}]
 )
@@ -194,12 +195,14 @@ def test_layers_cut_by_numbers_train_as_one_process(options):
         assert metrics["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
 
 
+@pytest.mark.every_push("options0")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble_v"}])
 def test_parameters_outside_of_the_stages_are_trained_on_both_ends(options):
     _check(2, Outside, options, WINDOWS[1:3])
 
 
+@pytest.mark.every_push("gpipe-always")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_v"])
@@ -207,6 +210,7 @@ def test_activations_that_are_computed_again_change_nothing(mode, schedule):
     _check(2, Gpt, {"pipeline": 2, "checkpoint": mode} | OPTIONS[schedule], WINDOWS[3:])
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"pipeline": 2, "replicate": 2, "microbatches": 4}, {"name": "ddp_sequential"}])
 def test_pipelines_are_replicated(options):

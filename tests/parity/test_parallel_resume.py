@@ -86,6 +86,7 @@ def _both(rank, world_size, layouts, path, batch, arguments):
     return found
 
 
+@pytest.mark.every_push("2-within a window", "2-in the background", "4-within an epoch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "arguments"),
@@ -122,6 +123,7 @@ def _read(rank, world_size, layouts, path, writers, arguments):
     }
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_resume.py::test_in_the_same_layout_bit_for_bit")
 @pytest.mark.slow
 def test_in_another_layout_as_exactly_as_rounding_allows(tmp_path):
     """One process and all cut models that read the same batches, in the middle of a window of three."""
@@ -172,6 +174,7 @@ def _see(rank, world_size, layout, path, resume, max_epochs=1):
     return mesh.data_shard, module.seen, first
 
 
+@pytest.mark.every_push("pipeline")
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_ranks_that_share_samples_share_them_in_every_epoch(tmp_path, layout):
     """Dropout draws on one of the stages only, and the order of each epoch comes from the same random numbers."""
@@ -181,6 +184,7 @@ def test_ranks_that_share_samples_share_them_in_every_epoch(tmp_path, layout):
     assert first[1][:48] != first[1][48:96]
 
 
+@pytest.mark.every_push("('ddp', 2)-('pipeline x replicate', 4)")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -43,8 +43,8 @@ def _train(rank, world_size, make, batches, plan, windows=((1, None),), **argume
     return found
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plain_layers_that_are_cut_train_as_one_process(world_size):
     plain = [train_module_plainly(Net(), BATCHES, *window) for window in WINDOWS]
@@ -55,8 +55,8 @@ def test_plain_layers_that_are_cut_train_as_one_process(world_size):
             assert relative_difference(weights, reference) < 1e-6
 
 
+@pytest.mark.every_push("layers-2")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_a_gpt_with_tied_embeddings_trains_as_one_process(plan, world_size):
@@ -69,8 +69,8 @@ def test_a_gpt_with_tied_embeddings_trains_as_one_process(plan, world_size):
             assert relative_difference(weights, reference) < 1e-6
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_tensor.py::test_a_gpt_trains_on_meshes_of_two_axes")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_that_do_not_divide_are_computed_whole(heads):
     make = functools.partial(GPT, heads=heads)
@@ -80,8 +80,8 @@ def test_heads_that_do_not_divide_are_computed_whole(heads):
         assert relative_difference(weights, reference) < 1e-6
 
 
+@pytest.mark.every_push("2-False")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("world_size", "tied"), [(2, False), (2, True), (4, True)])
 def test_a_llama_of_hugging_face_trains_with_the_plan_that_it_carries(world_size, tied):
     make = functools.partial(Llama, tied)
@@ -100,8 +100,8 @@ def _meshes(rank, world_size, sizes, plan, arguments):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("shard blocks")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -53,6 +53,7 @@ def _check(world_size, make, options, batches, train_plainly, windows=WINDOWS):
         assert max(distances) < 1e-6, dict(zip(windows, distances, strict=True))
 
 
+@pytest.mark.every_push("shard0-one unit")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["one unit", "units"])
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ AT_4 = {
 }
 
 
+@pytest.mark.every_push("both or none-shard x context, by all-gather")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", AT_4)
 @pytest.mark.parametrize("part", PARTS)
 def test_two_axes(mesh, part):
@@ -105,8 +106,12 @@ PIPELINES_AT_4 = {
 }
 
 
+@pytest.mark.every_push(
+    "both or none-pipeline x shard, kept",
+    "one of them-pipeline x shard, zero bubble",
+    "one of them-pipeline x replicate",
+)
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", PIPELINES_AT_4)
 @pytest.mark.parametrize("part", PARTS)
 def test_pipelines_and_another_axis(mesh, part):
@@ -129,8 +134,8 @@ AT_8 = {
 }
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", AT_8)
 def test_three_axes(mesh):
     _check(8, _double(StackedGPT), AT_8[mesh], TEXTS, train_plainly, ((1, 0.5), (3, 0.5)))

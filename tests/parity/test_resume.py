@@ -65,6 +65,7 @@ def train(path, batch, workers=0, **arguments):
     return [{k: v.clone() for k, v in model.state_dict().items()} for model in (whole, resumed)], trainer.global_step
 
 
+@pytest.mark.every_push("0-mid-epoch")
 @pytest.mark.parametrize("batch", [None, 2], ids=["epoch boundary", "mid-epoch"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_equals_uninterrupted(tmp_path, batch, workers):
@@ -87,6 +88,7 @@ def _ddp(rank, world_size, path, batch):
     return train(path, batch, strategy="ddp", devices=world_size)
 
 
+@pytest.mark.every_push("None")
 @pytest.mark.parametrize("batch", [None, 1])
 def test_on_two_ranks(tmp_path, batch):
     for (whole, resumed), steps in run_in_processes(_ddp, 2, str(tmp_path / "a.ckpt"), batch):
@@ -235,8 +237,8 @@ MIXED = {"precision": {"name": "16-mixed", "init_scale": 256.0}}
 SETTINGS = [{}, {"accumulate_grad_batches": 3}, {"accumulate_grad_batches": 3} | MIXED, BF16]
 
 
+@pytest.mark.every_push("stateful-0")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_every_kind_of_loader(tmp_path, kind, workers):
@@ -247,8 +249,8 @@ def test_every_kind_of_loader(tmp_path, kind, workers):
     assert _compare(0, 1, tmp_path, cells) == []
 
 
+@pytest.mark.sweep(guard="tests/parity/test_resume.py::test_every_kind_of_loader")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks_with_every_kind_of_loader(tmp_path, strategy):
     plain = [("plain", 0, options, batch) for options, batch in itertools.product(SETTINGS, [None, 0, 4])]

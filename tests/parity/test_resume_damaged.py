@@ -96,8 +96,8 @@ def put(state, path, change, name):
     return state
 
 
+@pytest.mark.every_push("missing")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_key_of_another_type_is_refused_or_has_no_effect(tmp_path, whole, name):
     """Nothing else than one sentence is raised, and nothing is trained otherwise without a message."""

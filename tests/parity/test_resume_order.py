@@ -80,6 +80,7 @@ def seen(root):
     return [int(word) for path in root.glob("seen.*") for word in path.read_text().split()]
 
 
+@pytest.mark.every_push("own batches-1")
 @pytest.mark.parametrize(("make", "accumulate"), [*((make, 1) for make in LOADERS), ("shuffled", 3)])
 def test_another_seed_does_not_shuffle_the_rest_of_the_epoch(tmp_path, make, accumulate):
     fit(tmp_path, 1, LOADERS[make], 2, max_steps=4 // accumulate + 1, accumulate_grad_batches=accumulate)
@@ -88,6 +89,7 @@ def test_another_seed_does_not_shuffle_the_rest_of_the_epoch(tmp_path, make, acc
     assert sorted(seen(tmp_path)) == list(range(SAMPLES))
 
 
+@pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "fsdp"])
 def test_under_every_strategy_of_several_processes(tmp_path, strategy):
     fit(tmp_path, 1, LOADERS["shuffled"], 2, max_steps=4, strategy=strategy)
@@ -96,6 +98,7 @@ def test_under_every_strategy_of_several_processes(tmp_path, strategy):
     assert sorted(seen(tmp_path)) == list(range(SAMPLES))
 
 
+@pytest.mark.every_push("shuffled-2-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "before", "after"),

@@ -30,6 +30,7 @@ def _fit(rank, world_size, cls, batches):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.every_push("Buffered-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("cls", [Frozen, Tied, Scalar, Buffered])
 def test_equals_one_process(cls, world_size):

@@ -35,6 +35,7 @@ def _train(rank, world_size, strategy, how, batches):
     return weights_of(trainer), trainer.global_step
 
 
+@pytest.mark.every_push("single_device-1-callback")
 @pytest.mark.parametrize("how", ["argument", "callback"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 def test_it_trains_as_a_plain_loop_does(strategy, world_size, how):
@@ -111,6 +112,7 @@ def _train_by_samples(rank, world_size, samples, batch_size, batches):
     return weights_of(trainer), trainer.global_step, trainer.accumulate_grad_batches, trainer.effective_batch_size
 
 
+@pytest.mark.every_push("1-24-1")
 @pytest.mark.parametrize(("world_size", "batch_size", "factor"), [(1, 4, 6), (1, 24, 1), (2, 4, 3), (3, 4, 2)])
 def test_a_global_batch_size_trains_alike_at_any_number_of_processes(world_size, batch_size, factor):
     batches = joined_batches(5, 24)

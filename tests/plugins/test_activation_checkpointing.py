@@ -153,6 +153,7 @@ def _train(rank, world_size, batches, strategy, mode):
     return train(rank, world_size, Net, batches, QUIET | arguments)["weights"]
 
 
+@pytest.mark.every_push("ddp-offload")
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", {"name": "fsdp", "auto_wrap_policy": {nn.Linear}}], ids=str)
 def test_two_processes_equal_plain_pytorch(strategy, mode):

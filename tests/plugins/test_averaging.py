@@ -68,6 +68,7 @@ def _ema(rank, world_size, strategy, keep, folder):
     return (*straight, resumed.state_dict()["average"])
 
 
+@pytest.mark.every_push("True-single_device-1", "True-fsdp-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 @pytest.mark.parametrize("keep", [True, False])

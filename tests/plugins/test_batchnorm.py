@@ -37,6 +37,7 @@ def _train(rank, world_size, strategy, options):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("{'momentum': None}-ddp_sharded", "{'affine': False}-fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp_sharded"])
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)
 def test_it_trains_as_one_process(strategy, options):
@@ -56,6 +57,7 @@ def _train_twice(rank, world_size, strategy):
     return type(module.net[1]).__name__
 
 
+@pytest.mark.every_push("ddp-BatchNorm1d")
 @pytest.mark.parametrize(("strategy", "kind"), [("ddp", "BatchNorm1d"), ("fsdp", "BatchNorm1d")])
 def test_after_the_run_each_rank_has_its_own_statistics(strategy, kind):
     assert run_in_processes(_train_twice, 2, strategy, limit_s=60) == [kind, kind]

@@ -73,6 +73,7 @@ def _train_on_while_it_saves(rank, world_size, checkpoint, strategy, path, batch
     return seen, weights_of(trainer)
 
 
+@pytest.mark.every_push("sharded-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_what_is_saved_is_the_moment_of_the_call(checkpoint, strategy, tmp_path):
@@ -121,6 +122,7 @@ def _disk_full(*_):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.every_push("safetensors")
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_a_failure_is_told_at_the_same_step_on_all_ranks(checkpoint, tmp_path):
     batches = joined_batches(40, 24)
@@ -238,6 +240,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.every_push("ddp-0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "who"),
@@ -257,6 +260,7 @@ def test_a_run_that_fails_finishes_the_save_that_it_has_begun(tmp_path, strategy
     assert done.stderr.count(waited) == (strategy == "ddp" and who != "1")
 
 
+@pytest.mark.every_push("")
 @pytest.mark.slow
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"], ids=["", "own"])
 def test_a_signal_ends_the_wait_for_a_save_that_hangs(tmp_path, handler):

@@ -45,8 +45,8 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.every_push("safetensors-sharded")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(FORMATS, FORMATS)))
 def test_any_format_becomes_any_other_and_trains_on(source, target, written, tmp_path, capsys):
     path, batches = tmp_path / f"x{FORMATS[target]}", joined_batches(8, 24)

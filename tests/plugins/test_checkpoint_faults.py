@@ -92,8 +92,8 @@ def _save(rank, world_size, checkpoint, path, value, victim=-1, at=-1, act=kill,
         return calls.calls if said == "done" else said
 
 
+@pytest.mark.every_push("some-sharded-1-0")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.sweep)])
@@ -138,6 +138,7 @@ def _fill_the_disk_everywhere(rank, world_size, checkpoint, path, victim):
     return said
 
 
+@pytest.mark.every_push("sharded-0", "sharded-1")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))

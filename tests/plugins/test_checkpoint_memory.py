@@ -106,6 +106,7 @@ def _load_then_overwrite(rank, ranks, checkpoint, strategy, folder):
     return seen
 
 
+@pytest.mark.every_push("single_device-1-dcp")
 @pytest.mark.parametrize("checkpoint", FORMATS)
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("ddp_sharded", 2), ("fsdp", 2), ("tensor", 2)]
@@ -145,6 +146,7 @@ def resident(name):
     return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) / 1000
 
 
+@pytest.mark.every_push("dcp")
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", FORMATS)
 def test_memory_of_saving_and_loading(checkpoint, tmp_path):
@@ -176,6 +178,7 @@ def _peak_of_gathering(rank, ranks, checkpoint, strategy, folder):
     return peak
 
 
+@pytest.mark.every_push("safetensors-tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 @pytest.mark.parametrize("checkpoint", ["full", "safetensors"])

@@ -76,6 +76,7 @@ def _statistics(rank, world_size, checkpoint, path):
     return {name: value.clone() for name, value in trainer.module.named_buffers()}
 
 
+@pytest.mark.every_push("sharded")
 @pytest.mark.parametrize("checkpoint", ["sharded", "full", "dcp"])
 def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
     first, second = run_in_processes(_statistics, 2, checkpoint, tmp_path / "x.ckpt")
@@ -84,6 +85,7 @@ def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
     assert all(torch.equal(saved[name], value) for name, value in first.items())
 
 
+@pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 def test_each_rank_writes_its_part_and_all_of_it_once(strategy, tmp_path):
     first, second = run_in_processes(_sizes_written, 2, strategy, tmp_path / "x.ckpt")
@@ -149,6 +151,7 @@ def _write_small(rank, world_size, precision, path):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("bf16-true-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -92,8 +92,8 @@ def _continue(rank, world_size, strategy, checkpoint, url, batches):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("full-True")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_saved_to_a_bucket_by_two_and_read_by_three(checkpoint, asynchronous, bucket):
@@ -131,6 +131,7 @@ def _damage(url, name_end):
     raise AssertionError(f"no {name_end} in {names_in(url)}")
 
 
+@pytest.mark.every_push("-00001.bin")
 @pytest.mark.slow
 @pytest.mark.parametrize("name_end", ["-00001.bin", "manifest.json"])
 def test_a_flipped_bit_in_an_object_is_found(name_end, bucket):
@@ -175,8 +176,8 @@ def _large(value):
     return {"state_dict": {"w": torch.full((3_000_000,), float(value))}}  # 12 MB: uploaded in several parts
 
 
+@pytest.mark.every_push("sharded-0-1")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("checkpoint", "victim", "call"),
     [("sharded", 0, 1), ("sharded", 1, 2), ("sharded", 0, 3), ("full", 0, 1), ("full", 0, 2), ("full", 0, 4)],

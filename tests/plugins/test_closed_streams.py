@@ -35,7 +35,7 @@ def _run(tmp_path, shell_words, *words):
     )  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("<&- >&- 2>&--ddp_fork-callbacks3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "strategy", "callbacks"),
@@ -55,7 +55,7 @@ def test_training_needs_no_standard_streams(tmp_path, closed, strategy, callback
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("words0")
 @pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "show", "no-such-plugin"], ["--version"]])
 def test_commands_need_no_standard_streams(tmp_path, words):
     done = _run(tmp_path, ">&- 2>&-", "-m", "stratagem", *words)

@@ -80,6 +80,7 @@ def _fit(rank, world_size, batches, comm_hook, precision):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.every_push("comm_hook2-0.001-64-true")
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize(
     ("comm_hook", "tolerance"),
@@ -244,6 +245,7 @@ class Iterated:
         return base @ self.q.T, [m - base @ q.T for m, q in zip(matrices, factors, strict=True)]
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_powersgd_is_the_papers(world_size):
@@ -267,6 +269,7 @@ def test_powersgd_is_the_papers(world_size):
     assert_outputs(steps, references)
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_batched_powersgd_takes_a_bucket_for_a_square(world_size):
@@ -337,6 +340,7 @@ def two_phases(steps, world_size, code, multiple):
     return references
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_int8_is_a_compressed_all_reduce_with_feedback_on_both_sides(world_size):
@@ -345,6 +349,7 @@ def test_int8_is_a_compressed_all_reduce_with_feedback_on_both_sides(world_size)
     assert_outputs(steps, two_phases(steps, world_size, rounded_to_127, 1))
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_bit_is_the_same_with_signs(world_size):
@@ -353,6 +358,7 @@ def test_one_bit_is_the_same_with_signs(world_size):
     assert_outputs(steps, two_phases(steps, world_size, signs, 8))
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_topk_sends_the_largest_and_keeps_the_others(world_size):
@@ -495,6 +501,7 @@ def _bytes(rank, world_size, hooks):
     return counted
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_on_the_wire(world_size):
@@ -561,6 +568,7 @@ def poison(hooks, batches, make=Net, **arguments):
     return list(zip(hooks, zip(*every, strict=True), strict=True))
 
 
+@pytest.mark.every_push("inf")
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted_on_all_ranks(value):
@@ -757,6 +765,7 @@ def flat(state):
     return [tensor for item in items for tensor in flat(item)]
 
 
+@pytest.mark.every_push("strategy0")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [SAME_BUCKETS, {"name": "ddp_sharded", "bucket_cap_mb": 0.002}])
 def test_resumed_equals_uninterrupted(tmp_path, strategy):
@@ -947,6 +956,7 @@ def _on_another_machine(rank, world_size, name):
     return "trained"
 
 
+@pytest.mark.every_push("powersgd")
 @pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
 def test_low_rank_factors_are_refused_on_ranks_that_compute_otherwise(name):
     """Each rank makes them orthonormal for itself: other bits would let the replicas drift apart."""
@@ -1003,6 +1013,7 @@ def test_values_that_are_not_finite_are_found_wherever_they_are(dtype):
         assert not is_finite(broken)
 
 
+@pytest.mark.every_push("1-int8", "1-262144", "3-int8")
 @pytest.mark.parametrize(
     "codec", [Int8Codec(), SignCodec(1024), SignCodec(24), SignCodec(1 << 18)], ids=["int8", "1024", "24", "262144"]
 )

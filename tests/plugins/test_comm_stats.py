@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_push("ddp_sharded-fp16_compress-<lambda>-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("strategy", "comm_hook", "formula"), CASES)
@@ -125,6 +126,7 @@ def test_bytes_count_once_they_are_written():
             assert bytes_sent() - before == written
 
 
+@pytest.mark.every_push("fp16_compress-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("comm_hook", [None, "fp16_compress"])
 def test_wire_bytes_are_what_connections_carried(comm_hook, world_size):

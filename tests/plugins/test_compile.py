@@ -92,6 +92,7 @@ FSDP = {"name": "fsdp", "auto_wrap_policy": {Block}}
 # --- It trains the same ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("steps in fsdp-3-0.5")
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "max_norm"), [(1, None), (3, 0.5)])
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_training_is_the_same(strategy, wanted, accumulate, max_norm):
     assert min(graphs) > 0
 
 
+@pytest.mark.every_push("pipeline", "replicate")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -134,8 +135,8 @@ def test_steps_compile_under_deepspeed(deepspeed_preloaded, stage):
     assert min(graphs) > 0
 
 
+@pytest.mark.every_push("offload-ddp")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy", ["ddp", FSDP], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("mode", ["full", "offload"])
 def test_with_activation_checkpointing(strategy, mode):
@@ -146,6 +147,7 @@ def test_with_activation_checkpointing(strategy, mode):
     assert min(graphs) > 0
 
 
+@pytest.mark.every_push("fsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", FSDP], ids=["ddp", "fsdp"])
 def test_with_manual_optimization(strategy):
@@ -155,6 +157,7 @@ def test_with_manual_optimization(strategy):
     assert min(graphs) > 0
 
 
+@pytest.mark.every_push("steps in ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "wanted"), [("ddp", {}), (FSDP, {"mode": "default"})], ids=["steps in ddp", "units of fsdp"]
@@ -165,6 +168,7 @@ def test_inductor_trains_the_same_within_its_rounding(strategy, wanted):
     assert difference < INDUCTOR_TOLERANCE
 
 
+@pytest.mark.every_push("bf16-true")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 def test_every_precision(precision):
@@ -263,6 +267,7 @@ class Counting(Deep):
         return self.criterion(self.net(batch[0]), batch[1]) * (1 + self.global_step / 100 + self.current_epoch)
 
 
+@pytest.mark.every_push("Logging")
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Logging, Counting, ByHand])
 def test_what_the_trainer_counts_does_not_compile_steps_again(make):
@@ -277,6 +282,7 @@ def test_what_the_trainer_counts_does_not_compile_steps_again(make):
     assert relative_difference(model.state_dict(), plain.state_dict()) < TOLERANCE
 
 
+@pytest.mark.every_push("wanted1-left1")
 @pytest.mark.parametrize(("wanted", "left"), [({"disable": True}, []), ({"modules": "net.1"}, ["net.1"]), ({}, [])])
 def test_a_later_run_compiles_only_what_it_chooses(wanted, left):
     model = Deep()
@@ -465,6 +471,10 @@ def _no_backend(graph, example):
     return None
 
 
+@pytest.mark.every_push(
+    "wanted0-compile.mode is 'reduce-overhead', which is for CUDA graphs, and the device is",
+    "wanted1-compile.backend is 'cudagraphs', which is for CUDA graphs",
+)
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [

@@ -59,6 +59,7 @@ def _resumed(rank, world_size, path):
     return module.state_dict()
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_optimizer_state_that_exists_from_the_beginning_is_the_owners(world_size, tmp_path):
     weights = run_in_processes(_resumed, world_size, tmp_path / "first.ckpt")
@@ -233,7 +234,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("subprocess")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["subprocess", "spawn", "fork"])
 def test_every_launch_mode_trains_as_one_process(launcher, tmp_path):

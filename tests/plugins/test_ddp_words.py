@@ -191,6 +191,7 @@ def test_a_static_graph_that_wins_parameters_is_told_which():
         assert "while strategy.ddp.static_graph is true" in said
 
 
+@pytest.mark.every_push("Unused-options1")
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}])
 @pytest.mark.parametrize("make", [Net, Unused])
 def test_a_static_graph_may_accumulate_from_the_first_window_on(options, make):
@@ -212,6 +213,7 @@ def test_a_static_graph_and_a_search_exclude_each_other():
 # --- Advice ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("none unused")
 @pytest.mark.parametrize(
     ("model", "num_batches", "advice"),
     [

@@ -41,7 +41,7 @@ def test_ops_are_built_once(capsys):
     assert after.endswith("cpu_adam.so")
 
 
-@pytest.mark.sweep(reason="it compiles async_io and measures the disk for a minute")
+@pytest.mark.sweep(reason="it compiles async_io and measures a disk for a minute")
 def test_a_disk_is_measured_and_nothing_left_on_it(tmp_path, capsys):
     disk = tmp_path / "a disk"
     disk.mkdir()

@@ -25,7 +25,9 @@ QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
 }  # fmt: skip
 #: Building async_io takes minutes, once on a machine.
-NEEDS_ASYNC_IO = pytest.mark.sweep
+NEEDS_ASYNC_IO = pytest.mark.sweep(
+    guard="tests/plugins/test_deepspeed_nvme.py::test_buffers_that_could_not_work_are_refused_before_training"
+)
 BUILD_LIMIT_S = 1200
 BATCHES = joined_batches(20, 24)
 #: A rank's share of each of the two large layers is above the megabyte below which nothing goes to the disk, and odd:

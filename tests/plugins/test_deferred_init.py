@@ -57,6 +57,7 @@ def _train_late(rank, world_size, strategy, batches, empty):
     return weights_of(trainer), module.seen_meta
 
 
+@pytest.mark.every_push("fsdp-1")
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ({"name": "fsdp", "auto_wrap_policy": {nn.Linear}}, 2)],
@@ -385,6 +386,7 @@ def _train_within(rank, world_size, strategy, spare_bytes):
 CUT = {f"net.{number}": "colwise" if number % 2 else "rowwise" for number in range(1, LAYERS + 1)}
 
 
+@pytest.mark.sweep(guard="tests/plugins/test_deferred_init.py::test_a_rank_holds_its_part_of_the_model_in_every_phase")
 @pytest.mark.slow
 def test_a_model_larger_than_one_process_may_hold_trains_on_two():
     """Parameters and gradients are 400 MB; a process may use 360 MB more than it has at the start."""
@@ -443,6 +445,7 @@ def _peaks(rank, world_size, strategy, path):
     return peaks.found
 
 
+@pytest.mark.every_push("pipeline")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"tensor": 2, "plan": CUT}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 def test_a_rank_holds_its_part_of_the_model_in_every_phase(strategy, tmp_path):

@@ -78,8 +78,8 @@ def test_the_model_of_the_demo_learns_the_next_character():
     assert len(model.generate("The", length=3)) == 6
 
 
+@pytest.mark.sweep(guard="tests/plugins/test_demo.py::test_the_demo_runs_and_resumes")
 @pytest.mark.slow
-@pytest.mark.sweep
 def test_ctrl_c_before_the_first_save_loses_nothing(tmp_path):
     command = [sys.executable, "-u", "-m", "stratagem", "demo", "--steps", "100000", "--batch-size", "2"]
     process = scripts.Popen(

@@ -40,6 +40,12 @@ def fit(scores, stage="validation", **options):
     return callback, trainer.current_epoch
 
 
+@pytest.mark.every_push(
+    "validation-scores1-options1-3",
+    "validation-scores7-options7-2",
+    "validation-scores9-options9-2",
+    "training-scores10-options10-2",
+)
 @pytest.mark.parametrize(
     ("scores", "options", "epochs"),
     [

@@ -272,6 +272,7 @@ def step_of(path: Path) -> int:
     return torch.load(path, weights_only=True)["loop"]["global_step"]
 
 
+@pytest.mark.every_push("1-auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "ddp_fork"), (2, "ddp_spawn")], ids=str)
 def test_ctrl_c_saves_once_and_says_how_to_continue(tmp_path, devices, strategy):
@@ -292,6 +293,7 @@ def test_ctrl_c_saves_once_and_says_how_to_continue(tmp_path, devices, strategy)
     assert "NOT INTERRUPTED" not in text
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_signal_to_one_process_saves_on_all(tmp_path, number):

@@ -211,6 +211,7 @@ def _norms(rank, world_size, strategy, precision, folder):
     return weights_of(made)
 
 
+@pytest.mark.every_push("single_device-1")
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_sharded", 2)]
 )
@@ -373,6 +374,7 @@ def steps_in(folder):
     return {path.name: read_any(path)["loop"]["global_step"] for path in folder.iterdir() if path.suffix != ".sum"}
 
 
+@pytest.mark.every_push("preempted-sharded")
 @pytest.mark.parametrize("checkpoint", ["full", "safetensors", "sharded"])
 @pytest.mark.parametrize("name", ["on_exception", "preempted"])
 def test_another_runs_checkpoint_of_that_name_is_kept(end_a_fit, tmp_path, name, checkpoint):
@@ -498,6 +500,7 @@ def _find_rate(rank, world_size, strategy, folder):
     return finder.suggestion, module.lr, module.hparams.lr, same, len(finder.results["lr"])
 
 
+@pytest.mark.every_push("single_device-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy, world_size):
@@ -509,8 +512,8 @@ def test_the_rate_finder_suggests_applies_and_leaves_no_trace(tmp_path, strategy
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.every_push("power-16")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mode", "expected"), [("power", 16), ("binsearch", 20)])
 def test_the_batch_size_finder_takes_the_largest_that_fits(tmp_path, mode, expected):
     finder, module = BatchSizeFinder(mode=mode), Tunable()

@@ -383,7 +383,7 @@ def test_predict_writes_with_the_callback(capsys):
     assert torch.cat(batches).shape == (64, 1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_measuring_in_two_processes_prints_one_table(strategy):
@@ -393,7 +393,7 @@ def test_measuring_in_two_processes_prints_one_table(strategy):
     assert re.fullmatch(r"val_loss +\d+\.\d+\n", result.stdout)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_two_processes_train_as_one_with_twice_the_batch(strategy):
@@ -426,7 +426,7 @@ def test_an_error_while_building_says_what_was_being_built():
     assert result.stderr.rstrip().endswith("ValueError: not today\nwhile building model (command line)")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("error-my own mistake-ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 @pytest.mark.parametrize(("how", "said"), [("error", "my own mistake"), ("known", "a known mistake")])
@@ -442,7 +442,7 @@ def test_an_error_of_the_other_process_comes_home_with_its_traceback(strategy, h
     assert any(line.strip().startswith("File ") and "net.py" in line for line in rest)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("1-SIGINT-130")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 @pytest.mark.parametrize("processes", [1, 2])
@@ -1034,6 +1034,14 @@ def offered_by_fish(scripts, tmp_path_factory, need):
     return answered(["fish", "-c"], scripts["fish"], questions, tmp_path_factory.mktemp("fish"))
 
 
+@pytest.mark.every_push(
+    "fit run.yaml --trainer.strategy=fsdp --trainer.strategy.cpu",
+    "test run.yaml --trainer.strategy ddp --trainer.strategy.cpu",
+    "fit run.yaml --trainer.strategy ddp_fork --trainer.strategy.cpu",
+    "fit run.yaml --trainer.strategy mine --trainer.strategy.static",
+    "fit run.yaml --trainer.comm_hook fp16_compress --trainer.comm_hook.ra",
+    "fit run.yaml --trainer.comm_hook topk --trainer.comm_hook.ra",
+)
 @SHELLS
 @pytest.mark.parametrize("case", range(len(CHOSEN)), ids=CHOSEN_IDS)
 def test_fish_offers_the_options_of_the_chosen_plugin(offered_by_fish, case):

@@ -50,6 +50,7 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.every_push("options0-0.5")
 @pytest.mark.parametrize(
     ("options", "share_of_all"),
     [
@@ -67,6 +68,7 @@ def test_a_rank_holds_its_share_of_parameters_and_optimizer_state(options, share
     assert all(parameters == momentum for parameters, momentum, _ in held)
 
 
+@pytest.mark.every_push("callable")
 @pytest.mark.parametrize(
     ("policy", "units"),
     [
@@ -110,6 +112,7 @@ def _wrapped_by_hand(rank, world_size, strategy, batches, path):
     return units, weights_of(trainer)
 
 
+@pytest.mark.every_push("policy1-units1")
 @pytest.mark.parametrize(
     ("policy", "units"),
     [(None, ["", "module.net.0", "module.net.4"]), ({nn.Linear}, ["", *(f"module.net.{i}" for i in (0, 2, 4))])],
@@ -199,6 +202,7 @@ def test_tied_parameters_in_two_units_are_refused_by_name():
 # --- State -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("sharded-True")
 @pytest.mark.parametrize(("kind", "folder"), [("full", False), ("sharded", True), (None, False)])
 def test_state_dict_type_chooses_the_form_of_checkpoints(tmp_path, kind, folder):
     strategy = {"name": "fsdp", "state_dict_type": kind}
@@ -229,6 +233,7 @@ def _ranks_that_hold_the_whole(rank, world_size, strategy, checkpoint):
     return given
 
 
+@pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded"])
 def test_only_the_rank_that_writes_holds_the_whole_state(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -296,6 +301,7 @@ def _mixed(rank, world_size, model, options, precision):
     return weights_of(fit(world_size, {"name": "fsdp", **options}, model(), joined_batches(4, 24), precision=precision))
 
 
+@pytest.mark.every_push("Scaled-options0-precision0-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("model", "options", "precision"),
@@ -324,8 +330,8 @@ def _read(rank, world_size, strategy, batches, path):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("sizes0-fsdp-ddp")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("writer", "reader"), [("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp_cpu_offload", "fsdp"), ("fsdp", "fsdp_cpu_offload")]
 )
@@ -375,6 +381,7 @@ class Absent(nn.Module):
     pass
 
 
+@pytest.mark.every_push("options2-chooses no part of Net", "options4-device_mesh is \\\\(2, 2\\\\) and the run has 2")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -421,6 +428,7 @@ def test_a_module_that_an_earlier_trainer_sharded_trains_on():
         assert relative_difference(weights, plain.state_dict()) < 1e-6
 
 
+@pytest.mark.every_push("strategy1")
 @pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "shard": 2}])
 def test_a_closed_run_leaves_no_process_group(strategy):
     """A process that is forked later would free it and hang: the group's threads do not exist there."""

@@ -125,6 +125,7 @@ def _train_all(rank, size, accumulate):
     return found
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_all_ranks_use_alike_may_change_from_step_to_step(accumulate):
@@ -200,6 +201,7 @@ def check(said, name):
         assert TAIL in each, (name, each)
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
@@ -210,8 +212,8 @@ def test_ranks_that_differ_from_the_start_are_refused_on_all_ranks(accumulate):
         check(said, name)
 
 
+@pytest.mark.every_push("one more in one unit")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_come_to_differ_are_refused_on_all_ranks(name):
     check([each for (each,) in run_in_processes(_refused, 2, [name], 3, Layers, 1, limit_s=120)], name)

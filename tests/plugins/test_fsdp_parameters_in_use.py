@@ -159,8 +159,10 @@ def _trained(rank, world_size, options, accumulate):
     return found
 
 
+@pytest.mark.every_push(
+    "{'auto_wrap_policy': {<class 'tests.plugins.test_fsdp_parameters_in_use.Block'>}, 'sharding_strategy': 'NO_SHARD'}-2"
+)
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_backward_within_the_step_is_right(options, accumulate):
@@ -204,6 +206,7 @@ def _outcomes(rank, world_size):
     ]
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_used_outside_of_their_unit_are_refused_by_name(world_size):
     for used, tied, added in run_in_processes(_outcomes, world_size):
@@ -229,6 +232,7 @@ def _with_attention(rank, world_size, policy):
     return _fit(world_size, {"auto_wrap_policy": policy}, Attention(), joined_batches(4, 24))
 
 
+@pytest.mark.every_push("linear")
 @pytest.mark.parametrize("policy", [{nn.Linear}, {nn.MultiheadAttention, nn.Linear}], ids=["linear", "and attention"])
 def test_attention_is_sharded_as_a_whole(policy):
     results = run_in_processes(_with_attention, 2, policy)

@@ -107,6 +107,7 @@ def plainly(model, given=None):
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("fsdp", "deepspeed")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_adapters_train_as_in_plain_pytorch(request, name):
@@ -128,8 +129,8 @@ def test_tied_weights_train_whole_and_generate_in_validation(name):
 # --- Checkpoints -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("fsdp-single-full", "deepspeed-fsdp-full", "fsdp-deepspeed-full", "ddp-deepspeed-full")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["full", "part"])
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -142,6 +143,7 @@ def test_checkpoints_move_between_strategies(deepspeed_preloaded, tmp_path, sour
     assert relative_difference(resumed, plainly(Chat(), batches() * 2)) < 1e-4
 
 
+@pytest.mark.every_push("trainable_token_indices")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -265,8 +267,8 @@ def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):
 # --- Examples ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("peft_lora-loss ([\\\\d.]+), 8 tensors-3.4-one process")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", [[], ["--strategy", "fsdp", "--devices", "2"]], ids=["one process", "fsdp"])
 @pytest.mark.parametrize(
     ("script", "printed", "most"),

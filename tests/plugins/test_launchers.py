@@ -112,8 +112,8 @@ def assert_gone(marker, limit_s=45):
 # --- Training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("ddp")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_every_launcher_trains_as_one_process_and_tests_in_the_same_script(tmp_path, strategy):
     result = run([sys.executable, script(tmp_path, strategy, options=ALL)])
@@ -205,6 +205,7 @@ class Seeing(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.every_push("1")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
     batches = joined_batches(6, 8)
@@ -222,7 +223,7 @@ def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
     assert (len(seen), len(set(seen))) == (48, 48)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.every_push("fork-ddp")
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("fork", "ddp"), ("fork", "ddp_sharded"), ("fork", "fsdp"), ("spawn", "ddp")]
 )
@@ -260,7 +261,7 @@ def test_tied_parameters_and_buffers_on_the_meta_device_are_returned_with_values
     assert model.net[0].weight.note == "mine"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("sharded-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_a_checkpoint_saved_at_home_holds_all_that_resuming_needs(tmp_path, strategy, checkpoint):
@@ -376,7 +377,7 @@ def test_a_hanging_sibling_is_ended():
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.every_push("0")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
     step = f"if batch_idx == 2 and self.global_rank == {rank}: raise ValueError('out of order')"
@@ -420,8 +421,8 @@ def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     assert "after the fit" in result.stderr
 
 
+@pytest.mark.every_push("9-ddp")
 @pytest.mark.slow
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_processes_die_with_their_parent(tmp_path, strategy, number):
@@ -519,8 +520,8 @@ def test_signals_wait_while_a_process_is_spawned(tmp_path):
     assert output.split() == ["True", "True"]
 
 
+@pytest.mark.every_push("os.kill(os.getpid(), 9)-rank 1 was killed by SIGKILL")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("death", "message"),
     [
@@ -589,8 +590,8 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.every_push("while tidying up-0")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
 def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, abort, expected):
     """A library may abort a process that is done; an abort in the middle is a failure like any other."""
@@ -636,7 +637,7 @@ def test_a_store_begins_after_the_last_fork(tmp_path):
     assert (code, output) == (0, "[False, False]\n"), errors
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.every_push("ForkLauncher")
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
     body = """

@@ -61,6 +61,7 @@ def fit(problem, seed, finder, **data):
     return module, (nn.functional.mse_loss(module.net(x), y) / y.var()).item()
 
 
+@pytest.mark.every_push("linear, SGD-2")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("problem", list(PROBLEMS))
 def test_the_suggested_rate_trains_small_problems(problem, seed):
@@ -73,6 +74,7 @@ def test_the_suggested_rate_trains_small_problems(problem, seed):
     assert rest < 0.25
 
 
+@pytest.mark.every_push("diverging-linear, SGD-1")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("problem", list(PROBLEMS))
 @pytest.mark.parametrize(("options", "data"), [

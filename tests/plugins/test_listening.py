@@ -86,7 +86,7 @@ def _found(tmp_path, strategy, launcher=None, command=(sys.executable,), **varia
     return [address for rank in eval(lines[0]) for process in rank for address in process]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("fsdp-fork")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "launcher"),

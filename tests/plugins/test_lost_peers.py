@@ -142,6 +142,7 @@ def _own_loop(world_size, act):
         run.collectives.all_reduce(torch.ones(3))
 
 
+@pytest.mark.every_push("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves_a_child", [False, True])
 def test_a_killed_rank_is_named(leaves_a_child):

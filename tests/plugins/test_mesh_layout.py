@@ -146,6 +146,7 @@ def explained(tmp_path, options, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.sweep(guard="tests/plugins/test_mesh_layout.py::test_explain_as_json_has_the_mesh")
 @pytest.mark.slow
 def test_explain_prints_the_mesh_before_a_process_starts(tmp_path):
     text = explained(tmp_path, {"shard": 2})

@@ -93,6 +93,13 @@ def test_arguments_of_a_trainer(before, after, tmp_path, monkeypatch):
     execute(cpu, tmp_path, monkeypatch)
 
 
+@pytest.mark.every_push(
+    "def on_fit_start(self):\\n    self.kind = self.trainer.strateg0",
+    "def on_fit_start(self):\\n    self.kind = self.trainer.strateg1",
+    "def on_train_epoch_end(self):\\n    self.log('a', 1.0, tbptt_p",
+    "def on_train_epoch_end(self):\\n    self.log_dict({'a': 1.0}, ",
+    "@pl.utilities.rank_zero_only\\ndef on_fit_start(self):\\n    pri",
+)
 @pytest.mark.parametrize(("before", "after"), idioms.MODULE.items(), ids=[each[:60] for each in idioms.MODULE])
 def test_bodies_of_modules(before, after, tmp_path, monkeypatch):
     script = HEAD + "\n" + textwrap.indent(before, "    ") + "\n" + FIT
@@ -119,6 +126,12 @@ def test_bodies_of_callbacks(before, after, tmp_path, monkeypatch):
     execute(new, tmp_path, monkeypatch)
 
 
+@pytest.mark.every_push(
+    "trainer.validate(model, val_dataloaders=loader)",
+    "pl.seed_everything(1, verbose=False)",
+    "print(trainer.training_type_plugin)",
+    "from lightning.fabric.utilities.apply_func import apply_to_c",
+)
 @pytest.mark.parametrize(("before", "after"), idioms.SCRIPT.items(), ids=[each[:60] for each in idioms.SCRIPT])
 def test_statements(before, after, tmp_path, monkeypatch):
     script = f"{HEAD}{FIT}{before}\n"

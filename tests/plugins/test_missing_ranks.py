@@ -113,6 +113,7 @@ def _elsewhere(board):
         time.sleep(0.01)
 
 
+@pytest.mark.every_push("run.save")
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [list(CALLS)[:8], list(CALLS)[8:], list(RUN_CALLS)], ids=lambda names: names[0])
 def test_a_rank_that_leaves_out_a_collective_is_named(names):
@@ -254,7 +255,7 @@ def test_different_reductions_are_refused_on_both_ranks():
         assert said.startswith("ConfigError: log('x') was called with reduce_fx='max' on rank 1 and 'sum' on rank 0")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("0-0-train")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["train", "validate"])
 @pytest.mark.parametrize("batch", [0, 1])
@@ -321,7 +322,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("log-did not call log('x', sync_dist=True)")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "sentence"),

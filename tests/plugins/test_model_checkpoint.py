@@ -303,6 +303,7 @@ def checkpointing(root, num_epochs, **options):
     return sg.Trainer(max_epochs=num_epochs, callbacks=callback, default_root_dir=root, **QUIET)
 
 
+@pytest.mark.every_push("no versions-sharded")
 @pytest.mark.parametrize("checkpoint", ["full", "safetensors", "sharded", "dcp"])
 @pytest.mark.parametrize(
     "options",

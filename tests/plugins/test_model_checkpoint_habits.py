@@ -40,6 +40,7 @@ def names(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.endswith(".sum"))
 
 
+@pytest.mark.every_push("sharded")
 @pytest.mark.parametrize("checkpoint", ["full", "dcp", "sharded", "safetensors"])
 def test_last_as_a_link_points_to_the_newest_that_was_saved(tmp_path, checkpoint):
     form = {"checkpoint": checkpoint}

@@ -261,8 +261,8 @@ def _fit(rank, size, strategy, folder):
     return results
 
 
+@pytest.mark.every_push("fsdp", "local_sgd")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_odd_parameters(name, tmp_path):
     batches = joined_batches(6, 24)

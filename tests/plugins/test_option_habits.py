@@ -102,6 +102,7 @@ def trained_under(rank, world_size, options):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("2-options1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "options"),

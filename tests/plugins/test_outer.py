@@ -219,6 +219,7 @@ def _train_all(rank, size, cases):
     return {name: train(rank, size, make, BATCHES, {"strategy": s, **more}) for name, (s, make, more) in cases.items()}
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_copies_that_meet_by_hand(size):
@@ -506,6 +507,7 @@ def _begin_with(rank, size, strategy, path):
     return weights, momentum, trainer.global_step, getattr(outer, "_steps", None)
 
 
+@pytest.mark.every_push("single_device-1-diloco-2", "diloco-4-in teams-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "saving", "loaded", "loading"),
@@ -644,6 +646,7 @@ def _post_local(rank, size, cases):
     }
 
 
+@pytest.mark.every_push("2-1")
 @pytest.mark.parametrize(("size", "subgroup"), [(2, 1), (4, 2)])
 def test_gradients_are_averaged_by_all_then_by_subgroups_and_parameters_now_and_then(size, subgroup):
     cases = {

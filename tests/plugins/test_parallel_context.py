@@ -92,6 +92,7 @@ def _difference(over, heads, key_heads, method, mask_name, causal, value_size):
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_over_parts_is_attention_over_the_whole(world_size):
@@ -633,6 +634,7 @@ def _recomputed(rank, world_size, strategy):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("_own_loop")
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [_own_loop, _recomputed])
 def test_layers_that_backward_computes_again_attend_to_whole_sequences(train):

@@ -181,6 +181,7 @@ def test_the_number_of_experts_divides():
 # --- The example ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_expert.py::test_trains_as_one_process")
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--strategy", "expert_parallel", "--devices", "2"]], ids=["one", "two"])
 def test_the_example_reads_digits(arguments):

@@ -513,6 +513,7 @@ def _ignores(rank, world_size, options):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("options0")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 4, "schedule": "gpipe"}])
 def test_a_mean_over_targets_counts_those_of_the_whole_batch(options):
@@ -806,6 +807,11 @@ def _refused(rank, world_size, make, options):
     return outcome(lambda: _trainer(options=options).fit(make(), joined_batches(2, 24)))
 
 
+@pytest.mark.every_push(
+    "ReturnsText-options0-stage 0 of the pipeline returned a str",
+    "FailsInALayer-options1-no such layer",
+    "CallsLayers-options4-did not call net",
+)
 @pytest.mark.parametrize(("make", "options", "found"), REFUSED, ids=lambda each: getattr(each, "__name__", None))
 def test_what_cannot_be_pipelined_is_refused_on_all_ranks(make, options, found):
     first, second = run_in_processes(_refused, 2, make, options)

@@ -164,6 +164,7 @@ def differences(found, expected):
                 yield f"{names[id(parameter)]}: {key} is {state['state'][names[id(parameter)]][key]} and not {value}"
 
 
+@pytest.mark.every_push("sgd-2")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_every_format_has_the_whole_model(kind, world_size, tmp_path):
@@ -201,6 +202,7 @@ def _load(rank, world_size, path, kind):
     return wrong
 
 
+@pytest.mark.every_push("sgd-2")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_every_rank_takes_its_part_and_trains_on(kind, world_size, tmp_path):

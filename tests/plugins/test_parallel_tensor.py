@@ -183,6 +183,7 @@ def _dropout(rank, world_size, plan, checkpointing):
     return masks, own, whole
 
 
+@pytest.mark.every_push("layers")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["layers", "sequence"])
 def test_dropout_differs_between_parts_and_agrees_between_replicas(plan):
@@ -231,6 +232,7 @@ def _own_cut(rank, world_size, make, plan, batches):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("Net-plan1", "Derived-auto")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "plan"),

@@ -48,8 +48,8 @@ def _hooked(rank, world_size, options, hook, windows):
     return found
 
 
+@pytest.mark.every_push("pipeline x replicate-allreduce")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hook", ["allreduce", "bf16_compress", "powersgd", "int8"])
 @pytest.mark.parametrize("mesh", REPLICATED)
 def test_averages_over_replicas_pass_comm_hooks(mesh, hook):
@@ -72,8 +72,8 @@ def _precise(rank, world_size, options, precision):
 PRECISIONS = ["bf16-mixed", {"name": "16-mixed", "init_scale": 64.0}, "bf16-true", "64-true"]
 
 
+@pytest.mark.every_push("pipeline x replicate-bf16-true")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_precisions(mesh, precision):
@@ -97,6 +97,7 @@ def _overflowing(rank, world_size, options):
     return weights, trainer.position.skipped_steps
 
 
+@pytest.mark.every_push("pipeline x tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_ranks_skip_a_step_that_overflows_on_one(mesh):
@@ -110,8 +111,8 @@ def _clipped(rank, world_size, options):
     return _train(Net, options, gradient_clip_val=0.1, gradient_clip_algorithm="value")[0]
 
 
+@pytest.mark.every_push("pipeline x tensor")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_clipping_by_value(mesh):
     reference = Net()
@@ -145,6 +146,7 @@ def _by_hand(rank, world_size, options):
     return _train(ByHand, options)[0]
 
 
+@pytest.mark.every_push("tensor x replicate")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "pipeline" not in mesh])
 def test_steps_by_hand(mesh):
@@ -167,8 +169,8 @@ INNER = {
 }  # fmt: skip
 
 
+@pytest.mark.every_push("local_sgd-pipeline")
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", ["diloco", "local_sgd"])
 def test_teams_of_an_outer_strategy_are_parallel(outer, inner):
@@ -189,6 +191,7 @@ def _eight(rank, world_size, inner):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("pipeline x replicate")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor x shard", "pipeline x replicate"])
 def test_a_team_may_have_a_mesh_of_several_axes(mesh):
@@ -221,6 +224,7 @@ def _thawing(rank, world_size, options):
     return weights_of(trainer)
 
 
+@pytest.mark.every_push("{'shard': 2}")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"replicate": 2}, {"shard": 2}, {"bucket_cap_mb": 1e-6}], ids=str)
 def test_parameters_that_become_trained_are_averaged(options):
@@ -248,6 +252,7 @@ def _frozen_stage(rank, world_size, options, arguments):
     return _train(FrozenStage, {"balance": [1, len(Net().net) - 1], **options}, **arguments)[0]
 
 
+@pytest.mark.every_push("{'pipeline': 2, 'replicate': 2}-{'comm_hook': 'allreduce'}")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "arguments"),
@@ -315,6 +320,7 @@ def _with_statistics(rank, world_size, options):
     return module.seen
 
 
+@pytest.mark.every_push("{'replicate': 2}")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"replicate": 2}, {"shard": 2}], ids=str)
 def test_evaluation_has_one_value_of_each_buffer(options):

@@ -233,8 +233,8 @@ trainer.fit(Net(), joined_batches(20, 8))
 """
 
 
+@pytest.mark.every_push("1-[]")
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("devices", "callbacks"), [(1, []), (2, []), (1, ["tqdm"])], ids=str)
 def test_a_real_notebook_shows_it(devices, callbacks):
     """One line that is written over, for tqdm its own; also where training happens in copies of the kernel."""

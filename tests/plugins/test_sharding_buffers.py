@@ -113,6 +113,7 @@ def reduced(rank, world_size, op, length, dtype=torch.float32):
 
 
 # Below and above what is exchanged directly; of a length that gloo does not divide as FSDP2 does.
+@pytest.mark.every_push("2-AVG-300000")
 @pytest.mark.parametrize("length", [7, 300_000, 1_234_567])
 @pytest.mark.parametrize(("world_size", "op"), [(2, "AVG"), (2, "SUM"), (3, "AVG"), (4, "SUM"), (5, "AVG")])
 def test_gradients_are_reduced_to_the_bits_of_gloo(world_size, op, length):
@@ -130,6 +131,7 @@ def test_an_operation_that_gloo_does_not_have_is_its_error():
         run_in_processes(reduced, 2, "BAND", 300_000)
 
 
+@pytest.mark.every_push("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_of_units_of_a_megabyte_have_the_bits_of_fsdp2_alone(world_size):
     assert run_in_processes(by_trainer, world_size) == run_in_processes(by_hand, world_size)

@@ -58,7 +58,7 @@ def test_trainers_may_follow_one_another(tmp_path, port):
         assert output.splitlines() == [f"{rank} fit", f"{rank} test", f"{rank} fit"], errors
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.every_push("fork")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["fork", "spawn"])
 def test_a_port_that_was_given_serves_one_launch_after_another(tmp_path, port, launcher):

@@ -47,6 +47,7 @@ def _train(rank, size, strategy, batches):
     return result["weights"]
 
 
+@pytest.mark.every_push("ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_uneven_nodes_train_as_one_process(strategy):

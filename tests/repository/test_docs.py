@@ -149,6 +149,7 @@ def environment(tmp_path):
     return variables | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PIP_NO_BUILD_ISOLATION": "0"}
 
 
+@pytest.mark.sweep(guard="tests/repository/test_docs.py::test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit")
 @pytest.mark.slow
 def test_a_new_author_follows_the_page_alone(tmp_path, environment):
     """Every shell block is run and every file written, in the order of the page."""

@@ -104,6 +104,7 @@ def test_the_tables_are_read():
     )
 
 
+@pytest.mark.every_push('Trainer(plugins="fairscale_pipe")', "from stratagem.precisions import BitsandbytesPrecision")
 @pytest.mark.parametrize(("code", "condition", "today"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_is_refused_is_refused_in_the_words_of_the_page(code, condition, today, monkeypatch, capsys):
     quoted = code_of(today)[0]
@@ -137,6 +138,7 @@ def _trains(rank, world_size, code):
     return trainer.global_step, type(trainer.strategy).__name__
 
 
+@pytest.mark.every_push("--plugins ddp_sharded")
 @pytest.mark.parametrize(("code", "condition", "today"), TRAINED, ids=[case[0] for case in TRAINED])
 def test_what_trains_trains(code, condition, today):
     for steps, strategy in run_in_processes(_trains, 2, code):

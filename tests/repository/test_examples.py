@@ -64,7 +64,7 @@ def module():
     del sys.modules["digits"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], TWO], ids=["one process", "two processes"])
 def test_it_reads_97_of_100_digits_in_less_than_a_minute(arguments):
@@ -99,6 +99,7 @@ def test_the_file_is_the_script():
     assert metrics("script") == metrics("file")
 
 
+@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
 @pytest.mark.slow
 def test_the_file_trains_on_two_processes_and_tests_what_was_kept():
     stratagem("fit", *TWO, "--launcher", "fork")
@@ -141,6 +142,7 @@ def commands():
     return [line.partition("#")[0].split() for line in lines if "--strategy ddp --devices" not in line]
 
 
+@pytest.mark.every_push("examples/digits.py --fast_dev_run true", "examples/digits.py --help")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command[1:]))
 def test_what_the_page_says_to_type_works(command):

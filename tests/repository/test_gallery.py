@@ -22,6 +22,7 @@ def size(picture: Path) -> tuple[int, int]:
     return struct.unpack(">II", picture.read_bytes()[16:24])
 
 
+@pytest.mark.every_push("digits_unsure")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_draws_its_picture(name, tmp_path):

@@ -212,6 +212,7 @@ def _memories(rank, world_size, strategy):
     return {len(memories) for memories in model.memories}
 
 
+@pytest.mark.every_push("view of a static graph")
 @pytest.mark.parametrize(
     ("strategy", "memories"),
     [
@@ -258,6 +259,7 @@ def _gradients(rank, world_size, comm_hook):
     return model.gradients
 
 
+@pytest.mark.every_push("fp16_compress-dtype0")
 @pytest.mark.parametrize(("comm_hook", "dtype"), [("fp16_compress", torch.float16), ("bf16_compress", torch.bfloat16)])
 def test_gradients_travel_in_16_bits(comm_hook, dtype, ranks):
     first, second = ranks(_gradients, comm_hook)
@@ -304,6 +306,7 @@ def _bytes_of_each_step(rank, world_size, recipe, nodes=1):
     return [after - before for before, after in itertools.pairwise(seen)]
 
 
+@pytest.mark.every_push("post-local SGD")
 @pytest.mark.parametrize("recipe", COMPRESSED)
 def test_gradients_are_sent_in_fewer_bytes_from_a_step_on(recipe, ranks):
     nodes = 2 if recipe == "post-local SGD" else 1  # a subgroup is a node
@@ -374,6 +377,7 @@ def _fit_sharded(rank, world_size, strategy, arguments):
     return held(model), units(trainer), trainer.global_step, finite
 
 
+@pytest.mark.every_push("precision 16")
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
@@ -390,6 +394,7 @@ def test_fsdp_divides_the_parameters(strategy, arguments, ranks):
         assert (kept, found, steps, finite) == (size(Deep()) / 2, [""], 2, True)
 
 
+@pytest.mark.every_push("size")
 @pytest.mark.parametrize(
     ("policy", "layer"),
     [
@@ -443,6 +448,7 @@ def _between_forward_and_backward(rank, world_size, sharding_strategy):
     return held(model) / size(model), model.seen
 
 
+@pytest.mark.every_push("SHARD_GRAD_OP-0.5-whole")
 @pytest.mark.parametrize(
     ("sharding_strategy", "share", "between"),
     [("FULL_SHARD", 1 / 2, "shard"), ("SHARD_GRAD_OP", 1 / 2, "whole"), ("NO_SHARD", 1, "whole")],
@@ -476,6 +482,7 @@ def _offloaded(rank, world_size, strategy):
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
+@pytest.mark.every_push("name")
 @pytest.mark.parametrize(
     ("strategy", "offloaded"),
     [
@@ -554,6 +561,7 @@ def _wrapped_by_hand(rank, world_size, strategy, arguments):
     return len(units(trainer)), held(model) / size(model), whole(model)
 
 
+@pytest.mark.every_push("16")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [16, None])
 def test_layers_are_wrapped_by_hand_under_fsdp_and_left_alone_under_ddp(precision, ranks):
@@ -574,6 +582,7 @@ def _computations(rank, world_size, strategy, arguments):
     return [block.calls for block in model.blocks]
 
 
+@pytest.mark.every_push("under ddp")
 @pytest.mark.parametrize(
     ("strategy", "arguments", "calls"),
     [
@@ -678,6 +687,7 @@ def _resume(rank, world_size, strategy, path):
     return *model.start, trainer.global_step
 
 
+@pytest.mark.every_push("ddp-sharded-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_folder"), [("full", False), ("sharded", True)])
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -917,6 +927,7 @@ def _numbers(rank, world_size, make, arguments):
     return model.numbers
 
 
+@pytest.mark.every_push("with_a_sampler")
 @pytest.mark.parametrize("make", [plain, shuffled, with_workers, with_a_sampler])
 def test_each_process_gets_its_own_share_of_a_loader(make, ranks):
     first, second = ranks(_numbers, make, {})
@@ -1200,7 +1211,7 @@ def output(*processes):
     return "".join(out for out, _ in said)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.every_push("ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import selection
+
 ROOT = Path(__file__).parents[2]
 
 GRID = """
@@ -89,6 +91,14 @@ def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     (project / "engine").mkdir()
     (project / "engine" / "new.py").touch()
     assert collected(project) == [*chosen[:2], "test_engine", *chosen[2:]]
+
+
+def test_every_promise_has_a_test_in_make_test(pytestconfig):
+    found = pytestconfig.stash[selection.UNGUARDED]
+    if found is None:
+        pytest.skip("only a part of the tests was collected")
+
+    assert not found, "\n".join(found)
 
 
 def test_shards_are_disjoint_and_hold_all_cases(project):

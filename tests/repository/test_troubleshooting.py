@@ -318,6 +318,7 @@ def variables(heading: str, port: int) -> dict[str, str]:
     return SLURM if "SLURM" in heading else {}
 
 
+@pytest.mark.every_push("Training hangs at the start", "A job of SLURM that was requeued starts at step 0")
 @pytest.mark.parametrize(
     "heading", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in SITUATIONS]
 )
