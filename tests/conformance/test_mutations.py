@@ -13,6 +13,7 @@ from stratagem_testing import CallbackConformance, StrategyConformance
 SURVIVORS: dict[str, str] = {}
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDP")
 class TestReplicated(StrategyConformance):
     """The plugin that the mutants are made of, correct and given as an instance."""
 

@@ -24,6 +24,7 @@ class TestPipeline(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestContext(StrategyConformance):
     plugin = "context_parallel"
     world_sizes = (2,)

@@ -221,7 +221,7 @@ def test_it_moves_bit_for_bit(layout, written):
     read_all(layout, READERS[layout], written)
 
 
-@pytest.mark.every_push("single_device-1")
+@pytest.mark.sweep(guard="tests/matrix/test_checkpoint_moves.py::test_it_moves_bit_for_bit")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", list(READERS_OF_PARTS), ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_it_moves_bit_for_bit_where_models_are_cut(layout, written):

@@ -114,7 +114,11 @@ def unlaunched():
     return {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONWARNINGS")}
 
 
-@pytest.mark.every_push("3_offload")
+@pytest.mark.when_changed(
+    "plugins/strategies/deepspeed/",
+    "core/stratagem/api/",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["configuration", "3_offload"])
 def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
@@ -123,7 +127,7 @@ def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
     assert [line.split(" ")[0] for line in said] == ["training", "checkpoint:"], said  # how the fit ended
 
 
-@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint")
+@pytest.mark.sweep(guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp")
 @pytest.mark.slow
 def test_the_users_own_warnings_are_heard(tmp_path):
     heard = heard_of("warning of the user's", tmp_path)
@@ -131,7 +135,7 @@ def test_the_users_own_warnings_are_heard(tmp_path):
     assert heard.count("all_gather_into_tensor` is deprecated") == 2, heard  # one each rank
 
 
-@pytest.mark.sweep(guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint")
+@pytest.mark.sweep(guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp")
 @pytest.mark.slow
 def test_a_level_turns_deepspeeds_log_on_again(tmp_path):
     assert "[INFO]" in heard_of("at level INFO", tmp_path)
@@ -300,7 +304,7 @@ def _of_the_users(rank, world_size):
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
     "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+    guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
 def test_the_users_optimizer_decides():
@@ -416,7 +420,7 @@ read line < {folder}/never
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
     "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+    guard="tests/plugins/test_deepspeed_start.py::test_two_ranks_that_want_an_op_at_once_build_it_once",
 )
 @pytest.mark.slow
 def test_a_build_that_was_killed_is_begun_again(tmp_path, capfd):
@@ -497,7 +501,7 @@ def test_a_rank_without_a_compiler_makes_all_say_how_to_do_without(tmp_path):
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
     "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
 )
 @pytest.mark.slow
 def test_an_optimizer_that_a_user_makes_says_the_same(tmp_path):
@@ -561,7 +565,7 @@ def updated_by_torch():
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
     "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_start.py::test_nothing_is_said_from_import_to_checkpoint",
+    guard="tests/plugins/test_deepspeed_start.py::test_a_rank_without_a_compiler_makes_all_say_how_to_do_without",
 )
 @pytest.mark.slow
 def test_both_ranks_load_the_op_that_this_machine_has():

@@ -53,6 +53,7 @@ def brightness(page) -> float:
     return sum(numbers) / len(numbers)
 
 
+@pytest.mark.sweep(guard="tests/site/test_in_a_browser.py::test_pages_have_the_colors_that_the_reader_prefers")
 def test_no_page_is_wider_than_a_phone(page, address, built):
     page.show(375, 760, "light")
     found = {}
@@ -67,6 +68,7 @@ def test_no_page_is_wider_than_a_phone(page, address, built):
     assert found == {}
 
 
+@pytest.mark.every_push("375-dark-0-60")
 @pytest.mark.parametrize(("scheme", "least", "most"), [("light", 200, 255), ("dark", 0, 60)])
 @pytest.mark.parametrize("width", [375, 1280])
 def test_pages_have_the_colors_that_the_reader_prefers(page, address, scheme, least, most, width):
