@@ -8,8 +8,8 @@ of them, everything is done that ends a process: runs are closed, the process gr
 the working folder and the random numbers are restored.
 
 A check has processes of its own if it is called by `Conformance.checks`, if its function failed or did not end, if an
-argument is a path, or if the plugin is an instance, whose state all checks would share. Functions that measure their
-process run first, in a new one, and those in which a rank fails run last: see `run_first` and `run_last`.
+argument is a path, if the plugin is an instance, whose state all checks would share, or if one rank may refuse what
+the others do: these learn it when its process ends. See `run_alone`, `run_first` and `run_last`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from attrs import define, field, frozen
 from stratagem_testing.processes import ProcessesFailed, run_in_processes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Seconds that each function adds to the time limit of shared processes.
-_LIMIT_S = 10
+#: The time limit of shared processes, in time limits of one check. Together they take a few seconds.
+_LIMITS = 2
+
+
+def run_alone(function: _Function) -> _Function:
+    """Mark a function that one rank may refuse: it has processes of its own."""
+    function.alone = True  # type: ignore[attr-defined]
+    return function
 
 
 def run_first(function: _Function) -> _Function:
@@ -58,7 +64,8 @@ class Call:
     @property
     def may_share(self) -> bool:
         """Whether others may run in the same processes; a path belongs to a folder that the check removes."""
-        return not any(isinstance(each, Path) for each in self.arguments)
+        given = (self.function, *self.arguments)
+        return not any(isinstance(each, Path) or (callable(each) and hasattr(each, "alone")) for each in given)
 
     @property
     def turn(self) -> int:
@@ -146,7 +153,7 @@ def _run_each(calls: Sequence[Call], world_size: int, limit_s: float) -> dict[in
         with tempfile.TemporaryDirectory(prefix="stratagem-test-") as name:
             rest = calls[first:]
             with contextlib.suppress(ProcessesFailed):
-                run_in_processes(_write_in_turn, world_size, rest, Path(name), limit_s=limit_s + _LIMIT_S * len(rest))
+                run_in_processes(_write_in_turn, world_size, rest, Path(name), limit_s=_LIMITS * limit_s)
             found = list(_read(Path(name), world_size, len(rest)))
         done |= dict(enumerate(found, first))
         first += len(found) + 1  # the next one failed: its check runs it again, in processes of its own

@@ -16,6 +16,7 @@ from stratagem.api.capabilities import FULL_STATE, MULTI_PROCESS
 from stratagem.errors import StratagemError
 from stratagem_testing.conformance import Conformance, refusal
 from stratagem_testing.reference import Batch, Net, Scheduled, joined_batches, relative_difference
+from stratagem_testing.sharing import run_alone
 from stratagem_testing.training import outcome, share, train, weights_of, weights_on_all_ranks
 
 #: Can be split into equal parts for up to four ranks.
@@ -162,6 +163,7 @@ def _train(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any
     return train(rank, size, make, batches, choose | arguments)
 
 
+@run_alone
 def _train_or_refuse(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> Any:
     try:
         return train(rank, size, make, batches, choose)
@@ -169,6 +171,7 @@ def _train_or_refuse(rank: int, size: int, choose: dict[str, Any], make: Any, ba
         return f"refused: {error}"
 
 
+@run_alone
 def fit_outcome(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
     """Return what training ``make()`` raises, as `stratagem_testing.training.outcome` does."""
     return outcome(lambda: train(rank, size, make, batches, choose))
@@ -182,6 +185,7 @@ def train_and_save(rank: int, size: int, choose: dict[str, Any], make: Any, batc
     return {"weights": weights_of(trainer)}
 
 
+@run_alone
 def _save_outcome(rank: int, size: int, choose: dict[str, Any], make: Any, batches: Any) -> str:
     with tempfile.TemporaryDirectory(prefix="stratagem-test-") as folder:
         return outcome(lambda: train_and_save(rank, size, choose, make, batches, Path(folder) / "x.ckpt"))

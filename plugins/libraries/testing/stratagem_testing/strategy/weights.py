@@ -33,6 +33,7 @@ from stratagem_testing.reference import (
     train_branching_plainly,
     train_module_plainly,
 )
+from stratagem_testing.sharing import run_alone
 from stratagem_testing.strategy.base import BATCH, StrategyChecks, run_arguments
 from stratagem_testing.training import loader, outcome, train, weights_of
 
@@ -178,6 +179,7 @@ def _train_in_own_loop(
         return {"weights": {name: tensor.detach().cpu().clone() for name, tensor in state.items()}, "norms": norms}
 
 
+@run_alone
 def _own_loop_outcome(*arguments: Any) -> str:
     return outcome(lambda: _train_in_own_loop(*arguments))
 
