@@ -149,6 +149,7 @@ def pods(command, port, **more):
     return [(command, shared | {"RANK": str(rank), "PET_NODE_RANK": str(rank)}) for rank in range(2)]
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_a_script_that_contradicts_the_command_is_refused")
 @pytest.mark.parametrize("told", [{"PET_NPROC_PER_NODE": "1"}, {}])
 def test_a_world_size_as_devices_is_refused_in_every_pod(told):
     """The guide asks each pod for as many processes as all pods have together.
@@ -165,6 +166,7 @@ def test_a_world_size_as_devices_is_refused_in_every_pod(told):
     assert worlds_written() == 0
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_the_pods_of_a_manifest_train_together")
 def test_pods_train_together_with_devices_left_out():
     write_script('accelerator="cpu", strategy="ddp"')
     codes, said = together(*pods(["train.py"], free_port()))
@@ -180,6 +182,7 @@ def worlds_written():
 # --- mpirun, in place of horovodrun ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_ranks_of_mpi_train_as_one_process")
 def test_mpirun_starts_what_horovodrun_would(need):
     need("mpirun", package="openmpi-bin")
     write_script('accelerator="cpu", strategy="ddp"')

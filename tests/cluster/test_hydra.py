@@ -76,6 +76,7 @@ def test_both_ranks_share_the_folder_of_the_job(program, tmp_path):
     assert "train_rank" not in (folder / ".hydra" / "hydra.yaml").read_text()
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_hydra.py::test_both_ranks_share_the_folder_of_the_job")
 def test_an_error_of_a_rank_is_shown_with_its_cause(program):
     result = program("failing_rank=1")
 
@@ -84,6 +85,7 @@ def test_an_error_of_a_rank_is_shown_with_its_cause(program):
     assert "Connection" not in result.stderr
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_hydra.py::test_both_ranks_share_the_folder_of_the_job")
 def test_several_jobs_need_processes_that_end_with_each(program, tmp_path):
     result = program("--multirun", "lr=0.002,0.004")
     assert result.returncode == 1

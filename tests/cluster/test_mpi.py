@@ -122,8 +122,9 @@ def check_weights(results, ranks):
             assert torch.allclose(torch.tensor(found), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.every_push("2-mpirun.openmpi")
 @pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_mpi_train_as_one_process(start, starter, ranks):
     """No variable tells an address: rank 0 chooses a port, and the others find it."""
     check_weights(start(starter, ranks), ranks)

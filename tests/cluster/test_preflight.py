@@ -272,6 +272,7 @@ def lost(program):
         mute.close()
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_preflight.py::test_a_second_run_at_the_port_ends_and_the_first_goes_on")
 def test_a_port_of_another_program_is_named_on_all_ranks(lost):
     for kind, reason in {
         "answering": r"it answers b'HTTP/1\.1 400 Bad Re",

@@ -68,6 +68,7 @@ def ranks():
 # --- torchrun, and plain Python ----------------------------------------------------------------------------------
 
 
+@pytest.mark.every_push("torchrun")
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_two_processes_train_with_devices_left_out(launcher):
     done = stratagem("train.py", "--launcher", launcher, "--devices", "2", "--env", "VALUE=a b", "--", *ARGUMENTS)
@@ -86,6 +87,7 @@ def test_a_script_that_contradicts_the_command_is_refused():
     assert not list(Path.cwd().glob("rank-*"))
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_two_processes_train_with_devices_left_out")
 def test_two_agents_of_torchrun_make_two_nodes():
     """The same line on both nodes, which share this machine here."""
     (port,) = free_ports(1)
@@ -240,6 +242,7 @@ def test_a_script_that_contradicts_srun_is_refused(slurm, client):
 # --- MPI ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(guard="tests/cluster/test_mpi.py::test_ranks_of_mpi_train_as_one_process")
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_mpirun(need, program):
     need(program, package="openmpi-bin mpich")

@@ -210,8 +210,7 @@ def test_a_job_is_requeued_and_resumes_exactly(slurm, tmp_path, uninterrupted):
 
 
 @pytest.mark.sweep(guard="tests/cluster/test_slurm.py::test_a_job_is_requeued_and_resumes_exactly")
-@pytest.mark.parametrize("ckpt_path", [None, pytest.param("last", marks=pytest.mark.sweep),
-                                       pytest.param("hpc", marks=pytest.mark.sweep)])  # fmt: skip
+@pytest.mark.parametrize("ckpt_path", [None, "last", "hpc"])
 def test_tasks_of_an_array_are_requeued_on_their_own(slurm, tmp_path, uninterrupted, ckpt_path):
     """Task 0 finishes undisturbed. Each has its own folder."""
     options = LONG | {"max_steps": 30, "ckpt_path": ckpt_path}

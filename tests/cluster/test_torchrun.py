@@ -102,6 +102,7 @@ RECORD = "from torch.distributed.elastic.multiprocessing.errors import record"
 ALONE = ("--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.every_push("main()")
 @pytest.mark.parametrize("main", ["main()", RECORD + "; record(main)()"])
 def test_an_error_of_each_attempt_is_shown_and_is_in_torchruns_error_file(tmp_path, start, main):
     step = "assert not (rank == 1 and step == 1), f'sample {numbers[0]} is broken'"
@@ -265,6 +266,9 @@ def test_under_c10d_the_loss_of_the_agent_that_hosts_the_rendezvous_ends_the_oth
 # --- The guide ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(
+    guard="tests/cluster/test_torchrun.py::test_killed_workers_are_restarted_from_the_last_checkpoint_and_end_as_if_never_killed"
+)
 def test_the_script_of_the_guide_trains_and_goes_on_where_it_ended(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "torchrun.md").read_text()
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

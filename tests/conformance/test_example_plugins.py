@@ -23,6 +23,11 @@ PAGES = {
 }
 
 
+@pytest.mark.when_changed(
+    "examples/plugins/",
+    "plugins/libraries/testing/",
+    guard="tests/conformance/test_scaffolds.py::test_the_tests_of_a_new_plugin_pass_untouched",
+)
 @pytest.mark.slow
 def test_they_pass_the_kit(tmp_path):
     """As installed: importable, and their entry points on the path."""

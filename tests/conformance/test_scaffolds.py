@@ -16,7 +16,7 @@ from stratagem_devtools.scaffold import write
 ORDER = sorted(KINDS, key=lambda kind: kind == "strategy")
 
 
-@pytest.mark.every_push("precision", "checkpoint")
+@pytest.mark.every_push("precision")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ORDER)
 def test_the_tests_of_a_new_plugin_pass_untouched(kind, tmp_path):
