@@ -121,7 +121,7 @@ class SharedRun:
             call = _first_call(check)
             if call is not None and call.may_share:
                 by_size[call.world_size][name] = call
-        done = {}
+        done: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
         for size, calls in by_size.items():
             names = sorted(calls, key=lambda name: calls[name].turn)
             results = _run_each([calls[name] for name in names], size, self.limit_s) if len(calls) > 1 else {}
