@@ -138,7 +138,7 @@ def _start_through(address: bytes, script: int, prctl: Callable[..., int], envir
         process._close_pipe_fds(*arguments[10:16])
 
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
-    multiprocessing.util.spawnv_passfds = spawn
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
 def _adopted(
