@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from attrs import define, field
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stratagem.api.options import check, convert, describe, structure
@@ -125,6 +125,7 @@ def test_types_are_described_in_words():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hypothesis")
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     option=st.sampled_from([*(f.name for f in Options.__attrs_attrs__), "nothing"]),
     value=st.recursive(

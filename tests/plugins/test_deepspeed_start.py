@@ -122,7 +122,9 @@ def unlaunched():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["configuration", "3_offload"])
 def test_nothing_is_said_from_import_to_checkpoint(case, tmp_path):
-    said = [line for line in heard_of(case, tmp_path).splitlines() if "building deepspeed's cpu_adam" not in line]
+    lines = heard_of(case, tmp_path).splitlines()
+    slow = ("building deepspeed's cpu_adam", "stratagem: waiting for rank")  # what a slow machine is told
+    said = [line for line in lines if not any(each in line for each in slow)]
 
     assert [line.split(" ")[0] for line in said] == ["training", "checkpoint:"], said  # how the fit ended
 

@@ -93,13 +93,18 @@ def _run_in(
 def _note_imports(folder: Path) -> None:
     """Note what the processes have imported, of packages that this process has imported too, and of stratagem's."""
     with contextlib.suppress(OSError):
-        names = json.loads((folder / "imports").read_text())
+        names = [name for name in json.loads((folder / "imports").read_text()) if _is_harmless(name)]
         roots = {root for name in names if (root := name.partition(".")[0]) not in sys.modules}
         own = {root for root in roots if root.startswith("stratagem") or root in sys.stdlib_module_names}
         if roots <= own | _LIGHT:  # what else came with them is for the processes that need it
             _imported.update(names)
         else:
             _imported.update(name for name in names if name.partition(".")[0] not in roots)
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a module may be imported earlier than its package would: torch's compiler depends on the order."""
+    return not name.startswith("torch.") or name.startswith("torch.distributed.")
 
 
 def _import_what_children_imported() -> None:
