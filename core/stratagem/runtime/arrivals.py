@@ -153,7 +153,7 @@ def _same_device(new: Arrival, others: Iterable[Arrival]) -> ConfigError | None:
 def different_models(arrived: Iterable[Arrival]) -> str:
     """Return a note if the ranks have devices of several models, else ""."""
     models: dict[str, list[int]] = {}
-    for each in arrived:
+    for each in sorted(arrived, key=lambda arrival: arrival.rank):
         models.setdefault(each.model, []).append(each.rank)
     if len(models) < 2:
         return ""
