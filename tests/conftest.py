@@ -21,6 +21,9 @@ import selection
 #: that runs a script waits three seconds for the process that forks scripts.
 SLOW_S = 5.0
 
+#: The group of tests that import DeepSpeed, transformers or torchmetrics: seconds, and twice the time of each later fork.
+HEAVY = "heavy imports"
+
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,14 +93,11 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(config, items):
-    """Leave cases to `make test-all`, keep those of DeepSpeed on one worker, and keep the tests of one shard.
-
-    Importing DeepSpeed takes six seconds, and makes each later fork of the worker slower.
-    """
+    """Leave cases to `make test-all`, keep those of DeepSpeed on one worker, and keep the tests of one shard."""
     for item in items:
         uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
         if uses_deepspeed and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("deepspeed"))
+            item.add_marker(pytest.mark.xdist_group(HEAVY))
     selection.leave_to_test_all(items, config.getoption("--base"))
     unguarded = selection.unguarded(items) if selection.is_whole(items) else None
     config.stash[selection.UNGUARDED] = unguarded

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "unshare")
 #: Seconds between SIGTERM and SIGKILL for a job that ends.
 KILL_WAIT_S = 5
@@ -69,7 +71,7 @@ class Slurm:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="sl"))  # short: the path of munge's socket has a limit
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports = _free_ports(1 + len(self.nodes))
+        self._ports = [free_port() for _ in range(1 + len(self.nodes))]
 
     # --- Daemons -----------------------------------------------------------------------------------------------------
 
@@ -303,9 +305,3 @@ def _mount_namespace(pid: int) -> str | None:
 
 def _fields(line: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from stratagem_testing import scripts
 
 #: The script of the guides, with a module and data; each rank writes which world it was in.
@@ -58,11 +58,6 @@ def worlds():
     return [found[rank]["world"] for rank in sorted(found)]
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
 def together(*starts, limit_s=450):
     """Run commands, each with its variables, at the same time; return exit codes and what they print on stderr."""
     with ExitStack() as stack:
@@ -84,7 +79,7 @@ def together(*starts, limit_s=450):
 def test_each_node_exports_its_rank_and_starts_the_script():
     """`export MASTER_ADDR=... MASTER_PORT=... WORLD_SIZE=... NODE_RANK=...; python train.py` on two nodes."""
     write_script('accelerator="cpu", devices=2, num_nodes=2, strategy="ddp"')
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
     codes, said = together(*((["train.py"], shared | {"NODE_RANK": str(rank)}) for rank in range(2)))
 
     assert codes == [0, 0], said
@@ -94,7 +89,7 @@ def test_each_node_exports_its_rank_and_starts_the_script():
 def test_variables_of_every_process_in_the_right_order_and_as_printed():
     """A guide prints them with NODE_RANK and LOCAL_RANK exchanged."""
     write_script('accelerator="cpu", devices=2, strategy="ddp"')
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     codes, said = together(*((["train.py"], shared | {"NODE_RANK": "0", "LOCAL_RANK": str(rank)}) for rank in range(2)))
     assert codes == [0, 0], said
     assert worlds() == [[2, 2, 1]] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import textwrap
 import threading
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.manager import start_new_kernel
+
+from ports import free_port
 
 pytestmark = pytest.mark.xdist_group("notebook")
 
@@ -190,8 +191,7 @@ def test_a_launcher_that_cannot_work_names_what_works(notebook, arguments, found
 
 
 def test_an_address_that_an_earlier_fit_left_in_the_kernel_is_used_again(notebook):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     output = notebook.run(f"""
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
         _ = fit(strategy="auto", devices=2)

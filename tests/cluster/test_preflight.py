@@ -18,9 +18,13 @@ from datetime import timedelta
 
 import pytest
 
+from ports import free_port
 from stratagem.api.world import World
 from stratagem.runtime.preflight import meet
 from stratagem_testing import run_in_processes, scripts
+
+#: One worker starts the processes, once.
+pytestmark = pytest.mark.xdist_group("preflight")
 
 #: Changes what one rank is, by the first word on its command line, then connects; leaves when its input ends.
 PROGRAM = """
@@ -65,11 +69,6 @@ PROGRAM = """
         sys.stdin.read()
     run.close()
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

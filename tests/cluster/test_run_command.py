@@ -6,16 +6,15 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ports import free_port
 from stratagem_testing import scripts
 
 #: Every rank trains, and writes what it is.
@@ -68,7 +67,7 @@ def ranks():
 # --- torchrun, and plain Python ----------------------------------------------------------------------------------
 
 
-@pytest.mark.every_push("torchrun")
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_the_pods_of_a_manifest_train_together")
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_two_processes_train_with_devices_left_out(launcher):
     done = stratagem("train.py", "--launcher", launcher, "--devices", "2", "--env", "VALUE=a b", "--", *ARGUMENTS)
@@ -87,10 +86,10 @@ def test_a_script_that_contradicts_the_command_is_refused():
     assert not list(Path.cwd().glob("rank-*"))
 
 
-@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_two_processes_train_with_devices_left_out")
+@pytest.mark.sweep(guard="tests/cluster/test_run_command.py::test_the_pods_of_a_manifest_train_together")
 def test_two_agents_of_torchrun_make_two_nodes():
     """The same line on both nodes, which share this machine here."""
-    (port,) = free_ports(1)
+    port = free_port()
     words = (
         "--nodes",
         "2",
@@ -130,12 +129,6 @@ def test_ctrl_c_ends_torchrun_and_its_workers(tmp_path):
         assert not Path(f"/proc/{path.name[4:]}").exists()
 
 
-def free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
-
-
 # --- A PyTorchJob ------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +141,7 @@ def test_the_pods_of_a_manifest_train_together(tmp_path):
     spec = yaml.safe_load(printed.stdout)["spec"]
     roles = spec["pytorchReplicaSpecs"]
     nodes, per_node = sum(role["replicas"] for role in roles.values()), int(spec["nprocPerNode"])
-    (port,) = free_ports(1)
+    port = free_port()
     pods = []
     for rank, role in enumerate(["Master", "Worker"]):
         (container,) = roles[role]["template"]["spec"]["containers"]

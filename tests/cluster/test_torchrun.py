@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ports import free_port
 from stratagem_testing import scripts
 from stratagem_testing.reference import relative_difference
 
 from . import torchrun
-from .torchrun import Job, as_batch, free_port, kill
+from .torchrun import Job, as_batch, kill
 
 pytestmark = pytest.mark.xdist_group("torchrun")
 

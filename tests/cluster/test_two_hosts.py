@@ -104,7 +104,7 @@ def assert_trained(processes):
     assert lines == [f"RESULT {rank} {rank // 2} 4 True True" for rank in range(4)]
 
 
-@pytest.mark.sweep(guard="tests/cluster/test_two_hosts.py::test_a_cut_link_ends_both_hosts_and_each_names_the_other")
+@pytest.mark.sweep(guard="tests/cluster/test_two_hosts.py::test_two_hosts_train_as_one_process")
 def test_two_hosts_train_as_one_process_where_a_name_leads_to_loopback(hosts, tmp_path):
     hosts.name_hosts(hosts.hosts[0], own="127.0.1.1")
     hosts.name_hosts(hosts.hosts[1], own="127.0.1.1")
@@ -112,12 +112,11 @@ def test_two_hosts_train_as_one_process_where_a_name_leads_to_loopback(hosts, tm
     assert_trained(start(hosts, by_hand(script(tmp_path))))
 
 
-@pytest.mark.sweep(guard="tests/cluster/test_two_hosts.py::test_a_cut_link_ends_both_hosts_and_each_names_the_other")
 def test_two_hosts_train_as_one_process(hosts, tmp_path):
     assert_trained(start(hosts, by_hand(script(tmp_path))))
 
 
-@pytest.mark.sweep(guard="tests/cluster/test_two_hosts.py::test_a_cut_link_ends_both_hosts_and_each_names_the_other")
+@pytest.mark.sweep(guard="tests/cluster/test_two_hosts.py::test_two_hosts_train_as_one_process")
 @pytest.mark.parametrize("own", [None, "127.0.1.1"])
 def test_two_hosts_train_as_one_process_under_torchrun(hosts, tmp_path, own):
     for host in hosts.hosts:
@@ -126,7 +125,10 @@ def test_two_hosts_train_as_one_process_under_torchrun(hosts, tmp_path, own):
     assert_trained(start(hosts, by_torchrun(script(tmp_path, devices=""))))
 
 
-@pytest.mark.parametrize("how", [by_torchrun, pytest.param(by_hand, marks=pytest.mark.sweep)])
+@pytest.mark.sweep(
+    guard="tests/plugins/test_lost_peers.py::test_a_cut_of_five_seconds_is_survived_and_a_longer_one_names_the_peer"
+)
+@pytest.mark.parametrize("how", [by_torchrun, by_hand])
 def test_a_cut_link_ends_both_hosts_and_each_names_the_other(hosts, tmp_path, how):
     (tmp_path / "pace").touch()
     devices = OWN if how is by_hand else ""

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 import stratagem as sg
+from ports import free_port
 from stratagem.api.redaction import redact
 from stratagem.errors import ConfigError
 from stratagem.stack import lock
@@ -235,11 +236,7 @@ def _differing_without_a_hosted_store(rank, size):
 
 
 def test_also_where_rank_0_hosts_the_store(monkeypatch):
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("FREE_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("FREE_PORT", str(free_port()))
     for said in run_in_processes(_differing_without_a_hosted_store, 2, limit_s=60):
         assert "gradient_clip_val is 1.0 on rank 1" in said
 

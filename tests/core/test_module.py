@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import torch
-import torchmetrics
 
 import stratagem as sg
 from stratagem.errors import ConfigError
@@ -143,8 +142,10 @@ def test_a_hyper_parameter_that_is_not_an_argument_is_refused():
 
 class Measured(Net):
     def __init__(self):
+        from torchmetrics import MeanSquaredError
+
         super().__init__()
-        self.train_error, self.error = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
+        self.train_error, self.error = MeanSquaredError(), MeanSquaredError()
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -176,6 +177,7 @@ def _measure(rank, world_size):
     return results, float(sum(pairs)), sum(len(x) for x, _ in batches), module.seen, dict(trainer.callback_metrics)
 
 
+@pytest.mark.xdist_group("heavy imports")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_computed_over_the_epoch_and_all_ranks(world_size):
     ranks = run_in_processes(_measure, world_size)
@@ -196,11 +198,14 @@ class Updated(Measured):
 
 class Several(Net):
     def validation_step(self, batch, batch_idx):
-        self.metric = getattr(self, "metric", None) or torchmetrics.R2Score(multioutput="raw_values")
+        from torchmetrics import R2Score
+
+        self.metric = getattr(self, "metric", None) or R2Score(multioutput="raw_values")
         self.metric.update(batch[0], batch[0])
         self.log("r2", self.metric)
 
 
+@pytest.mark.xdist_group("heavy imports")
 def test_metric_objects_that_cannot_be_logged_are_told():
     with pytest.raises(ConfigError, match="MeanSquaredError that was only updated is logged on each step"):
         sg.Trainer(**QUIET).fit(Updated(), BATCHES)

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import zipfile
@@ -20,6 +19,7 @@ import torch
 from flit_core import buildapi
 
 import stratagem as sg
+from ports import free_port
 from stratagem.api.kinds import KINDS
 from stratagem.api.world import Collectives
 from stratagem.cli import main
@@ -498,11 +498,8 @@ def _fit_where_the_scheduler_says(rank, world_size, batches, port):
 def test_environment_brings_two_ranks_together(made):
     made("environment", "my_idea")
     batches = joined_batches(4, 16)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
 
-    (name, size, first), _ = run_in_processes(_fit_where_the_scheduler_says, 2, batches, port)
+    (name, size, first), _ = run_in_processes(_fit_where_the_scheduler_says, 2, batches, free_port())
 
     assert (name, size) == ("my_idea", 2)
     assert relative_difference(first, train_plainly(batches)[0]) < 1e-6

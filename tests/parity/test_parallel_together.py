@@ -108,7 +108,6 @@ PIPELINES_AT_4 = {
 
 @pytest.mark.every_push(
     "both or none-pipeline x shard, kept",
-    "one of them-pipeline x shard, zero bubble",
     "one of them-pipeline x replicate",
 )
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from stratagem_testing.checkpoint import assert_same, example
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
 
+pytestmark = pytest.mark.xdist_group("checkpoints to convert")
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"full": ".ckpt", "sharded": ".ckpt", "safetensors": ".safetensors", "dcp": ".dcp"}
 

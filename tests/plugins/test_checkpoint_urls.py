@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from ports import free_port
 from stratagem.api.paths import as_path
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.checkpoints import FullCheckpoint, ShardedCheckpoint
@@ -24,6 +24,8 @@ from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Scheduled, joined_batches, relative_difference, train_module_plainly
 from stratagem_testing.training import outcome, share, weights_of
 
+pytestmark = pytest.mark.xdist_group("one server")
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 FORMATS = {"sharded": ShardedCheckpoint, "full": FullCheckpoint}
 #: The smallest part of an object, in bytes.
@@ -34,9 +36,7 @@ PART = 5 * 2**20
 def server():
     """The address of an S3 server on this machine."""
     importlib.import_module("s3fs")  # seconds: once here, and not in each process that a test forks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -157,7 +157,7 @@ def test_with_manual_optimization(strategy):
     assert min(graphs) > 0
 
 
-@pytest.mark.every_push("steps in ddp")
+@pytest.mark.sweep(guard="tests/plugins/test_compile.py::test_training_is_the_same")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "wanted"), [("ddp", {}), (FSDP, {"mode": "default"})], ids=["steps in ddp", "units of fsdp"]

@@ -16,15 +16,12 @@ import torch
 import stratagem as sg
 from stratagem.api.options import option_types, structure
 from stratagem.errors import ConfigError
-from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, joined_batches
-from stratagem_testing.training import train, weights_on_all_ranks
-
-pytest.importorskip("deepspeed")
-
 from stratagem_deepspeed import ds_config
 from stratagem_deepspeed.engine_config import engine_config, micro_batch_size
 from stratagem_deepspeed.options import DeepSpeedOptions
+from stratagem_testing import run_in_processes
+from stratagem_testing.reference import Net, joined_batches
+from stratagem_testing.training import train, weights_on_all_ranks
 
 pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 

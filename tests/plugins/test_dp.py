@@ -13,11 +13,11 @@ from collections import namedtuple
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
+from ports import free_port
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDP2Strategy, DPStrategy
 from stratagem_testing import run_in_processes, scripts
@@ -359,8 +359,10 @@ class Measured(Net):
     """Accuracy of the sign, computed by an object that collects."""
 
     def __init__(self, where):
+        from torchmetrics.classification import BinaryAccuracy
+
         super().__init__()
-        self.accuracy, self.where = torchmetrics.classification.BinaryAccuracy(), where
+        self.accuracy, self.where = BinaryAccuracy(), where
 
     def validation_step(self, batch, batch_idx):
         out = self(batch[0])
@@ -377,6 +379,7 @@ class Measured(Net):
         self.log("accuracy", self.accuracy)
 
 
+@pytest.mark.xdist_group("heavy imports")
 def test_an_object_that_collects_does_so_at_the_end_of_a_step():
     (metrics,) = trainer_of(3).validate(Measured("end"), UNEVEN)
     with torch.no_grad():
@@ -385,6 +388,7 @@ def test_an_object_that_collects_does_so_at_the_end_of_a_step():
     assert metrics["accuracy"] == pytest.approx(sum(right) / len(right))
 
 
+@pytest.mark.xdist_group("heavy imports")
 @pytest.mark.parametrize("where", ["update", "call", "log"])
 def test_an_object_that_collects_is_refused_in_a_part(where):
     with pytest.raises(ConfigError, match="a step used a BinaryAccuracy.*validation_step_end"):
@@ -695,13 +699,9 @@ print(trainer.global_rank, trainer.world_size, trainer.global_step, trainer.effe
 
 @pytest.mark.slow
 def test_two_launched_nodes_start_one_process_each(tmp_path):
-    import socket
-
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     nodes = [
         scripts.Popen(
             [sys.executable, str(script)], env=os.environ | meeting | {"NODE_RANK": str(node)}, cwd=tmp_path,

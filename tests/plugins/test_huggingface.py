@@ -18,9 +18,7 @@ from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Frozen, Net, joined_batches, relative_difference
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.xdist_group("heavy imports")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu",
@@ -38,6 +36,9 @@ class Chat(sg.Module):
     """A small Llama with tied weights, and adapters."""
 
     def __init__(self, seed=0, adapters=True, rank=4, second=False, **lora_options):
+        import peft
+        import transformers
+
         super().__init__()
         self.save_hyperparameters()
         with torch.random.fork_rng(), warnings.catch_warnings():
@@ -121,7 +122,9 @@ def test_adapters_train_as_in_plain_pytorch(request, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_tied_weights_train_whole_and_generate_in_validation(name):
-    trained = fit(name, adapters=False, kind=transformers.BatchEncoding)
+    from transformers import BatchEncoding
+
+    trained = fit(name, adapters=False, kind=BatchEncoding)
 
     assert relative_difference(trained, plainly(Chat(adapters=False))) < 1e-5
 
@@ -241,10 +244,11 @@ class Reader(Net):
 
 
 def _read(rank, world_size, streams):
-    rows = datasets.Dataset.from_dict({"x": torch.rand(12, 16).tolist(), "name": ["n"] * 12, "index": range(12)})
-    if streams:
-        from datasets.distributed import split_dataset_by_node
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
 
+    rows = Dataset.from_dict({"x": torch.rand(12, 16).tolist(), "name": ["n"] * 12, "index": range(12)})
+    if streams:
         rows = rows.remove_columns("name").to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=4)
         loader = DataLoader(split_dataset_by_node(rows, rank, world_size).with_format("torch"), batch_size=2)
     else:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from ports import free_port
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem_testing import run_in_processes, scripts
 
@@ -119,9 +120,7 @@ def _hand_started(rank, world_size, port):
 
 
 def test_processes_started_by_hand_listen_at_loopback_and_the_environment_is_as_before():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    (first, *variables), (second, *_) = run_in_processes(_hand_started, 2, port)
+    (first, *variables), (second, *_) = run_in_processes(_hand_started, 2, free_port())
 
     assert len(first) > len(second) >= 2
     assert {*first, *second} == {"127.0.0.1"}

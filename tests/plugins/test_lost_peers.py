@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import stratagem as sg
+from ports import free_port
 from stratagem_peer_diagnosis.endpoints import probe
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
@@ -95,7 +96,7 @@ def _stop_the_host_of_the_store(rank, world_size, port):
 
 @pytest.mark.slow
 def test_a_stopped_rank_that_hosts_the_store_is_named():
-    _, said = run_in_processes(_stop_the_host_of_the_store, 2, _free_port(), limit_s=2 + GRACE_S)
+    _, said = run_in_processes(_stop_the_host_of_the_store, 2, free_port(), limit_s=2 + GRACE_S)
 
     assert said.startswith("PeerError: rank 1 has heard nothing from rank 0 (")
     assert "can be reached" in said
@@ -183,16 +184,11 @@ def _hear_from_all_and_die():
 @pytest.mark.slow
 def test_a_killed_rank_that_hosts_the_store_is_named_also_by_a_rank_that_is_late_to_notice():
     """No report can be left: a rank that ends at once would be taken for lost, too."""
-    status, first, second = run_in_processes(_lose_the_host_of_the_store, 3, _free_port(), limit_s=3 + GRACE_S)
+    status, first, second = run_in_processes(_lose_the_host_of_the_store, 3, free_port(), limit_s=3 + GRACE_S)
 
     assert status == -signal.SIGKILL
     for said in (first, second):
         assert f"lost its connection: rank 0 ({socket.gethostname()}, 127.0.0.1) is gone" in said
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # --- Cut off -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ import torch
 from attrs import define
 
 import stratagem as sg
+from ports import free_port
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy
 from stratagem_testing import run_in_processes, scripts
@@ -21,8 +21,7 @@ from stratagem_testing import run_in_processes, scripts
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    return free_port()
 
 
 TRAINERS = """

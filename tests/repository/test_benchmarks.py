@@ -80,7 +80,9 @@ def test_every_benchmark_exists_and_has_its_place_in_the_docs():
         assert f"<!-- {name} -->" in page, name
 
 
-@pytest.mark.sweep(guard="tests/repository/test_benchmarks.py::test_a_benchmark_that_fails_is_shown")
+@pytest.mark.sweep(
+    guard="tests/repository/test_benchmarks.py::test_every_benchmark_exists_and_has_its_place_in_the_docs"
+)
 @pytest.mark.slow
 def test_one_command_runs_a_benchmark_and_writes_its_tables(tmp_path):
     command = [sys.executable, "benchmarks/run.py", "--quick", "--only", "imports", "--out", str(tmp_path)]
@@ -91,6 +93,10 @@ def test_one_command_runs_a_benchmark_and_writes_its_tables(tmp_path):
     assert "<svg" in (tmp_path / "results.html").read_text()
 
 
+@pytest.mark.when_changed(
+    "benchmarks/",
+    guard="tests/repository/test_benchmarks.py::test_every_benchmark_exists_and_has_its_place_in_the_docs",
+)
 @pytest.mark.slow
 def test_a_benchmark_that_fails_is_shown(tmp_path, monkeypatch):
     broken = benchmarks.Benchmark("broken", quick=("--no-such-option",))

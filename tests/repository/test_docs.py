@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from ports import free_port
 from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, joined_batches, part, relative_difference, train_plainly
 
@@ -415,8 +415,7 @@ def test_the_variables_for_other_engines_make_a_run(tmp_path):
         "run = sg.Run(devices=2, accelerator='cpu', strategy='ddp')\n"
         "run.launch(lambda run: print(run.collectives.all_gather_object(run.rank)))\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environments = [os.environ | names["variables"](rank, 2, "127.0.0.1", port) for rank in range(2)]
     processes = [
         subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True)

@@ -22,7 +22,11 @@ def size(picture: Path) -> tuple[int, int]:
     return struct.unpack(">II", picture.read_bytes()[16:24])
 
 
-@pytest.mark.every_push("digits_unsure")
+@pytest.mark.when_changed(
+    "examples/",
+    "docs/gallery",
+    guard="tests/repository/test_gallery.py::test_the_code_of_the_page_is_that_of_the_script",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_draws_its_picture(name, tmp_path):

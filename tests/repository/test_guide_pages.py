@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from ports import free_port
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes, scripts
 
@@ -296,11 +297,6 @@ def test_a_checkpoint_overwrites_a_file_at_its_path_and_no_folder(names, tmp_pat
 
 
 # --- Several machines --------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def on_two_nodes(commands: list[list], folder: Path, variables: list[dict[str, str]]) -> list[str]:

@@ -31,7 +31,6 @@ import itertools
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -53,12 +52,15 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import stratagem as sg
+from ports import free_port
 from standing_ranks import StandingRanks
 from stratagem.callbacks import ModelCheckpoint
 from stratagem.cli import main
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDPStrategy, FSDPStrategy
 from stratagem_testing import run_in_processes, scripts
+
+pytestmark = pytest.mark.xdist_group("ranks of guides")
 
 QUIET = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False}
 KEEPS_NOTHING = QUIET | {"enable_checkpointing": False}
@@ -1180,12 +1182,6 @@ PYTHON = [sys.executable, "train.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def start(command, **variables):
     """Start `command` in a folder with train.py."""
     Path("train.py").write_text(SCRIPT)
@@ -1235,7 +1231,7 @@ def test_a_script_is_started_and_trains_and_tests_on_two_processes(command):
 @pytest.mark.slow
 def test_a_script_is_started_on_two_machines_by_hand():
     command = [*PYTHON, "--strategy", "ddp", "--devices", "2", "--num_nodes", "2"]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
     machines = [start(command, NODE_RANK=str(node), **meeting) for node in (0, 1)]
     said = output(*machines)
 
@@ -1246,7 +1242,7 @@ def test_a_script_is_started_on_two_machines_by_hand():
 
 @pytest.mark.slow
 def test_every_process_is_started_by_hand():
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     command = [*PYTHON, "--strategy", "ddp", "--devices", "2"]
     said = output(*(start(command, LOCAL_RANK=str(rank), **meeting) for rank in (0, 1)))
 

@@ -104,6 +104,10 @@ def test_what_the_page_calls_the_same_exists_and_what_it_calls_refused_does_not(
     assert sum(len(same) + len(differs) for same, differs in page.values()) > 300
 
 
+@pytest.mark.when_changed(
+    "docs/lightning-api.md", "tests/repository/test_lightning_api.py",
+    guard="tests/repository/test_lightning_api.py::test_what_the_page_calls_the_same_exists_and_what_it_calls_refused_does_not",
+)  # fmt: skip
 @pytest.mark.slow
 def test_the_page_has_every_name_of_the_installed_lightning(tmp_path):
     folder = environment(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "stratagem")

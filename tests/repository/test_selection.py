@@ -147,7 +147,7 @@ def test_costs_count_processes_and_their_cpu_seconds(project):
 
     (row,) = map(json.loads, (project / "costs.jsonl").read_text().splitlines())
     assert (row["class"], row["programs"], row["forks"]) == ("new programs", 1, 0)
-    assert row["cpu"] >= 0.5
+    assert row["cpu"] > 0.4  # a clock that counts hundredths
 
 
 FLAKY = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from stratagem_testing import scripts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -301,11 +302,6 @@ def compared(text: str, folder: str = "/home/me") -> str:
     text = re.sub(r"0x[0-9a-f]+", "0x0", text)
     text = re.sub(r"(?<![\w.])\d[\d.]*\d|(?<![\w.])\d", "0", text)
     return " ".join(text.split()).replace("0%", "0 %")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def variables(heading: str, port: int) -> dict[str, str]:
