@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import stratagem as sg
-from ports import free_port
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem_testing import run_in_processes, scripts
 
@@ -120,6 +119,8 @@ def _hand_started(rank, world_size, port):
 
 
 def test_processes_started_by_hand_listen_at_loopback_and_the_environment_is_as_before():
+    from ports import free_port  # not above: the programs of other tests import this module
+
     (first, *variables), (second, *_) = run_in_processes(_hand_started, 2, free_port())
 
     assert len(first) > len(second) >= 2
