@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stratagem_testing import CommHookConformance
 
 
@@ -29,6 +31,7 @@ class TestPowerSGD(CommHookConformance):
     training_tolerance = 5e-2
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_comm_hooks.py::TestPowerSGD")
 class TestPowerSGDFromTheFirstStep(CommHookConformance):
     """Without a memory of earlier steps there is nothing to wait for."""
 
@@ -51,6 +54,7 @@ class TestInt8(CommHookConformance):
     training_tolerance = 1e-2
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_comm_hooks.py::TestInt8")
 class TestInt8WithoutFeedback(CommHookConformance):
     plugin = {"name": "int8", "error_feedback": False}  # noqa: RUF012
     tolerance = 2e-2

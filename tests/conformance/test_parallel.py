@@ -19,6 +19,7 @@ class TestTensor(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestPipeline(StrategyConformance):
     plugin = "pipeline_parallel"
     world_sizes = (2,)
@@ -30,13 +31,13 @@ class TestContext(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestPipeline")
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
 class TestSequential(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (1, 2)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestPipeline")
+@pytest.mark.sweep(guard="tests/conformance/test_parallel.py::TestTensor")
 class TestSequentialReplicated(StrategyConformance):
     plugin = "ddp_sequential"
     world_sizes = (4,)
@@ -60,6 +61,7 @@ class TestShards(StrategyConformance):
     world_sizes = (2,)
 
 
+@pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
 class TestExperts(WithExperts):
     plugin = "expert_parallel"
     world_sizes = (2,)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from typing import ClassVar
 
+import pytest
+
 from stratagem import World
 from stratagem_testing import (
     AcceleratorConformance,
@@ -65,6 +67,7 @@ class TestShardedCheckpoint(CheckpointConformance):
     plugin = "sharded"
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
 class TestShardedCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "sharded", "async_save": True}
 
@@ -81,10 +84,12 @@ class TestDCPCheckpoint(CheckpointConformance):
     plugin = "dcp"
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
 class TestSafetensorsCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "safetensors", "async_save": True}
 
 
+@pytest.mark.sweep(guard="tests/conformance/test_the_rest.py::TestFullCheckpointInTheBackground")
 class TestDCPCheckpointInTheBackground(CheckpointConformance):
     plugin: ClassVar = {"name": "dcp", "async_save": True}
 

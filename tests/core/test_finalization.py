@@ -134,7 +134,7 @@ def test_an_object_with_del_that_a_global_name_holds_is_finalized_at_once(tmp_pa
     assert "deleted\n" in output(tmp_path, "Noticed()")
 
 
-@pytest.mark.every_push("unopened()-False")
+@pytest.mark.sweep(guard="tests/core/test_finalization.py::test_objects_with_finalizers_in_cycles_are_finalized")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "frozen"), [("NotInstalled()", True), ("NotInstalled", True), ("unopened()", False)])
 def test_objects_that_cannot_be_asked_cause_no_error_at_the_end(tmp_path, kept, frozen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -180,6 +181,7 @@ def _measure(rank, world_size):
 @pytest.mark.xdist_group("heavy imports")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_computed_over_the_epoch_and_all_ranks(world_size):
+    importlib.import_module("torchmetrics")  # seconds: once here, and not in each process
     ranks = run_in_processes(_measure, world_size)
     exact = sum(squares for _, squares, *_ in ranks) / sum(count for _, _, count, *_ in ranks)
     for results, _, _, seen, metrics in ranks:

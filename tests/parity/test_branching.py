@@ -112,6 +112,7 @@ def test_what_trains_ranks_that_differ_equals_one_process():
                 assert relative_difference(weights, plain) < 1e-6, (name, make)
 
 
+@pytest.mark.sweep(guard="tests/parity/test_branching.py::test_what_trains_ranks_that_differ_equals_one_process")
 @pytest.mark.slow
 def test_lossy_hooks_keep_the_gradients_of_different_layers_apart():
     first, second = run_in_processes(_train_all, 2, LOSSY, limit_s=450)

@@ -162,7 +162,7 @@ def test_two_stages_train_as_one_process(schedule):
     _check(2, Gpt, {"pipeline": 2} | OPTIONS[schedule])
 
 
-@pytest.mark.every_push("gpipe")
+@pytest.mark.sweep(guard="tests/parity/test_parallel_pipeline.py::test_two_stages_train_as_one_process")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_four_stages_train_as_one_process(schedule):

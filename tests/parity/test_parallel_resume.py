@@ -86,7 +86,7 @@ def _both(rank, world_size, layouts, path, batch, arguments):
     return found
 
 
-@pytest.mark.every_push("2-within a window", "2-in the background", "4-within an epoch")
+@pytest.mark.every_push("2-within a window", "2-in the background")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "arguments"),

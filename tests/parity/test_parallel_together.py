@@ -117,6 +117,7 @@ def test_pipelines_and_another_axis(mesh, part):
     _check(4, _double(StackedGPT), PIPELINES_AT_4[mesh], TEXTS, train_plainly, PARTS[part])
 
 
+@pytest.mark.sweep(guard="tests/parity/test_parallel_together.py::test_pipelines_and_another_axis")
 def test_pipelines_of_parts_of_sequences_count_targets_of_all():
     texts_of_other_lengths = [
         (ids, following.masked_fill(torch.arange(12) > (torch.arange(8)[:, None] + index) % 11, -100))

@@ -178,7 +178,7 @@ def _peak_of_gathering(rank, ranks, checkpoint, strategy, folder):
     return peak
 
 
-@pytest.mark.every_push("safetensors-tensor")
+@pytest.mark.sweep(guard="tests/plugins/test_checkpoint_memory.py::test_memory_of_saving_and_loading")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 @pytest.mark.parametrize("checkpoint", ["full", "safetensors"])

@@ -107,7 +107,7 @@ def test_training_is_the_same(strategy, wanted, accumulate, max_norm):
     assert min(graphs) > 0
 
 
-@pytest.mark.every_push("pipeline", "replicate")
+@pytest.mark.every_push("replicate")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",

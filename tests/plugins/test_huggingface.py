@@ -132,7 +132,7 @@ def test_tied_weights_train_whole_and_generate_in_validation(name):
 # --- Checkpoints -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_push("fsdp-single-full", "deepspeed-fsdp-full", "fsdp-deepspeed-full", "ddp-deepspeed-full")
+@pytest.mark.every_push("fsdp-single-full", "deepspeed-fsdp-full")
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["full", "part"])
 @pytest.mark.parametrize(
@@ -271,7 +271,9 @@ def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):
 # --- Examples ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_push("peft_lora-loss ([\\\\d.]+), 8 tensors-3.4-one process")
+@pytest.mark.when_changed(
+    "examples/", guard="tests/plugins/test_huggingface.py::test_adapters_train_as_in_plain_pytorch"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--strategy", "fsdp", "--devices", "2"]], ids=["one process", "fsdp"])
 @pytest.mark.parametrize(

@@ -131,6 +131,9 @@ def test_torchrun_decides_and_the_script_starts_nothing_itself(tmp_path):
     assert result.stdout.splitlines() == EXPECTED
 
 
+@pytest.mark.sweep(
+    guard="tests/plugins/test_launchers.py::test_every_launcher_trains_as_one_process_and_tests_in_the_same_script"
+)
 @pytest.mark.slow
 def test_a_module_run_with_m_is_run_again_with_m(tmp_path):
     script(tmp_path, "ddp")

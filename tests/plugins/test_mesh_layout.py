@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -15,7 +14,7 @@ import stratagem as sg
 from stratagem.api import Mesh, hookimpl
 from stratagem.api.layout import AxisMessages, Layout, RankLayout, Slot, Timeline
 from stratagem_report.pictures import MeshPicture, TimelinePicture
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Net, data, joined_batches
 from stratagem_testing.training import QUIET, loader, share
 
@@ -143,7 +142,7 @@ def explained(tmp_path, options, *arguments):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(options={"name": "parallel", **options}))
     command = [sys.executable, "-m", "stratagem", "explain", *arguments, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return scripts.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.sweep(guard="tests/plugins/test_mesh_layout.py::test_explain_as_json_has_the_mesh")

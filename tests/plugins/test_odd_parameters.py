@@ -261,7 +261,7 @@ def _fit(rank, size, strategy, folder):
     return results
 
 
-@pytest.mark.every_push("fsdp", "local_sgd")
+@pytest.mark.every_push("fsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_odd_parameters(name, tmp_path):

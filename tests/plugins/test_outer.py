@@ -452,6 +452,7 @@ def _stop_and_resume(rank, size, stacks, make, folder):
     return found
 
 
+@pytest.mark.every_push("2-stacks0-AdamNormalized")
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stacks", "make"), [(2, STACKS, AdamNormalized), (4, STACKS_OF_FOUR, Adam)])
 def test_the_same_processes_resume_between_two_meetings_as_if_they_had_never_stopped(size, stacks, make, tmp_path):

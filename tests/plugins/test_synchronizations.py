@@ -115,7 +115,7 @@ def test_a_step_of_several_processes_waits_for_nothing():
     _check(cases, 2, 0)
 
 
-@pytest.mark.every_push("bf16-mixed")
+@pytest.mark.sweep(guard="tests/plugins/test_synchronizations.py::test_a_step_of_several_processes_waits_for_nothing")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_step_with_a_comm_hook_waits_for_nothing(precision):

@@ -418,7 +418,7 @@ def test_the_variables_for_other_engines_make_a_run(tmp_path):
     port = free_port()
     environments = [os.environ | names["variables"](rank, 2, "127.0.0.1", port) for rank in range(2)]
     processes = [
-        subprocess.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True)
+        scripts.Popen([sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, text=True)
         for environment in environments
     ]
 

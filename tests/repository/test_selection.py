@@ -161,6 +161,7 @@ def test_passes_the_second_time():
 """
 
 
+@pytest.mark.every_push("3")
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_than_two_tests_that_pass_only_when_run_again_fail_the_run(project, count):
     for number in range(count):
