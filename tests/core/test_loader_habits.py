@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 
@@ -196,6 +198,28 @@ def test_a_step_passes_options_to_the_optimizer(module):
 def test_options_that_a_precision_would_drop_are_refused(module):
     with pytest.raises(ConfigError, match="optimizer.step got scale, and .*16-mixed.* steps the optimizer"):
         fit(module(), loaders=[[torch.ones(1, 2)]], max_epochs=1, precision="16-mixed")
+
+
+class FromWorkers(Data):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader([torch.ones(2)] * 2, 1, num_workers=1, persistent_workers=True)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_workers_that_persist_end_with_the_call_and_with_their_loader(every):
+    class Counting(Net):
+        def on_train_epoch_start(self):
+            workers.append(len(multiprocessing.active_children()))
+
+    workers, before = [], len(multiprocessing.active_children())
+    trainer = fit(Counting(), FromWorkers(), max_epochs=3, reload_dataloaders_every_n_epochs=every)
+    assert workers == [before, before if every else before + 2, before if every else before + 2]
+    assert len(multiprocessing.active_children()) == before
+    trainer.validate(datamodule=FromWorkers())
+    assert len(multiprocessing.active_children()) == before
 
 
 def test_options_of_log_that_lightning_has_say_what_to_do_instead():

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -294,6 +294,16 @@ class _Buffers:
             for name, copy in copies.items():
                 if not buffers[name].is_meta:
                     buffers[name].copy_(copy)
+
+
+def end_workers(loaders: Iterable[Any]) -> None:
+    """End the processes of loaders with `persistent_workers`.
+
+    Loaders and their trainer refer to each other. Collected as garbage, each process would take five seconds to end.
+    """
+    for loader in loaders:
+        if getattr(loader, "persistent_workers", False) and not hasattr(loader, "state_dict"):
+            loader._iterator = None
 
 
 def agreed_size(size: float, run: Context, name: str) -> float:

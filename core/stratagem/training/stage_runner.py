@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from stratagem.runtime import state_io
 from stratagem.runtime.preflight import agree
 from stratagem.runtime.step_module import keep_uncompiled
 from stratagem.training import lightning_names, restarts, trainer_state
-from stratagem.training.batches import ResumableBatches, agreed_size
+from stratagem.training.batches import ResumableBatches, agreed_size, end_workers
 from stratagem.training.custom_step import forget_custom_methods, use_custom_methods
 from stratagem.training.datamodule import DataModule
 from stratagem.training.empty_loaders import warn_of_empty_loaders
@@ -72,10 +73,16 @@ class StageRunner:
                 result = self._evaluate(self.request.stage)
         finally:
             forget_custom_methods(self.run)
+            self._end_workers()
         for part in (self.module, self.request.datamodule):
             if part is not None and _defines(part, "teardown"):
                 part.teardown(self.request.stage)
         return result
+
+    def _end_workers(self) -> None:
+        """End the processes of the loaders of this request."""
+        batches = self.state.train_batches
+        end_workers([*itertools.chain(*self.state.loaders.values()), batches and batches.loader])
 
     def _facts(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
@@ -231,6 +238,7 @@ class StageRunner:
         self.loaders_epoch, position.epoch = due, due
         try:
             self.train_loader = None
+            self._end_workers()
             self._make_fit_loaders()
             self.use_loader(self.train_loader)
         finally:
@@ -243,6 +251,7 @@ class StageRunner:
         state = self.state
         self._size_epochs(loader)
         assert state.train_batches is not None
+        end_workers([state.train_batches.loader])
         state.train_batches.use(loader, state.num_training_batches)
 
     def _size_epochs(self, loader: Any) -> None:
