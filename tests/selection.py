@@ -24,12 +24,25 @@ UNGUARDED = pytest.StashKey[list[str] | None]()
 
 
 def leave_to_test_all(items: list[pytest.Item], base: str | None) -> None:
-    """Mark as `sweep` the cases that `every_push` does not name, and those of packages that did not change."""
+    """Mark as `sweep` the cases that `every_push` does not name, and those of packages that did not change.
+
+    Checks of the kit are left with the largest world size of their class.
+    """
     for item in items:
         unchosen = any(not _names(item) & set(marker.args) for marker in item.iter_markers("every_push"))
         folders = [folder for marker in item.iter_markers("when_changed") for folder in marker.args]
-        if unchosen or (folders and not any(path.startswith(tuple(folders)) for path in changed_files(base))):
+        if (
+            unchosen
+            or _has_a_larger_world(item)
+            or (folders and not any(path.startswith(tuple(folders)) for path in changed_files(base)))
+        ):
             item.add_marker(pytest.mark.sweep)
+
+
+def _has_a_larger_world(item: pytest.Item) -> bool:
+    """Whether a check of the kit also runs in more processes than `item` does."""
+    size = item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
+    return size is not None and size < max(getattr(item.cls, "world_sizes", [0]))
 
 
 def _names(item: pytest.Item) -> set[str]:

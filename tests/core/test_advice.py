@@ -131,6 +131,7 @@ def texts(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_commands_that_messages_name_exist():
     every = [text for path in sources() for text in texts(path)]
     named = {command for text in every for command in re.findall(r"`stratagem ([a-z]+(?: [a-z]+)?)", text)}
@@ -145,6 +146,7 @@ def test_commands_that_messages_name_exist():
             assert stopped.value.code == 0, command
 
 
+@pytest.mark.slow
 def test_plugins_that_messages_tell_to_choose_exist():
     every = {(path.name, text) for path in sources() for text in texts(path)}
     checked = 0

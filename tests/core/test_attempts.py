@@ -51,6 +51,7 @@ def test_a_rank_that_died_while_it_waited_leaves_nothing_that_counts(hosted):
         assert set(_attempt(world, [1, 2])) == set(first.result())
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_died_leaves_ranks_that_the_next_one_tells_another_generation(hosted):
     world, _ = hosted
     with ThreadPoolExecutor(1) as threads:
@@ -64,6 +65,7 @@ def test_a_rank_0_that_died_leaves_ranks_that_the_next_one_tells_another_generat
     assert orphan.result()[0] not in generations
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_world_of_another_size_gets_no_answer(hosted):
     world, _ = hosted
     with ThreadPoolExecutor(1) as threads:

@@ -222,6 +222,7 @@ def _several_buckets(rank, world_size, batches):
     return train(rank, world_size, Net, batches, {"strategy": strategy, "comm_hook": [Twice()], "accelerator": "cpu"})
 
 
+@pytest.mark.slow
 def test_phases_do_not_mix_up_on_three_ranks():
     batches = joined_batches(20, 24)
 
@@ -309,6 +310,7 @@ def _traffic(rank, world_size):
     return {key: (count.calls, count.payload, count.wire) for key, count in counts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_counted_by_collective_and_sender(world_size):
     payload = 2 * 4 * 4 + 2 * 4
@@ -363,6 +365,7 @@ def test_a_message_of_a_callers_own_is_not_taken_for_one_of_send_recv():
     assert found == [([1.0] * 2, [11.0] * 3), ([0.0] * 2, [10.0] * 3)]
 
 
+@pytest.mark.slow
 def test_collectives_may_be_among_some_of_the_ranks():
     results = run_in_processes(_collectives, 4)
 
@@ -387,6 +390,7 @@ def _searching(rank, world_size, batches):
     return train(rank, world_size, Net, batches, {"strategy": strategy, "comm_hook": [Twice()], "accelerator": "cpu"})
 
 
+@pytest.mark.slow
 def test_phases_do_not_cross_what_ddp_sends_after_the_last_bucket():
     batches = joined_batches(60, 16)
 

@@ -84,6 +84,7 @@ COMPLETED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.every_push(
     "import stratagem as sg\\nclass Mine(sg.Module):\\n    def training_step(self, batch, batch_idx):\\n        self.log(|-expected2"
 )

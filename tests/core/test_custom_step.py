@@ -79,6 +79,7 @@ def _train(rank, world_size, strategy, accumulate, arguments):
     return weights_of(trainer), module.norms, module.zeroed, trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("single_device-1-arguments6-0.01-1", "fsdp-2-arguments8-0.01-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(

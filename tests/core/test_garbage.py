@@ -65,6 +65,7 @@ def test_plugin_options_in_code(target, value):
     assert said == "made" or option in said or kind in said or name in said
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(target=st.sampled_from([t for t in targets() if t[0] != "callback"]), text=st.text(max_size=12))

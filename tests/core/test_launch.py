@@ -75,6 +75,7 @@ def test_a_rank_that_connects_before_the_store_starts_waits_for_it():
     RendezvousStore(port=store.port).close()
 
 
+@pytest.mark.slow
 def test_a_port_is_taken_from_the_beginning_and_given_back():
     store = RendezvousStore()
     with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{store.port} .* choose another MASTER_PORT"):
@@ -432,6 +433,7 @@ def test_an_address_that_no_machine_can_have_is_refused_at_once(address):
         rendezvous.check_address(world, limit_s=60)
 
 
+@pytest.mark.slow
 def test_a_name_that_cannot_be_resolved_is_told_while_nodes_wait(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "_resolve", lambda *_: "Name or service not known")
     monkeypatch.setattr(probe, "FIRST_NOTICE_S", 0.5)

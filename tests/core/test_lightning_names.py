@@ -178,6 +178,7 @@ def live(tmp_path, module, datamodule=None, **arguments):
     return trainer
 
 
+@pytest.mark.slow
 def test_every_method_of_a_module_is_called_or_refused(tmp_path):
     seen = {}
     refused = {name for name in OLD_MODULE_API if name in lightning_names.MODULE}

@@ -58,6 +58,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(loader_wait, "_AFTER_S", 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "advice"),
     [
@@ -74,6 +75,7 @@ def test_a_slow_loader_is_named_once(loader, advice):
     assert advice in said
 
 
+@pytest.mark.slow
 def test_a_fast_loader_is_not():
     assert fit(DataLoader(Rows(0.0), batch_size=1)) == ""
     assert fit(DataLoader(Rows(0.002), batch_size=1, num_workers=1)) == ""

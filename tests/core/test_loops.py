@@ -149,6 +149,7 @@ def test_no_rank_waits_for_a_loss_that_does_not_come(strategy, value):
         assert "training_step returned" in said
 
 
+@pytest.mark.slow
 def test_all_ranks_may_lack_a_loss_together():
     for said in run_in_processes(_together, 2):
         assert ["training_step returned" in each for each in said[:3]] == [True] * 3

@@ -344,6 +344,7 @@ def strategy_on_two(tmp_path_factory):
         return run_in_processes(_use_strategy, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("value-3")
 @ONE_PAIR
 @pytest.mark.parametrize("accumulate", WINDOWS)

@@ -213,6 +213,7 @@ def test_two_different_wishes_for_one_part_are_refused():
         sg.Trainer(max_epochs=1, activation_checkpointing=again, **QUIET).fit(model, batches)
 
 
+@pytest.mark.slow
 def test_both_names_for_it_are_refused_under_fsdp():
     strategy = {"name": "fsdp", "activation_checkpointing_policy": {Block}}
 

@@ -37,6 +37,7 @@ def _train(rank, world_size, strategy, options):
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("{'momentum': None}-ddp_sharded", "{'affine': False}-fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp_sharded"])
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)

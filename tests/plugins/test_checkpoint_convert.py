@@ -74,6 +74,7 @@ def test_everything_that_a_state_may_hold_survives_the_round(tmp_path):
     assert_same(torch.load(tmp_path / "5.ckpt", weights_only=True), example())
 
 
+@pytest.mark.slow
 def test_consolidate_makes_one_file_for_torch_load(written, tmp_path):
     path = tmp_path / "one.ckpt"
     assert main(["checkpoint", "consolidate", str(written / "sharded.ckpt"), str(path)]) == 0
@@ -85,6 +86,7 @@ def test_consolidate_makes_one_file_for_torch_load(written, tmp_path):
 # --- Other programs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_alone_are_what_other_libraries_expect(written, tmp_path):
     path = tmp_path / "model.safetensors"
     assert main(["checkpoint", "convert", str(written / "sharded.ckpt"), str(path), "--weights-only"]) == 0

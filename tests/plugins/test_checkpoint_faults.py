@@ -202,6 +202,7 @@ def test_two_runs_that_save_to_one_path_at_once(tmp_path):
     assert value_of(path) == 2
 
 
+@pytest.mark.slow
 def test_two_runs_that_write_one_file_leave_one_of_them_whole(tmp_path):
     path = tmp_path / "x.ckpt"
     context = multiprocessing.get_context("fork")

@@ -216,6 +216,7 @@ def _gathered_twice(rank, ranks, checkpoint, folder):
     return wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["full", "safetensors"])
 def test_what_others_gathered_is_copied_before_a_background_save(checkpoint, tmp_path):
     wanted, _ = run_in_processes(_gathered_twice, 2, checkpoint, str(tmp_path))
@@ -382,6 +383,7 @@ def _save_and_read_shards(rank, ranks, path):
     return [name for name in whole if not torch.equal(whole[name], state[name])], left, list(state), whole
 
 
+@pytest.mark.slow
 def test_shards_are_read_by_two_processes_and_by_one(tmp_path):
     from stratagem.stack.formats import read_any
 
@@ -398,6 +400,7 @@ def test_shards_are_read_by_two_processes_and_by_one(tmp_path):
 # --- Mapped files ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parts_of_a_file_are_mapped_and_released(tmp_path):
     path, size = tmp_path / "numbers", 3 * SEGMENT
     numbers = torch.arange(size // 4, dtype=torch.int32)

@@ -76,6 +76,7 @@ def _statistics(rank, world_size, checkpoint, path):
     return {name: value.clone() for name, value in trainer.module.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("sharded")
 @pytest.mark.parametrize("checkpoint", ["sharded", "full", "dcp"])
 def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
@@ -85,6 +86,7 @@ def test_what_differs_between_ranks_is_rank_0s(checkpoint, tmp_path):
     assert all(torch.equal(saved[name], value) for name, value in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 def test_each_rank_writes_its_part_and_all_of_it_once(strategy, tmp_path):
@@ -161,6 +163,7 @@ def test_shards_of_a_few_bytes(precision, world_size, tmp_path):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_form_that_was_not_chosen_is_recognised(tmp_path):
     batches = joined_batches(8, 24)
     run_in_processes(_write, 2, "fsdp", "sharded", batches[:4], tmp_path / "x.ckpt")
@@ -338,6 +341,7 @@ def _load_into_another(rank, world_size, path):
     return outcome(lambda: trainer.fit(Other(), share(trainer, joined_batches(2, 24)), ckpt_path=path))
 
 
+@pytest.mark.slow
 def test_another_architecture_is_told_by_name_and_shape(tmp_path):
     run_in_processes(_write, 2, "fsdp", "sharded", joined_batches(2, 24), tmp_path / "x.ckpt")
 

@@ -49,6 +49,7 @@ def test_verify_tells_whole_from_damaged(written, capsys):
     assert "does not exist" in lines[2]
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(written, capsys):
     content = written.read_bytes()
     generator = torch.Generator().manual_seed(0)

@@ -191,6 +191,7 @@ def test_a_store_that_fails_in_mid_upload_leaves_the_old_one(checkpoint, victim,
         assert uploads == 0, "parts were left that nobody sees and somebody pays for"
 
 
+@pytest.mark.slow
 def test_nobody_there_is_one_sentence(monkeypatch):
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(name, value)

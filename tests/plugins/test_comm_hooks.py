@@ -623,6 +623,7 @@ def test_what_the_device_skipped_is_counted_when_that_is_known(monkeypatch):
         assert all(bool(tensor.isfinite().all()) for tensor in result["weights"].values())
 
 
+@pytest.mark.slow
 def test_a_stack_skips_what_overflows_below():
     batches = joined_batches(4, 16)
     batches[2][1].mul_(1e6)
@@ -631,6 +632,7 @@ def test_a_stack_skips_what_overflows_below():
         assert [result["used"] for result in results] == [[0, 1, 3], [0, 1, 3]]
 
 
+@pytest.mark.slow
 def test_it_is_an_error_where_that_is_asked_for():
     hooks = [chosen(name, nonfinite="error") for name in LOSSY]
     for hook, results in poison(hooks, poisoned(joined_batches(5, 16), 3, math.nan)):
@@ -648,6 +650,7 @@ def test_a_window_of_accumulation_is_skipped_as_a_whole():
         assert relative_difference(weights_on_all_ranks(list(results)), without) < 1e-3
 
 
+@pytest.mark.slow
 def test_several_optimizers_by_hand_skip_theirs():
     batches = joined_batches(5, 16)
 
@@ -657,6 +660,7 @@ def test_several_optimizers_by_hand_skip_theirs():
         assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
+@pytest.mark.slow
 def test_a_precision_that_scales_the_loss_decides_itself():
     batches = poisoned(joined_batches(5, 16), 3, math.nan)
     hooks = ["int8", {"name": "int8", "nonfinite": "error"}]
@@ -956,6 +960,7 @@ def _on_another_machine(rank, world_size, name):
     return "trained"
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("powersgd")
 @pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
 def test_low_rank_factors_are_refused_on_ranks_that_compute_otherwise(name):

@@ -329,6 +329,7 @@ def test_a_model_that_is_built_without_values():
     assert all(graphs > 0 and all(value.isfinite().all() for value in weights.values()) for weights, graphs in results)
 
 
+@pytest.mark.slow
 def test_what_the_docs_show():
     page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
     first, second, third = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -451,6 +452,7 @@ def test_units_that_are_layers_of_torch():
         fit({}, strategy=InTwo())
 
 
+@pytest.mark.slow
 def test_layers_of_torch_are_compiled_where_they_are_named():
     assert fit({"modules": {nn.Linear}})[2]
 

@@ -84,6 +84,7 @@ def _fit(rank, world_size, options):
     return train(rank, world_size, Net, joined_batches(12, 24), {"strategy": strategy, "accelerator": "cpu"})
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("options2-0.2")
 @pytest.mark.parametrize(
     ("options", "tolerance"),

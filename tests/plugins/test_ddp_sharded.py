@@ -59,6 +59,7 @@ def _resumed(rank, world_size, path):
     return module.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_optimizer_state_that_exists_from_the_beginning_is_the_owners(world_size, tmp_path):
@@ -163,6 +164,7 @@ def _trained(rank, world_size, makes):
     return weights
 
 
+@pytest.mark.slow
 def test_gradients_that_come_in_pieces_or_not_at_all_train_as_in_one_process():
     makes = (Recomputed, Decayed)
     for weights in run_in_processes(_trained, 2, makes):

@@ -127,6 +127,7 @@ def test_what_one_rank_does_not_use_ends_all_ranks_with_its_sentence(first):
     assert f"rank 1 failed with ConfigError: {sentence}" in there
 
 
+@pytest.mark.slow
 def test_of_accumulated_batches_the_one_that_sends_has_to_reach_all():
     for said in fit(SkipsTheEnd(last=0), num_batches=2, accumulate_grad_batches=2):
         assert not isinstance(said, str), said

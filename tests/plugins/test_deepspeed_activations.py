@@ -185,6 +185,7 @@ def _outcome(world_size, make, strategy):
     return ended, [str(warning.message) for warning in caught if "had no effect" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_what_cannot_work_or_has_no_effect_is_an_error():
     without_effect = {"name": "deepspeed", "stage": 2, "partition_activations": True}
     cases = [

@@ -92,6 +92,7 @@ def _all_refused(rank, world_size, strategy):
     return {sentence: outcome(lambda make=make: train(world_size, make, strategy)) for make, sentence in models.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
 def test_what_cannot_be_trained_is_refused_on_all_ranks(strategy):
     for said in run_in_processes(_all_refused, 2, strategy, limit_s=360):
@@ -105,6 +106,7 @@ def _empty(rank, world_size):
     return [relative_difference(train(world_size, Empty, f"deepspeed_stage_{stage}"), expected) for stage in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_parameter_without_elements_is_trained_beside_below_stage_3():
     for distances in run_in_processes(_empty, 2, limit_s=360):
         assert max(distances) < 1e-6
@@ -126,6 +128,7 @@ def _counted(rank, world_size):
     return look.found
 
 
+@pytest.mark.slow
 def test_the_summary_counts_whole_parameters_at_stage_3():
     size = sum(parameter.numel() for parameter in Net().parameters())
 
@@ -170,6 +173,7 @@ def _pets_without_zero(rank, world_size):
     return relative_difference(*weights)
 
 
+@pytest.mark.slow
 def test_stage_0_averages_what_each_rank_used():
     for distance in run_in_processes(_pets_without_zero, 2):
         assert distance < 1e-6
@@ -195,6 +199,7 @@ def _scheduled(rank, world_size, stage):
     return rates, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_scheduler_of_torch_is_made_on_the_prepared_optimizer(stage):
     for rates, said in run_in_processes(_scheduled, 2, stage):

@@ -51,6 +51,7 @@ def optimizers_in_two_places(rank, world_size):
     return None
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_the_configuration_goes_first():
     first, second = run_in_processes(optimizers_in_two_places, 2)
 
@@ -67,6 +68,7 @@ def save(rank, world_size, folder):
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_whole_is_converted_too(tmp_path):
     weights = run_in_processes(save, 2, tmp_path)[0]
     convert(tmp_path / "whole.ckpt", tmp_path / "one.ckpt")

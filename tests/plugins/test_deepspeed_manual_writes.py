@@ -226,6 +226,7 @@ def _own_loop(rank, world_size, stage):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_set_in_a_loop_of_ones_own_are_refused(stage):
     for said in run_in_processes(_own_loop, 2, stage):

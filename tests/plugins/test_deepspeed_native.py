@@ -261,6 +261,7 @@ def _own_loop(rank, world_size, path, stage):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_loop_of_ones_own_goes_back(stage, tmp_path):
     for losses in run_in_processes(_own_loop, 2, tmp_path / "x.ds", stage):
@@ -463,6 +464,7 @@ def _fill_up(rank, world_size, path):
     return said, left, same, replaced
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_old_one(tmp_path):
     for said, left, same, replaced in run_in_processes(_fill_up, 2, tmp_path / "x.ds"):
         assert said[0].startswith(("refused: rank 1 failed", "refused: "))
@@ -474,6 +476,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path):
         assert replaced
 
 
+@pytest.mark.slow
 def test_only_its_own_is_removed_or_written_over(written, foreign, tmp_path):
     own, others = tmp_path / "own.ds", tmp_path / "others"
     shutil.copytree(written(2)[0], own)
@@ -545,6 +548,7 @@ def test_a_program_consolidates(written, tmp_path):
     assert len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_file_holds_the_weights_that_training_ended_with(written, stage, tmp_path):
     path, results = written(stage)
@@ -563,6 +567,7 @@ def test_one_file_holds_the_weights_that_training_ended_with(written, stage, tmp
     assert trainer.global_step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "prefix"), [(2, ""), (3, "_forward_module.")])
 def test_folders_of_other_programs_are_consolidated(stage, prefix, tmp_path):
     """Stages 2 and 3 by a plain script, with what a trainer keeps beside the weights."""
@@ -609,6 +614,7 @@ def _without_frozen(rank, world_size, path):
     return said, torch.equal(frozen, Varied().net[2].weight), steps
 
 
+@pytest.mark.slow
 def test_what_is_frozen_can_be_left_out(tmp_path):
     from stratagem_deepspeed import convert_zero_checkpoint_to_fp32_state_dict as convert
 
@@ -636,6 +642,7 @@ def _from_whole_weights(rank, world_size, path, shards):
     return found, _resume(rank, world_size, strategy, shards)
 
 
+@pytest.mark.slow
 def test_whole_weights_alone_are_taken_at_stage_3(written, tmp_path):
     trainer = sg.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Varied(), BATCHES)
@@ -681,6 +688,7 @@ def _lossy(rank, world_size):
     return said
 
 
+@pytest.mark.slow
 def test_what_would_be_lost_is_refused():
     for forgotten, changed, exists in run_in_processes(_lossy, 2):
         assert "net.2.weight" in forgotten

@@ -271,6 +271,7 @@ def _refusals(rank, world_size, cases, folder):
     return found
 
 
+@pytest.mark.slow
 def test_buffers_that_could_not_work_are_refused_before_training(disk):
     cases = [
         (Wide, PARAMETERS | {"params_buffer_size": 262_144}),

@@ -216,6 +216,7 @@ def _one_after_the_other(rank, world_size):
     return weights
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_talks_over_a_new_group():
     results = run_in_processes(_one_after_the_other, 2)
 
@@ -377,18 +378,21 @@ def _answer(rank, world_size, folder, path=None, includes="here"):
     return tiny(folder, includes).load().answer()
 
 
+@pytest.mark.slow
 def test_two_ranks_that_want_an_op_at_once_build_it_once(tmp_path, capfd):
     assert run_in_processes(_answer, 2, tmp_path) == [42, 42]
     assert capfd.readouterr().err.count("building deepspeed's tiny") == 1
     assert not (tmp_path / "tiny" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_built_op_needs_no_compiler_in_another_environment(tmp_path):
     run_in_processes(_answer, 1, tmp_path)
 
     assert run_in_processes(_answer, 2, tmp_path, tmp_path / "empty", "elsewhere") == [42, 42]
 
 
+@pytest.mark.slow
 def test_an_op_of_other_versions_is_built_again(tmp_path, capfd):
     run_in_processes(_answer, 1, tmp_path)
     (tmp_path / "tiny" / "built-by-stratagem").write_text("torch-1.0")

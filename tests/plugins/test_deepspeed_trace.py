@@ -166,6 +166,7 @@ def _penalized(rank, world_size, gathers):
     return outcome(lambda: train(world_size, lambda: Penalty(None), strategy(gathers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_gradients_are_refused(world_size, gathers):

@@ -73,6 +73,7 @@ def test_the_same_values_under_every_strategy_at_every_number_of_processes(strat
         assert relative_difference(weights, reference) < 1e-6
 
 
+@pytest.mark.slow
 def test_configure_model_builds_without_values_where_parameters_are_sharded():
     batches = joined_batches(4, 24)
     reference, _ = run_in_processes(_train_late, 1, "single_device", batches, True)[0]

@@ -477,6 +477,7 @@ def test_what_would_be_lost_or_cannot_be_joined_is_refused(what, message):
         trainer_of(2).fit(Strange(what), UNEVEN)
 
 
+@pytest.mark.slow
 def test_compiled_modules_and_recomputation_are_refused():
     with pytest.raises(ConfigError, match="Net is compiled, and 2 devices of one process run copies of it"):
         trainer_of(2).fit(torch.compile(Net()), BATCHES)

@@ -334,6 +334,7 @@ def test_what_was_trained_is_saved_and_goes_on(tmp_path, capsys):
     assert all(torch.equal(value, plain[name]) for name, value in module.state_dict().items())
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_alike_save_together(tmp_path):
     assert {name for name, _ in run_in_processes(_fail, 2, str(tmp_path), None)} == {"KeyError"}
     made = trainer(tmp_path, logger=False)
@@ -444,6 +445,7 @@ def test_predictions_are_kept_and_written_on_the_cpu(tmp_path, monkeypatch, inte
     assert value["score"][0].device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_predictions_are_written_by_each_rank(tmp_path):
     def predict(rank, world_size, folder, interval):
         writer = PredictionWriter(dirpath=folder, write_interval=interval)

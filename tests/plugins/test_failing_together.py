@@ -104,6 +104,7 @@ def _unused(rank, world_size, strategy):
     return "nothing"
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_explained_and_the_alias_helps():
     for said in run_in_processes(_unused, 2, "ddp"):
         assert 'choose strategy="ddp_find_unused_parameters_true"' in said

@@ -1034,6 +1034,7 @@ def offered_by_fish(scripts, tmp_path_factory, need):
     return answered(["fish", "-c"], scripts["fish"], questions, tmp_path_factory.mktemp("fish"))
 
 
+@pytest.mark.slow
 @pytest.mark.every_push(
     "fit run.yaml --trainer.strategy=fsdp --trainer.strategy.cpu",
     "test run.yaml --trainer.strategy ddp --trainer.strategy.cpu",

@@ -112,6 +112,7 @@ def _wrapped_by_hand(rank, world_size, strategy, batches, path):
     return units, weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("policy1-units1")
 @pytest.mark.parametrize(
     ("policy", "units"),
@@ -171,6 +172,7 @@ def _tied_refused(rank, world_size, options):
     return outcome(lambda: fit(world_size, {"name": "fsdp", **options}, Tied(), joined_batches(2, 24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": {nn.Sequential}}])
 def test_tied_parameters_stay_one_within_a_unit(options):
     torch.manual_seed(0)
@@ -233,6 +235,7 @@ def _ranks_that_hold_the_whole(rank, world_size, strategy, checkpoint):
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("ddp_sharded")
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded"])
 def test_only_the_rank_that_writes_holds_the_whole_state(strategy, tmp_path, monkeypatch):
@@ -345,6 +348,7 @@ def test_checkpoints_move_between_strategies_and_world_sizes(tmp_path, writer, r
         assert relative_difference(weights, whole) < 1e-6
 
 
+@pytest.mark.slow
 def test_its_file_is_read_by_plain_torch(tmp_path):
     batches = joined_batches(4, 24)
     run_in_processes(_write, 2, "fsdp", batches, tmp_path / "x.ckpt")
@@ -419,6 +423,7 @@ def _trained_three_times(rank, world_size, batches):
     return weights_of(fit(world_size, "fsdp", module, batches[4:]))
 
 
+@pytest.mark.slow
 def test_a_module_that_an_earlier_trainer_sharded_trains_on():
     batches, plain = joined_batches(6, 24), Net()
     for part in (batches[:2], batches[2:4], batches[4:]):  # each fit begins with a new optimizer
@@ -428,6 +433,7 @@ def test_a_module_that_an_earlier_trainer_sharded_trains_on():
         assert relative_difference(weights, plain.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("strategy1")
 @pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "shard": 2}])
 def test_a_closed_run_leaves_no_process_group(strategy):

@@ -226,6 +226,7 @@ def _replicas(rank, size):
     return outcome(lambda: trainer.fit(module, share(trainer, joined_batches(2, 24))))
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_refused_though_each_agrees_within():
     for said in run_in_processes(_replicas, 4, limit_s=180):
         assert said.startswith(f"refused: {HEAD}ranks 0, 1 came to 'cat'; ranks 2, 3 came to 'dog'"), said

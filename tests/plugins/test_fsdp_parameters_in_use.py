@@ -232,6 +232,7 @@ def _with_attention(rank, world_size, policy):
     return _fit(world_size, {"auto_wrap_policy": policy}, Attention(), joined_batches(4, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("linear")
 @pytest.mark.parametrize("policy", [{nn.Linear}, {nn.MultiheadAttention, nn.Linear}], ids=["linear", "and attention"])
 def test_attention_is_sharded_as_a_whole(policy):

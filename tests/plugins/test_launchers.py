@@ -152,6 +152,7 @@ def forked(batches, callbacks=(), **arguments):
     return trainer, DataLoader(TensorDataset(x, y), 8)
 
 
+@pytest.mark.slow
 def test_weights_optimizer_position_and_metrics_come_home():
     batches = joined_batches(10, 16)
     trainer, loader = forked(batches)
@@ -226,6 +227,7 @@ def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
     assert (len(seen), len(set(seen))) == (48, 48)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("fork-ddp")
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("fork", "ddp"), ("fork", "ddp_sharded"), ("fork", "fsdp"), ("spawn", "ddp")]
@@ -264,6 +266,7 @@ def test_tied_parameters_and_buffers_on_the_meta_device_are_returned_with_values
     assert model.net[0].weight.note == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("sharded-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "fsdp"])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
@@ -299,6 +302,7 @@ def test_a_checkpoint_saved_at_home_equals_the_one_saved_abroad(tmp_path):
     assert [name for name in home if home[name] != abroad[name]] == []
 
 
+@pytest.mark.slow
 def test_another_module_does_not_get_the_optimizer_that_came_home(tmp_path):
     trainer, loader = forked(joined_batches(2, 16))
     trainer.fit(Net(), loader)
@@ -340,6 +344,7 @@ def raise_config_error():
     raise ConfigError("this is 1", expected="2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_root_error_and_its_rank_are_raised_not_the_broken_connections(rank):
     trainer, loader = forked(joined_batches(10, 16))
@@ -380,6 +385,7 @@ def test_a_hanging_sibling_is_ended():
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("0")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_subprocess_shows_the_root_traceback_once_and_exits_with_1(tmp_path, rank):
@@ -416,6 +422,7 @@ def test_subprocess_ends_a_rank_0_that_is_stuck(tmp_path):
     assert_gone(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_error_after_fit_on_one_rank_is_reported_too(tmp_path):
     after = "assert trainer.global_rank == 0, 'after the fit'"
     result = run([sys.executable, script(tmp_path, "ddp", after=after)])
@@ -502,6 +509,7 @@ def finish(process, tmp_path, limit_s=180):
     return process.returncode, output, errors
 
 
+@pytest.mark.slow
 def test_signals_wait_while_a_process_is_spawned(tmp_path):
     parent = """
         class Bytes:
@@ -640,6 +648,7 @@ def test_a_store_begins_after_the_last_fork(tmp_path):
     assert (code, output) == (0, "[False, False]\n"), errors
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("ForkLauncher")
 @pytest.mark.parametrize("launcher", ["ForkLauncher", "SpawnLauncher"])
 def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path, launcher):
@@ -656,12 +665,14 @@ def test_sigterm_reaches_the_processes_before_the_parent_exits_with_143(tmp_path
     assert (code, output, errors) == (143, "tidy\ntidy\n", "")
 
 
+@pytest.mark.slow
 def test_leaving_the_program_in_main_leaves_it_in_the_parent(tmp_path):
     process = bare(tmp_path, "sys.exit(0)", "ForkLauncher", parent='launch(); print("not reached")')
 
     assert finish(process, tmp_path) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path):
     parent = """
         import multiprocessing.context as context

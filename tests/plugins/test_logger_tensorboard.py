@@ -236,6 +236,7 @@ def test_a_resumed_run_continues_the_curves_of_its_version(tmp_path):
     assert scalars(folder, "train_loss") == scalars(whole.logger.log_dir, "train_loss")
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_where_the_first_stopped(tmp_path):
     trainer = fit(tmp_path)
     trainer.max_epochs = 2

@@ -161,6 +161,7 @@ def _call_differently(rank, world_size):
     return said
 
 
+@pytest.mark.slow
 def test_different_calls_are_refused_on_all_ranks_and_never_mix():
     reductions = {"all_reduce() (", "torch.float64", "torch.Size([5])", "'max'"}
     for said in run_in_processes(_call_differently, 2):

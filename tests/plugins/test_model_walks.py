@@ -76,6 +76,7 @@ def walks(rank, world_size, strategy, options):
     return [line for line in lines if "stratagem" in line.rpartition("site-packages")[2] and __file__ not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("tensor", "deepspeed_stage_1", "deepspeed_stage_2")
 @pytest.mark.parametrize("case", CASES)
 def test_no_line_of_stratagem_walks_over_the_modules_in_a_step(case):

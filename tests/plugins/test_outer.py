@@ -255,6 +255,7 @@ def test_teams_of_two_equal_copies_with_twice_the_batch():
         assert relative_difference(weights, Copies(2).train(BATCHES, meet()).average()) < 1e-6, name
 
 
+@pytest.mark.slow
 def test_meeting_after_every_step_is_data_parallel_training():
     """With SGD: parameters that took one step each have the average of the steps."""
     reference = Copies(1).train(BATCHES, lambda step, models: None).average()
@@ -274,6 +275,7 @@ class Different(Net):
         self.register_buffer("constants", torch.cat([numbers, torch.tensor([float("-inf")])]))
 
 
+@pytest.mark.slow
 def test_all_begin_with_the_first_ones_model_and_constants_stay_as_they_are():
     cases = {
         "local_sgd": ({"name": "local_sgd", "period": 3}, Different, {}),
@@ -287,6 +289,7 @@ def test_all_begin_with_the_first_ones_model_and_constants_stay_as_they_are():
         assert relative_difference(weights, Copies(3).train(BATCHES, averaging(period)).average()) < 1e-6
 
 
+@pytest.mark.slow
 def test_coarse_pseudo_gradients_end_near_exact_ones():
     cases = {word: ({"name": "diloco", "period": 2, "compress": word}, Net, {}) for word in ("fp16", "int8")}
     exact = Copies(3).train(BATCHES, outer_steps(2)).average()
@@ -305,6 +308,7 @@ def _int8_mean(rank, size, messages):
         return [mean_in_int8(message[rank].clone(), run.collectives) for message in messages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_average_in_8_bits_is_the_same_everywhere_and_near(size):
     numbers = torch.randn(size, 1000, generator=torch.Generator().manual_seed(0))
@@ -324,6 +328,7 @@ def _several_optimizers(rank, size, strategies):
     return {name: train(rank, size, Gan, BATCHES, {"strategy": strategy}) for name, strategy in strategies.items()}
 
 
+@pytest.mark.slow
 def test_modules_that_step_by_hand_meet_between_batches():
     """A batch is a step, whatever it steps: parameters must not change under a graph that is at hand."""
     strategies = {"local_sgd": {"name": "local_sgd", "period": 4}, "every batch": {"name": "decentralized"}}
@@ -473,6 +478,7 @@ def _fit_twice(rank, size, strategies):
     return found
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_from_the_average():
     """Where the period and the outer step stood; an averaging round that was under way is over."""
     on_the_way = {}
@@ -551,6 +557,7 @@ def _sizes(rank, size, folder):
     return sizes
 
 
+@pytest.mark.slow
 def test_what_each_process_has_of_its_own_can_be_left_out(tmp_path):
     (whole, small), _ = run_in_processes(_sizes, 2, tmp_path)
 
@@ -575,6 +582,7 @@ def _continue_by_hand(rank, size):
         return torch.load(folder / "three.ckpt", weights_only=True)["state_dict"] if rank == 0 else None
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_saves_the_average():
     weights, _ = run_in_processes(_continue_by_hand, 2)
 
@@ -647,6 +655,7 @@ def _post_local(rank, size, cases):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("2-1")
 @pytest.mark.parametrize(("size", "subgroup"), [(2, 1), (4, 2)])
 def test_gradients_are_averaged_by_all_then_by_subgroups_and_parameters_now_and_then(size, subgroup):
@@ -678,6 +687,7 @@ def _post_local_by_default(rank, size, nodes):
     return result | {"said": [str(each.message) for each in warned if "subgroup" in str(each.message)]}
 
 
+@pytest.mark.slow
 def test_by_default_a_subgroup_is_the_processes_of_a_node_as_in_torch():
     one_node = run_in_processes(_post_local_by_default, 2, 1)
     plain, norms = train_module_plainly(Net(), BATCHES)
@@ -783,6 +793,7 @@ def _two_modules(rank, size):
         return outcome(lambda: run.setup(second, second.configure_optimizers()))
 
 
+@pytest.mark.slow
 def test_two_modules_in_a_loop_of_ones_own_are_refused():
     for said in run_in_processes(_two_modules, 2):
         assert "expected one module in a run" in said
@@ -793,6 +804,7 @@ def _short(rank, size):
         train(rank, size, Net, BATCHES[:3], {"strategy": "diloco"})
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_a_period_is_told():
     run_in_processes(_short, 2)
 

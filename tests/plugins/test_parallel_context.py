@@ -711,6 +711,7 @@ def _along(rank, world_size):
     return refused, (plain.calls, plain.steps.item(), plain.seen), list(trainer.callback_metrics), noisy.calls
 
 
+@pytest.mark.slow
 def test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused(capfd):
     for refused, counts, logged, calls in run_in_processes(_along, 2):
         for name, message in refused.items():

@@ -625,6 +625,7 @@ def _mapping(rank, world_size):
     return outcome(lambda: _trainer().fit(TakesMapping(), batches))
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_a_mapping():
     assert run_in_processes(_mapping, 2) == ["nothing"] * 2
 
@@ -834,6 +835,7 @@ def _failing(rank, world_size, make, options):
     _trainer(options=options).fit(make(), joined_batches(2, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "options", "found"), REFUSED_ON_ONE, ids=lambda each: getattr(each, "__name__", None))
 def test_what_one_rank_finds_ends_all(make, options, found):
     with pytest.raises(AssertionError, match=found):

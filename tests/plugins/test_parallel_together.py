@@ -292,6 +292,7 @@ def _fit_augmented(rank, world_size, since):
     return outcome(lambda: trainer.fit(Net(), DataLoader(Augmented(rank, since), 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("since", [0, 4])
 def test_ranks_of_one_tensor_axis_that_read_different_samples_are_refused(since):
     for text in run_in_processes(_fit_augmented, 2, since):

@@ -315,6 +315,7 @@ def _all(rank, world_size):
     }
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_trains_with_gloos_options_and_leaves_none(strategy):

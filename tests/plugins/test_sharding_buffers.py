@@ -126,11 +126,13 @@ def test_half_gradients_are_reduced_to_the_bits_of_gloo(dtype):
     assert run_in_processes(reduced, 3, "AVG", 600_000, dtype) == [(True, True, 3 * 600_000 * 2)] * 3
 
 
+@pytest.mark.slow
 def test_an_operation_that_gloo_does_not_have_is_its_error():
     with pytest.raises(ProcessesFailed, match=r"ReduceOp\.BAND"):
         run_in_processes(reduced, 2, "BAND", 300_000)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_of_units_of_a_megabyte_have_the_bits_of_fsdp2_alone(world_size):
@@ -151,6 +153,7 @@ class Sends(Model):
         return loss
 
 
+@pytest.mark.slow
 def test_messages_of_a_users_own_are_not_taken_for_those_of_units():
     assert run_in_processes(by_trainer, 2, Sends) == [[[11.0] * 3] * STEPS, [[10.0] * 3] * STEPS]
 
@@ -159,5 +162,6 @@ def by_parallel(rank, world_size):
     return by_trainer(rank, world_size, name="parallel", shard=world_size)
 
 
+@pytest.mark.slow
 def test_losses_of_a_mesh_that_shards_have_the_bits_of_fsdp2_alone():
     assert run_in_processes(by_parallel, 2) == run_in_processes(by_hand, 2)

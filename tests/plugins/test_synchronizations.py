@@ -70,6 +70,7 @@ def _check(cases, world_size, limit):
             assert max(steps) <= limit, f"{name}: {steps} {where}"
 
 
+@pytest.mark.slow
 def test_a_step_of_one_process_waits_for_nothing():
     plain = {"strategy": "single_device"}
     cases = {

@@ -86,6 +86,7 @@ def _wait_for(store, key):
         pass
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_in_order_is_not_lost():
     before, answers, in_order, lost, sure, lost_too, sure_too = run_in_processes(_leave, 2)[0]
 

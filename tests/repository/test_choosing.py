@@ -14,6 +14,7 @@ from stratagem_testing.reference import Net, joined_batches
 PAGE = (Path(__file__).parents[2] / "docs" / "choosing-a-strategy.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_snippets_about_choosing_a_strategy_run(tmp_path):
     samples = [(x, y) for x, y in zip(*joined_batches(1, 32)[0], strict=True)]
     names = {

@@ -226,11 +226,13 @@ def test_the_comm_hook_of_the_docs_is_short_and_passes_the_kit(tmp_path, monkeyp
             check()
 
 
+@pytest.mark.slow
 def test_the_snippets_about_testing_run():
     for source in snippets("docs/testing-a-plugin.md"):
         exec(source, {"__name__": "snippet"})
 
 
+@pytest.mark.slow
 def test_the_snippets_about_waiting_run():
     for source in snippets("docs/synchronization.md"):
         exec(source, {"__name__": "snippet"})
@@ -269,6 +271,7 @@ def test_the_snippets_about_training_run(tmp_path, capsys):
     assert "val_loss" in output
 
 
+@pytest.mark.slow
 def test_the_snippets_about_sharding_run(tmp_path):
     for result in run_in_processes(_sharding_snippets, 2, tmp_path):
         assert result == [2, 2]
@@ -359,6 +362,7 @@ def _folder_snippets(rank, world_size, folder):
     return names["trainer"].global_step, names["weights"], trained
 
 
+@pytest.mark.slow
 def test_the_snippets_about_tuning_run():
     for steps, strategy in run_in_processes(_tuning_snippets, 2):
         assert steps == [4, 4]

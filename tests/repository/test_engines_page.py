@@ -138,6 +138,7 @@ def _trains(rank, world_size, code):
     return trainer.global_step, type(trainer.strategy).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("--plugins ddp_sharded")
 @pytest.mark.parametrize(("code", "condition", "today"), TRAINED, ids=[case[0] for case in TRAINED])
 def test_what_trains_trains(code, condition, today):

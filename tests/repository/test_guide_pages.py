@@ -112,6 +112,7 @@ def test_the_step_of_the_loop_of_your_own_skips_the_scheduler_where_fp16_overflo
 # --- Callbacks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_callbacks_of_the_guide_have_the_effects_that_it_describes(names, tmp_path):
     used, function, written, average, lines, later = snippets("callbacks.md")
     exec(used, names)
@@ -206,6 +207,7 @@ def write_texts(folder: Path) -> None:
         (folder / f"{number}.txt").write_text("\n".join(" ".join(map(str, row)) for row in rows))
 
 
+@pytest.mark.slow
 def test_the_loaders_of_the_guide_are_read(names, tmp_path):
     write_texts(tmp_path)
     plain, module, stream, several, pairs, growing = snippets("data.md")
@@ -408,6 +410,7 @@ def test_a_search_without_a_library_finds_the_best_of_three(names):
 # --- First steps on GPUs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_steps_on_gpus_train_on_the_cpu_where_there_is_none(names, tmp_path):
     for number, source in enumerate(snippets("first-gpu.md")):
         alone = source.replace('strategy="ddp", ', 'strategy="ddp", devices=1, accelerator="auto", ')

@@ -609,6 +609,7 @@ def _recomputed_by_hand(rank, world_size):
     return counts
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_is_applied_by_hand(ranks):
     assert ranks(_recomputed_by_hand) == [[4, 2], [4, 2]]
 
@@ -735,6 +736,7 @@ def _keep_three(rank, world_size):
     return checkpoint.best_model_path, trainer.module.at_its_best
 
 
+@pytest.mark.slow
 def test_the_three_best_are_kept_and_loaded_for_inference(ranks):
     (best, weights), _ = ranks(_keep_three)
     model = MyModel.load_from_checkpoint(best)
@@ -747,6 +749,7 @@ def test_the_three_best_are_kept_and_loaded_for_inference(ranks):
     assert model(torch.zeros(1, 32)).shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_resuming_a_ddp_run_from_its_last_checkpoint_goes_on(ranks):
     ranks(_keep_three)
     trainer = sg.Trainer(callbacks=[ModelCheckpoint(dirpath="kept/", save_last=True)], **QUIET | {"max_epochs": 6})
@@ -789,6 +792,7 @@ def test_a_module_saves_every_so_many_batches(ranks):
     assert torch.load("checkpoint_step_1.ckpt", weights_only=True)["state_dict"].keys() == MyModel().state_dict().keys()
 
 
+@pytest.mark.slow
 def test_saving_where_a_rank_is_zero_works_alone_and_is_refused_among_others(monkeypatch):
     sg.Trainer(**KEEPS_NOTHING).fit(SavesOnOneRank())
     assert Path("checkpoint_step_0.ckpt").exists()

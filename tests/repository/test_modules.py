@@ -23,6 +23,7 @@ def test_no_module_is_longer_than_450_lines():
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
+@pytest.mark.slow
 def test_modules_import_each_other_without_cycles():
     """Imports for annotations count: a reader follows them too."""
     modules = {dotted(path): path for path in sources()}

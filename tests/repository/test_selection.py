@@ -84,6 +84,7 @@ def collected(project, *arguments):
     return re.findall(r"^tests/.*::(\S+)$", ended.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     chosen = ["test_grid[a]", "test_grid[c]", "test_check", "test_other", "test_early", "test_late"]
     assert collected(project) == chosen
@@ -101,6 +102,7 @@ def test_every_promise_has_a_test_in_make_test(pytestconfig):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_hold_all_cases(project):
     shards = [collected(project, "--shard", f"{number}/3") for number in (1, 2, 3)]
 
@@ -108,6 +110,7 @@ def test_shards_are_disjoint_and_hold_all_cases(project):
     assert not any({"test_grid[a]", "test_grid[c]"} & set(shard) == {"test_grid[a]"} for shard in shards)
 
 
+@pytest.mark.slow
 def test_a_promise_without_a_guard_is_named(project):
     good = pytest_in(project, "--collect-only", "--promises=promises.md")
     assert good.returncode == 0, good.stdout
@@ -129,6 +132,7 @@ def test_a_promise_without_a_guard_is_named(project):
     assert "test_check has the guard tests/test_grid.py::Gone::test_check, which `make test` does not run" in bad.stderr
 
 
+@pytest.mark.slow
 def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert collected(project, "--changed") == []
 
@@ -137,6 +141,7 @@ def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert collected(project, "--changed") == ["test_early"]
 
 
+@pytest.mark.slow
 def test_costs_count_processes_and_their_cpu_seconds(project):
     (project / "tests" / "test_uses.py").write_text(
         "import subprocess, sys\n\n\ndef test_busy():\n"
@@ -161,6 +166,7 @@ def test_passes_the_second_time():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("3")
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_than_two_tests_that_pass_only_when_run_again_fail_the_run(project, count):
