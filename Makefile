@@ -49,7 +49,7 @@ ops: $(STAMP)-dev
 test: $(STAMP)-dev lint types ops
 	$(PYTEST) -m "$(EVERY_PUSH)" tests plugins
 
-# While you work: no test of more than half a second, no kit, no grid of runs.
+# While you work: no test of more than 0.4 seconds, no kit, no grid of runs.
 test-quick: $(STAMP)-dev ops
 	$(PYTEST) -m "$(EVERY_PUSH) and not slow" tests/core tests/plugins tests/repository
 

@@ -279,6 +279,7 @@ def test_a_misspelt_variable_is_refused(monkeypatch, variable, message):
         sg.Trainer(accelerator="cpu", logger=False)
 
 
+@pytest.mark.slow
 def test_the_programs_own_variables_are_none_of_these(monkeypatch):
     for variable in {
         name for path in sources() for text in texts(path) for name in re.findall("STRATAGEM_[A-Z_]+[A-Z]", text)

@@ -291,6 +291,7 @@ def test_lists_of_plugins_for_a_run_leave_the_commands(capsys, monkeypatch):
     assert "command 'doctor' is hidden by STRATAGEM_DISABLE_PLUGINS; change that variable" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @ONE_PROGRAM
 @pytest.mark.parametrize("arguments", ["--help", "plugins --help", "doctor --help", "fit --help"])
 def test_help_imports_neither_torch_nor_what_trains(imported, arguments):

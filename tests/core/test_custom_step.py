@@ -625,6 +625,7 @@ class Super(Net):
         super().backward(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}])
 def test_an_outer_strategy_trains_the_same_with_methods_that_only_call_super(arguments):
     def train(rank, world_size, make):

@@ -90,6 +90,7 @@ def test_trainer_arguments_in_code(argument, value):
     outcome(lambda: sg.Trainer(**{**CPU, argument: value}))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hypothesis")
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(argument=st.sampled_from(list(options(TrainerSettings))), text=st.text(max_size=12))

@@ -75,6 +75,7 @@ class Parametrised(Net):
         self.save_hyperparameters()
 
 
+@pytest.mark.slow
 def test_every_hook_is_called_in_the_order_of_a_life(tmp_path, monkeypatch):
     seen = {}
     trainer = sg.Trainer(

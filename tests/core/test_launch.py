@@ -212,6 +212,7 @@ def _of_a_collective_raised_again():
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "expected"),
     [

@@ -136,6 +136,7 @@ def test_a_ten_line_script_trains_from_the_command_line(script):
     assert result.stdout.splitlines()[-1] == "RESULT 2 4 True", result.stderr
 
 
+@pytest.mark.slow
 def test_explain_a_script(script):
     result = run(
         "-m", "stratagem", "explain", "--json", script, "--strategy", "ddp", "--devices", "2", "--accelerator", "cpu"

@@ -454,6 +454,7 @@ def test_loggers_get_the_hyperparameters_of_a_data_module():
         sg.Trainer(max_epochs=1, **QUIET).fit(Wide(), datamodule=Counting())
 
 
+@pytest.mark.slow
 def test_data_is_prepared_once_in_the_run_if_a_data_module_wants_that(tmp_path):
     def prepare(rank, world_size, per_node):
         import os

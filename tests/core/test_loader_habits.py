@@ -208,6 +208,7 @@ class FromWorkers(Data):
         return self.train_dataloader()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
 def test_workers_that_persist_end_with_the_call_and_with_their_loader(every):
     class Counting(Net):

@@ -241,6 +241,7 @@ def test_also_where_rank_0_hosts_the_store(monkeypatch):
         assert "gradient_clip_val is 1.0 on rank 1" in said
 
 
+@pytest.mark.slow
 def test_a_launched_program_that_differs_by_rank_stops(tmp_path):
     script = """
         import os

@@ -178,6 +178,7 @@ def _measure(rank, world_size):
     return results, float(sum(pairs)), sum(len(x) for x, _ in batches), module.seen, dict(trainer.callback_metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("heavy imports")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_computed_over_the_epoch_and_all_ranks(world_size):

@@ -363,6 +363,7 @@ def test_strategy_equals_one_process_on_the_joined_batch(made, strategy_on_two, 
     assert relative_difference(alone, reference) < 1e-6
 
 
+@pytest.mark.slow
 @ONE_PAIR
 def test_strategy_trains_with_two_optimizers_by_hand(strategy_on_two):
     first, second = (rank["gan"] for rank in strategy_on_two)
@@ -416,6 +417,7 @@ def _fit_with_hook(rank, world_size, batches):
     return [_fit(Net(), batches, comm_hook=hook(**options), **on_two) for options in ({}, {"min_elements": 10**6})]
 
 
+@pytest.mark.slow
 def test_comm_hook_rounds_what_it_sends(made):
     made("comm_hook", "my_idea")
     batches = joined_batches(5, 16)

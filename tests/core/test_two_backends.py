@@ -89,6 +89,7 @@ def _control_words(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_decisions_and_objects_travel_over_gloo_beside_a_devices_backend():
     first, second = run_in_processes(_control_words, 2, limit_s=180)
 

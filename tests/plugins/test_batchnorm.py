@@ -58,6 +58,7 @@ def _train_twice(rank, world_size, strategy):
     return type(module.net[1]).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("ddp-BatchNorm1d")
 @pytest.mark.parametrize(("strategy", "kind"), [("ddp", "BatchNorm1d"), ("fsdp", "BatchNorm1d")])
 def test_after_the_run_each_rank_has_its_own_statistics(strategy, kind):
@@ -135,6 +136,7 @@ def _layers(rank, world_size, fused=False):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_and_statistics_are_the_joined_batchs(fused):
     for worst in run_in_processes(_layers, 2, fused):

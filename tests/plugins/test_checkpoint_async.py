@@ -73,6 +73,7 @@ def _train_on_while_it_saves(rank, world_size, checkpoint, strategy, path, batch
     return seen, weights_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("sharded-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
@@ -122,6 +123,7 @@ def _disk_full(*_):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("safetensors")
 @pytest.mark.parametrize("checkpoint", list(FORMATS))
 def test_a_failure_is_told_at_the_same_step_on_all_ranks(checkpoint, tmp_path):

@@ -105,6 +105,7 @@ def test_weights_from_elsewhere_start_a_run(tmp_path):
     assert relative_difference(weights_of(trainer), expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_plain_pytorch_reads_our_dcp_folder(written):
     model = Scheduled(seed=9)
     state = {"state_dict": model.state_dict()}

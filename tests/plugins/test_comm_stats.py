@@ -126,6 +126,7 @@ def test_bytes_count_once_they_are_written():
             assert bytes_sent() - before == written
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("fp16_compress-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("comm_hook", [None, "fp16_compress"])
@@ -153,6 +154,7 @@ def _report(rank, world_size, folder):
     trainer.fit(Net(), share(trainer, joined_batches(4, 24)))
 
 
+@pytest.mark.slow
 def test_they_are_drawn_in_the_report(tmp_path):
     run_in_processes(_report, 2, tmp_path)
     (page,) = (path.read_text() for path in tmp_path.rglob("*.html"))

@@ -244,6 +244,7 @@ def test_disable_compiles_nothing():
     assert fit({"disable": True})[2] == []
 
 
+@pytest.mark.slow
 def test_validation_alone_is_compiled_too():
     graphs, model = [], Deep()
     trainer = sg.Trainer(compile={"backend": counting(graphs), "modules": {Block}}, **QUIET)
@@ -359,6 +360,7 @@ class Halves(sg.Strategy):
         return module.to(run.device)
 
 
+@pytest.mark.slow
 def test_units_of_a_third_party():
     model = fit({}, strategy=Halves())[1]
 

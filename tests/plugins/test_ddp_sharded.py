@@ -31,6 +31,7 @@ def _held(rank, world_size):
     return held[0], momentum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_and_optimizer_state_are_divided(world_size):
     whole = sum(parameter.numel() for parameter in Net().parameters())
@@ -82,6 +83,7 @@ def _twice_before_a_step(rank, world_size, batches):
         return module.state_dict()
 
 
+@pytest.mark.slow
 def test_two_synchronised_losses_before_a_step_add_up():
     batches = joined_batches(3, 24)
 

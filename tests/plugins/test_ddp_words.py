@@ -245,6 +245,7 @@ def _fit_again(rank, world_size, *arguments):
     return _fit(rank, world_size, *arguments)
 
 
+@pytest.mark.slow
 def test_a_later_fit_in_the_process_is_advised_on_its_own_steps():
     model = SkipsTheEnd(first=6)
     for said, _ in run_in_processes(_fit_again, 2, model, "ddp_find_unused_parameters_true", 12, {}):
@@ -257,6 +258,7 @@ def test_manual_optimization_hears_nothing_of_the_search_it_needs():
     assert said == []
 
 
+@pytest.mark.slow
 def test_outputs_that_the_loss_does_not_use_do_not_end_training():
     for said in fit(ReturnsMore(), "ddp_find_unused_parameters_true", 12):
         assert not isinstance(said, str), said

@@ -158,6 +158,7 @@ def _pets(rank, world_size, strategy):
     return outcome(lambda: train(world_size, Pets, strategy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_ranks_that_take_different_ways_are_refused_under_every_preset(strategy):
     for said in run_in_processes(_pets, 2, strategy):

@@ -515,6 +515,7 @@ def _save_over(rank, world_size, path):
 # --- One file of it ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reading_all_of_it_asks_for_trust(written, foreign, tmp_path, capsys):
     for path in (written(2)[0], foreign[0]):
         target = str(tmp_path / "one.ckpt")

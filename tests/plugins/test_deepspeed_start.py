@@ -238,6 +238,7 @@ def _alone(rank, world_size):
     return weights, left
 
 
+@pytest.mark.slow
 def test_one_process_that_nobody_launched_trains_and_keeps_its_environment():
     ((weights, left),) = run_in_processes(_alone, 1)
 

@@ -830,6 +830,7 @@ def test_the_printed_configuration_is_complete_and_runs_nothing(capsys):
     assert sorted(path.name for path in Path.cwd().iterdir() if path.name != "__pycache__") == ["net.py", "run.yaml"]
 
 
+@pytest.mark.slow
 def test_the_printed_configuration_can_be_fed_back(capsys, monkeypatch):
     monkeypatch.setenv("STRATAGEM_TRAINER_MIN_EPOCHS", "1")
     inner = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 3}}

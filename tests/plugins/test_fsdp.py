@@ -50,6 +50,7 @@ def _local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("options0-0.5")
 @pytest.mark.parametrize(
     ("options", "share_of_all"),
@@ -68,6 +69,7 @@ def test_a_rank_holds_its_share_of_parameters_and_optimizer_state(options, share
     assert all(parameters == momentum for parameters, momentum, _ in held)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("callable")
 @pytest.mark.parametrize(
     ("policy", "units"),
@@ -204,6 +206,7 @@ def test_tied_parameters_in_two_units_are_refused_by_name():
 # --- State -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("sharded-True")
 @pytest.mark.parametrize(("kind", "folder"), [("full", False), ("sharded", True), (None, False)])
 def test_state_dict_type_chooses_the_form_of_checkpoints(tmp_path, kind, folder):
@@ -264,6 +267,7 @@ def _dtype_gathered(rank, world_size, options, precision):
     return module.seen, {parameter.dtype for parameter in module.parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "precision"),
     [({}, "bf16-mixed"), ({"mixed_precision": torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16)}, None)],

@@ -206,6 +206,7 @@ def _outcomes(rank, world_size):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_used_outside_of_their_unit_are_refused_by_name(world_size):

@@ -168,6 +168,7 @@ def adapters(tmp_path):
     return model, tmp_path / "adapters.ckpt"
 
 
+@pytest.mark.slow
 def test_adapters_alone(adapters):
     model, path = adapters
     saved = torch.load(path, weights_only=True)
@@ -259,6 +260,7 @@ def _read(rank, world_size, streams):
     return model.epochs[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["map-style", "stream"])
 def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):
     first, second = run_in_processes(_read, 2, streams)

@@ -209,6 +209,7 @@ class Seeing(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.every_push("1")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_second_fit_goes_on_with_the_rest_of_the_epoch(tmp_path, devices):
@@ -287,6 +288,7 @@ def test_a_checkpoint_saved_at_home_holds_all_that_resuming_needs(tmp_path, stra
     assert "optimizers" not in read_any(tmp_path / "weights.ckpt")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_at_home_equals_the_one_saved_abroad(tmp_path):
     class SaveAtEnd(sg.Callback):
         @sg.hookimpl
@@ -370,6 +372,7 @@ def test_a_killed_process_is_named():
         trainer.fit(Failing(1, kill_self), loader)
 
 
+@pytest.mark.slow
 def test_a_hanging_sibling_is_ended():
     class Hanging(Failing):
         def training_step(self, batch, batch_idx):
@@ -629,6 +632,7 @@ def test_a_fork_of_rank_0_does_not_end_the_other_ranks(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
+@pytest.mark.slow
 def test_a_store_begins_after_the_last_fork(tmp_path):
     """Its thread may hold a lock of the C library, which a process forked then would wait for."""
     parent = """
@@ -714,6 +718,7 @@ class PretendGPU(CPUAccelerator):
     capabilities = Capabilities(provides={"device:cuda"})
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_is_forked_beside_a_gpu(monkeypatch):
     """A fork is possible as long as nothing in the parent has asked the driver, which is_available does."""
     asked = []
@@ -770,6 +775,7 @@ def test_spawn_refuses_what_does_not_pickle():
         ).fit(model, loader)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_cannot_be_run_again():
     code = textwrap.dedent(
         f"""

@@ -110,6 +110,7 @@ def test_names_and_values_that_are_not_finite_are_kept(tmp_path):
     assert len(scalars(logger.log_dir, "größe")) == 3
 
 
+@pytest.mark.slow
 def test_evaluation_after_training_is_added(tmp_path):
     trainer = fit(tmp_path)
     trainer.test(dataloaders=joined_batches(2, 8))
@@ -431,6 +432,7 @@ def test_choosing_it_imports_no_tensorboard():
 # --- Lives -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_closing_twice_and_logging_again_afterwards(tmp_path):
     logger = TensorBoardLogger()
     logger.close()
@@ -442,6 +444,7 @@ def test_closing_twice_and_logging_again_afterwards(tmp_path):
     assert scalars(logger.log_dir, "a") == [(0, 0.0), (1, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_pickled_logger_has_no_writer_and_the_same_folder(tmp_path):
     logger = TensorBoardLogger(version=3)
     log(logger, {"a": 1}, 1, tmp_path)

@@ -318,6 +318,7 @@ def _endpoints(rank, world_size):
     return answers, store_answers, endpoints._endpoint.fileno()
 
 
+@pytest.mark.slow
 def test_ranks_that_live_answer_and_a_closed_run_leaves_nothing_open():
     for rank, (answers, store_answers, descriptor) in enumerate(run_in_processes(_endpoints, 3)):
         assert answers == {other: "alive" for other in range(3) if other != rank}

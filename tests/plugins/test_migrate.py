@@ -599,6 +599,7 @@ def block(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
 
 
+@pytest.mark.slow
 def test_the_old_script_of_the_page_must_change_and_the_new_one_runs(tmp_path, capsys):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
     before.write_text(block("py"))

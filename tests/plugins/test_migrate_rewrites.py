@@ -665,6 +665,7 @@ def test_a_name_with_two_meanings_is_refused(tmp_path, capsys):
     assert script.read_text() == text
 
 
+@pytest.mark.slow
 def test_libcst_is_imported_only_to_rewrite(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(OLD)

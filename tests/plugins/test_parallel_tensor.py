@@ -97,6 +97,7 @@ def test_a_module_states_its_plan_and_the_option_comes_first():
     }
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_hugging_face_model_is_found_within_a_module():
     plan, where = plan_of(Llama(), None, 2)
 

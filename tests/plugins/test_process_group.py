@@ -327,6 +327,7 @@ def test_a_strategy_trains_with_gloos_options_and_leaves_none(strategy):
         assert relative_difference(weights, reference) < 1e-6
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nccls_options_without_nccl_are_refused_on_all_ranks(strategy):

@@ -347,6 +347,7 @@ def test_a_restarted_job_does_not_begin_again_from_the_path_that_it_was_given(tm
     )
 
 
+@pytest.mark.slow
 def test_hpc_is_the_newest_checkpoint_that_was_saved_on_a_signal(tmp_path):
     end(trainer(max_epochs=3, callbacks=[ModelCheckpoint(every_n_train_steps=1)]), Signalled(at_step=5))
     preempted = tmp_path / "checkpoints/preempted.ckpt"

@@ -257,6 +257,7 @@ def test_the_snippets_about_slurm_run(tmp_path, monkeypatch):
         assert names["trainer"].run.num_processes == 1
 
 
+@pytest.mark.slow
 def test_the_snippets_about_training_run(tmp_path, capsys):
     names = {"sg": sg, "torch": torch, "folder": tmp_path, "batches": joined_batches(4, 8)}
     steps = []
@@ -381,6 +382,7 @@ def _tuning_snippets(rank, world_size):
     return steps, names["strategy"]
 
 
+@pytest.mark.slow
 def test_the_snippets_about_communication_run():
     for ratio, hooks in run_in_processes(_communication_snippets, 2):
         assert ratio == 2.0
@@ -400,6 +402,7 @@ def _communication_snippets(rank, world_size):
     return trainer.callback_metrics["comm/compression_ratio"], [choice.name for choice in run.stack.comm_hooks]
 
 
+@pytest.mark.slow
 def test_the_snippets_about_gpus_run(capsys):
     names = {"sg": sg, "model": Net(), "batches": joined_batches(2, 8)}
     (training,) = snippets("docs/gpu.md")

@@ -108,6 +108,7 @@ def test_the_file_trains_on_two_processes_and_tests_what_was_kept():
     assert float(re.findall(r"test_accuracy\s+([\d.]+)", said)[0]) >= 0.97
 
 
+@pytest.mark.slow
 def test_the_file_says_what_the_script_says(module):
     told = yaml.safe_load(Path(FILE).read_text())
     from_script = sg.Trainer.from_cli([], max_epochs=20, default_root_dir="digits_run", callbacks=module.CALLBACKS)

@@ -703,6 +703,7 @@ def test_a_checkpoint_of_fsdp_is_resumed_whichever_form_it_has(kind, is_folder, 
     assert Path("saved.ckpt").is_dir() is is_folder
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_becomes_a_regular_file(ranks):
     saved, _ = ranks(_save_sharded, "sharded", "saved.ckpt")
     main(["checkpoint", "consolidate", "saved.ckpt", "regular.ckpt"])
