@@ -28,7 +28,7 @@ from stratagem.distributed.process_variables import child_environment, local_pla
 from stratagem.distributed.rendezvous import RendezvousStore
 from stratagem.distributed.reports import report
 from stratagem.errors import ConfigError, LaunchError
-from stratagem.runtime.arrivals import ranks_in_words
+from stratagem.runtime.arrivals import Arrival, different_models, ranks_in_words
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.reports import root_cause
 from stratagem_launchers_local.supervision import start_for_good
@@ -411,6 +411,16 @@ def test_what_listens_is_told_apart():
     store.close()
 
     assert ask("127.0.0.1", store.port, 5) == Answer("nothing", "connection refused")
+
+
+def test_models_of_devices_are_named_in_the_order_of_ranks_whoever_comes_first():
+    ranks = [
+        Arrival(rank=rank, world_size=3, num_nodes=1, host="a", pid=1, id=str(rank), digest="", model=model)
+        for rank, model in enumerate("xyx")
+    ]
+
+    for arrived in (ranks, ranks[::-1]):
+        assert different_models(arrived).endswith(": x on ranks 0 and 2; y on rank 1")
 
 
 @pytest.mark.parametrize(
