@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Python compiles a module when it is first imported: pip would compile all of them, most of which no test imports.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # In seconds what takes pip minutes. It does not read pip's settings: where it finds no index, pip goes on.
-UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) || $(PIP) $(1)
 STAMP  := $(VENV)/.installed
 PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 EVERY_PUSH := not gpu and not sweep
@@ -128,13 +128,13 @@ $(VENV)/bin/python:
 $(STAMP): $(VENV)/bin/python pyproject.toml plugins/all.txt $(wildcard plugins/*/*/pyproject.toml)
 	$(PIP) "hatchling>=1.26" editables "flit_core>=3.11" uv
 	$(PIP) "$(TORCH)" numpy
-	$(UV) --no-build-isolation -r plugins/all.txt || $(PIP) --no-build-isolation -r plugins/all.txt
+	$(call INSTALL,--no-build-isolation -r plugins/all.txt)
 	touch $@
 
 $(STAMP)-dev: $(STAMP)
-	$(UV) $(DEV) $(DOCS) || $(PIP) $(DEV) $(DOCS)
+	$(call INSTALL,$(DEV) $(DOCS))
 	touch $@
 
 $(STAMP)-docs: $(STAMP)
-	$(UV) $(DOCS) || $(PIP) $(DOCS)
+	$(call INSTALL,$(DOCS))
 	touch $@

@@ -21,9 +21,6 @@ import selection
 #: that runs a script waits three seconds for the process that forks scripts.
 SLOW_S = 5.0
 
-#: The group of tests that import DeepSpeed, transformers or torchmetrics: seconds, and twice the time of each later fork.
-HEAVY = "heavy imports"
-
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         uses_deepspeed = "deepspeed" in item.nodeid.lower() or "deepspeed_preloaded" in item.fixturenames
         if uses_deepspeed and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(HEAVY))
+            item.add_marker(selection.HEAVY)
     selection.leave_to_test_all(items, config.getoption("--base"))
     unguarded = selection.unguarded(items) if selection.is_whole(items) else None
     config.stash[selection.UNGUARDED] = unguarded

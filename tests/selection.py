@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+#: Keeps on one worker what imports DeepSpeed, transformers or torchmetrics: seconds, and twice the time of each later fork.
+HEAVY = pytest.mark.xdist_group("heavy imports")
 #: What `unguarded` returned for all tests; None where only a part of them was collected.
 UNGUARDED = pytest.StashKey[list[str] | None]()
 
@@ -30,12 +32,9 @@ def leave_to_test_all(items: list[pytest.Item], base: str | None) -> None:
     """
     for item in items:
         unchosen = any(not _names(item) & set(marker.args) for marker in item.iter_markers("every_push"))
-        folders = [folder for marker in item.iter_markers("when_changed") for folder in marker.args]
-        if (
-            unchosen
-            or _has_a_larger_world(item)
-            or (folders and not any(path.startswith(tuple(folders)) for path in changed_files(base)))
-        ):
+        folders = tuple(folder for marker in item.iter_markers("when_changed") for folder in marker.args)
+        unchanged = folders and not any(path.startswith(folders) for path in changed_files(base))
+        if unchosen or unchanged or _has_a_larger_world(item):
             item.add_marker(pytest.mark.sweep)
 
 

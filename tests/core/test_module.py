@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from selection import HEAVY
 from stratagem.errors import ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Net, joined_batches, part, train_module_plainly
@@ -179,7 +180,7 @@ def _measure(rank, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("heavy imports")
+@HEAVY
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_metric_objects_are_computed_over_the_epoch_and_all_ranks(world_size):
     importlib.import_module("torchmetrics")  # seconds: once here, and not in each process
@@ -208,7 +209,7 @@ class Several(Net):
         self.log("r2", self.metric)
 
 
-@pytest.mark.xdist_group("heavy imports")
+@HEAVY
 def test_metric_objects_that_cannot_be_logged_are_told():
     with pytest.raises(ConfigError, match="MeanSquaredError that was only updated is logged on each step"):
         sg.Trainer(**QUIET).fit(Updated(), BATCHES)

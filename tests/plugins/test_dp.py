@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from ports import free_port
+from selection import HEAVY
 from stratagem.errors import ConfigError
 from stratagem.strategies import DDP2Strategy, DPStrategy
 from stratagem_testing import run_in_processes, scripts
@@ -379,7 +380,7 @@ class Measured(Net):
         self.log("accuracy", self.accuracy)
 
 
-@pytest.mark.xdist_group("heavy imports")
+@HEAVY
 def test_an_object_that_collects_does_so_at_the_end_of_a_step():
     (metrics,) = trainer_of(3).validate(Measured("end"), UNEVEN)
     with torch.no_grad():
@@ -388,7 +389,7 @@ def test_an_object_that_collects_does_so_at_the_end_of_a_step():
     assert metrics["accuracy"] == pytest.approx(sum(right) / len(right))
 
 
-@pytest.mark.xdist_group("heavy imports")
+@HEAVY
 @pytest.mark.parametrize("where", ["update", "call", "log"])
 def test_an_object_that_collects_is_refused_in_a_part(where):
     with pytest.raises(ConfigError, match="a step used a BinaryAccuracy.*validation_step_end"):

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import stratagem as sg
+from selection import HEAVY
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import Frozen, Net, joined_batches, relative_difference
 
-pytestmark = pytest.mark.xdist_group("heavy imports")
+pytestmark = HEAVY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu",

@@ -34,7 +34,13 @@ def test_engine():
     pass
 
 class TestMain:
+    world_sizes = (1, 2)
+
     def test_check(self):
+        pass
+
+    @pytest.mark.parametrize("world_size", world_sizes)
+    def test_in_worlds(self, world_size):
         pass
 
 @pytest.mark.every_push("test_other", guard="tests/test_grid.py::TestMain")
@@ -86,7 +92,15 @@ def collected(project, *arguments):
 
 @pytest.mark.slow
 def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
-    chosen = ["test_grid[a]", "test_grid[c]", "test_check", "test_other", "test_early", "test_late"]
+    chosen = [
+        "test_grid[a]",
+        "test_grid[c]",
+        "test_check",
+        "test_in_worlds[2]",
+        "test_other",
+        "test_early",
+        "test_late",
+    ]
     assert collected(project) == chosen
 
     (project / "engine").mkdir()
