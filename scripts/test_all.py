@@ -17,12 +17,14 @@ from pathlib import Path
 FORGIVEN = 2
 
 _REPORT = """
-import pathlib
+import pathlib, re
 
 def pytest_runtest_logreport(report):
     if report.failed:
         with pathlib.Path({path!r}).open("a") as file:
-            file.write(report.nodeid.partition("@")[0] + "\\n")
+            file.write(re.sub(r"@[^\\]]*$", "", report.nodeid) + "\\n")
+
+pytest_collectreport = pytest_runtest_logreport
 """
 
 
@@ -31,14 +33,15 @@ def run(arguments: list[str]) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory(prefix="stratagem-test-all-") as folder:
         failed = Path(folder) / "failed"
         (Path(folder) / "failed_tests.py").write_text(_REPORT.format(path=str(failed)))
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "pytest", "-p", "failed_tests", *arguments]
-        status = subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
+        status = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
         return status, sorted(set(failed.read_text().splitlines())) if failed.exists() else []
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit status of the run."""
-    status, failed = run([*arguments, "--dist", "loadgroup", "tests", "plugins"])
+    status, failed = run([*arguments, "--dist", "loadgroup", "--max-worker-restart=0", "tests"])
     if status != 1 or not failed:
         return status
     again = [test for test in failed if run(["-n", "0", test])[0]]

@@ -21,6 +21,9 @@ import selection
 #: that runs a script waits three seconds for the process that forks scripts.
 SLOW_S = 5.0
 
+#: Changed files that affect no test, as far as --changed can tell.
+WITHOUT_TESTS = pytest.StashKey()
+
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,11 +47,12 @@ def pytest_addoption(parser):
     parser.addoption("--costs", metavar="FILE", help="write to FILE what each test costs, and print sums")
     parser.addoption("--shard", metavar="I/N", help="run one of N shards, which have about the same number of tests")
     parser.addoption(
-        "--base", metavar="COMMIT", help="what `when_changed` compares with (default: where the branch began)"
+        "--base",
+        metavar="COMMIT",
+        default=os.environ.get("STRATAGEM_TESTS_BASE") or None,
+        help="what `when_changed` compares with (default: where the branch began), and --changed (default: HEAD)",
     )
-    parser.addoption(
-        "--changed", action="store_true", help="run the tests that changes since --base (or HEAD) may affect"
-    )
+    parser.addoption("--changed", action="store_true", help="run the tests that changes since --base may affect")
     parser.addoption("--promises", metavar="FILE", help="write to FILE what guards each promise; fail if nothing does")
 
 
@@ -96,17 +100,36 @@ def pytest_collection_modifyitems(config, items):
         if uses_deepspeed and not item.get_closest_marker("xdist_group"):
             item.add_marker(selection.HEAVY)
     selection.leave_to_test_all(items, config.getoption("--base"))
-    unguarded = selection.unguarded(items) if selection.is_whole(items) else None
+    unguarded = selection.unguarded(items) if _asks_for_all(config) else None
     config.stash[selection.UNGUARDED] = unguarded
     if path := config.getoption("--promises"):
+        if unguarded is None:
+            raise pytest.UsageError("--promises got a part of the tests; expected the folder tests")
         Path(path).write_text(selection.table(items))
         if unguarded:
             raise pytest.UsageError("\n".join(unguarded))
     if config.getoption("--changed"):
-        items[:] = selection.affected(items, selection.changed_files(config.getoption("--base") or "HEAD"))
-    if shard := config.getoption("--shard"):
-        number, count = map(int, shard.split("/"))
+        items[:], config.stash[WITHOUT_TESTS] = selection.affected(items, _changed(config))
+    if (shard := config.getoption("--shard")) is not None:
+        number, count = selection.part_of(shard)
         items[:] = [item for item in items if selection.in_shard(item, number, count)]
+
+
+def _asks_for_all(config):
+    return selection.ROOT / "tests" in [(config.invocation_params.dir / each).resolve() for each in config.args]
+
+
+def _changed(config):
+    base = config.getoption("--base") or "HEAD"
+    changed = selection.changed_files(base)
+    if changed is None:
+        raise pytest.UsageError(f"git knows no commit {base!r}, which --changed compares with")
+    return changed
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for file in config.stash.get(WITHOUT_TESTS, []):
+        terminalreporter.write_line(f"no test was found for {file}")
 
 
 @pytest.fixture(autouse=True)

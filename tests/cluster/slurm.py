@@ -32,6 +32,7 @@ AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge/socket
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
@@ -163,7 +164,9 @@ class Slurm:
 
     def _write_configuration(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        lines = [_CONFIGURATION.format(host=host, folder=self.folder, port=self._ports[0], kill_wait=KILL_WAIT_S)]
+        # Ports of a run come from the job's number: those of another SLURM are a hundred jobs away.
+        facts = {"port": self._ports[0], "first_job": self._ports[0] * 100, "kill_wait": KILL_WAIT_S}
+        lines = [_CONFIGURATION.format(host=host, folder=self.folder, **facts)]
         for node, port in zip(self.nodes, self._ports[1:], strict=True):
             place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
             lines.append(f"NodeName={node} {place} CPUs=4 RealMemory=4000 State=UNKNOWN\n")

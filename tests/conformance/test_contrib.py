@@ -30,7 +30,7 @@ SCENARIO = pytest.param(
 
 def when_changed(name):
     """Mark a package to be tested where it, or what it imports, changed."""
-    return [] if name == ALWAYS else [pytest.mark.when_changed(f"contrib/{name}/", "core/stratagem/api/")]
+    return [] if name == ALWAYS else [pytest.mark.when_changed(f"contrib/{name}/")]
 
 
 @pytest.mark.slow
@@ -61,11 +61,13 @@ def test_its_wheel_passes_its_tests(package, only, tmp_path):
 
 
 def marks_of(name):
-    """Making an environment takes seconds where a change of the package, or of what it imports, calls for it."""
+    """Making an environment takes seconds where a change of the package, or of what it imports, calls for it.
+
+    Each engine is a group, so that shards share the engines.
+    """
     guard = "tests/conformance/test_contrib.py::test_its_wheel_passes_its_tests"
-    if not ENGINES[name]:
-        return [pytest.mark.sweep(guard=guard)]
-    return [pytest.mark.when_changed(f"contrib/{name}/", "core/stratagem/api/", guard=guard)]
+    quick = pytest.mark.when_changed(f"contrib/{name}/", guard=guard)
+    return [quick if ENGINES[name] else pytest.mark.sweep(guard=guard), pytest.mark.xdist_group(f"engine {name}")]
 
 
 @pytest.mark.slow

@@ -55,6 +55,12 @@ SOURCE = """
 class Early:
     pass
 """
+CALLER = """
+from early_package.helper import helped
+
+class Late:
+    pass
+"""
 
 
 @pytest.fixture
@@ -65,10 +71,16 @@ def project(tmp_path):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests" / "test_grid.py").write_text(GRID)
-    (tmp_path / "tests" / "test_uses.py").write_text("def test_early():\n    'Early'\n\n\ndef test_late():\n    pass\n")
+    (tmp_path / "tests" / "test_uses.py").write_text(
+        "def test_early():\n    'Early'\n\n\ndef test_late():\n    'Late'\n"
+    )
     source = tmp_path / "plugins" / "callbacks" / "early" / "early_package" / "early.py"
     source.parent.mkdir(parents=True)
     source.write_text(SOURCE)
+    source.with_name("helper.py").write_text("def helped():\n    pass\n")
+    source.with_name("caller.py").write_text(CALLER)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "source.py").write_text("from early_package import early\n")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
     for words in (
         ["init", "-q"],
@@ -103,9 +115,20 @@ def test_make_test_runs_the_chosen_cases_and_packages_that_changed(project):
     ]
     assert collected(project) == chosen
 
-    (project / "engine").mkdir()
+    with_engine = [*chosen[:2], "test_engine", *chosen[2:]]
     (project / "engine" / "new.py").touch()
-    assert collected(project) == [*chosen[:2], "test_engine", *chosen[2:]]
+    assert collected(project) == with_engine
+
+    (project / "engine" / "new.py").unlink()
+    of_package = project / "plugins" / "callbacks" / "early" / "early_package"
+    (of_package / "caller.py").write_text(CALLER + "# changed\n")
+    assert collected(project) == chosen
+
+    (of_package / "early.py").write_text(SOURCE + "# changed\n")
+    assert collected(project) == with_engine, "the engine imports it"
+
+    shutil.rmtree(project / ".git")
+    assert collected(project) == with_engine, "nobody knows what changed"
 
 
 def test_every_promise_has_a_test_in_make_test(pytestconfig):
@@ -146,13 +169,55 @@ def test_a_promise_without_a_guard_is_named(project):
     assert "test_check has the guard tests/test_grid.py::Gone::test_check, which `make test` does not run" in bad.stderr
 
 
+MISTAKES = {
+    'every_push("a", "c")': ('every_push("a", "d")', "every_push of test_grid.py::test_grid names 'd', which is no case"),
+    'every_push("test_other", guard': (
+        'every_push("test_another", guard', "every_push of test_grid.py::TestVariant names 'test_another'",
+    ),
+    'when_changed("engine/"': ('when_changed("engines/"', "names 'engines/', which does not exist"),
+    'sweep(guard="tests/test_grid.py::test_grid")': ("sweep(gaurd='x')", "sweep of tests/test_grid.py::test_large has 'gaurd'"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_mistakes_in_markers_are_named(project):
+    grid = GRID
+    for written, (mistake, _) in MISTAKES.items():
+        assert written in GRID
+        grid = grid.replace(written, mistake)
+    (project / "tests" / "test_grid.py").write_text(grid)
+    bad = pytest_in(project, "--collect-only", "--promises=promises.md", "tests")
+
+    assert bad.returncode == 4
+    for _, message in MISTAKES.values():
+        assert message in bad.stderr
+
+
+@pytest.mark.parametrize("shard", ["0/4", "5/4", "1/0", "2", "a/b", "", "1/2/3"])
+def test_a_shard_that_is_none_is_refused(shard):
+    with pytest.raises(pytest.UsageError, match="--shard is .*; expected one such as 1/4"):
+        selection.part_of(shard)
+
+
 @pytest.mark.slow
 def test_a_change_selects_the_tests_that_mention_what_changed(project):
     assert collected(project, "--changed") == []
 
-    path = project / "plugins" / "callbacks" / "early" / "early_package" / "early.py"
-    path.write_text(SOURCE + "# changed\n")
+    package = project / "plugins" / "callbacks" / "early" / "early_package"
+    (package / "early.py").write_text(SOURCE + "# changed\n")
     assert collected(project, "--changed") == ["test_early"]
+
+    (package / "early.py").write_text("class Early(:")
+    assert collected(project, "--changed") == []
+
+    (package / "early.py").write_text(SOURCE)
+    (package / "helper.py").unlink()
+    assert collected(project, "--changed") == ["test_late"], "it mentions what imports the helper"
+
+    (project / "notes.txt").touch()
+    assert "no test was found for notes.txt" in pytest_in(project, "--collect-only", "--changed").stdout
+    unknown = pytest_in(project, "--collect-only", "--changed", "--base", "nowhere")
+    assert (unknown.returncode, "git knows no commit 'nowhere'" in unknown.stderr) == (4, True)
 
 
 @pytest.mark.slow
@@ -180,14 +245,29 @@ def test_passes_the_second_time():
 """
 
 
+def run_all(project):
+    command = [sys.executable, ROOT / "scripts" / "test_all.py", "-n", "1"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=os.environ)
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_read_fails_the_run(project):
+    (project / "tests" / "test_flaky.py").write_text(FLAKY)
+    (project / "tests" / "test_broken.py").write_text("import nothing_here\n")
+    ended = run_all(project)
+
+    assert "passed when run alone: tests/test_flaky" in ended.stdout
+    assert "failed twice: tests/test_broken.py" in ended.stdout
+    assert ended.returncode == 1
+
+
 @pytest.mark.slow
 @pytest.mark.every_push("3")
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_than_two_tests_that_pass_only_when_run_again_fail_the_run(project, count):
     for number in range(count):
         (project / "tests" / f"test_flaky{number}.py").write_text(FLAKY.replace('"ran"', f'"ran{number}"'))
-    command = [sys.executable, ROOT / "scripts" / "test_all.py", "-n", "1"]
-    ended = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, env=os.environ)
+    ended = run_all(project)
 
     assert ended.stdout.count("passed when run alone: tests/test_flaky") == count
     assert ended.returncode == (count > 2), ended.stdout
