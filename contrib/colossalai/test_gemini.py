@@ -60,7 +60,7 @@ def trained_in_bf16(module, batches, accumulate=1, max_norm=None):
     for start in range(0, len(batches), accumulate):
         window = batches[start : start + accumulate]
         for x, y in window:
-            (loss_of(copy_(x.bfloat16()), y.bfloat16()) / accumulate).backward()
+            (loss_of(copy_(x.bfloat16()), y.bfloat16()) / len(window)).backward()
         for master, rounded in zip(masters.parameters(), copy_.parameters(), strict=True):
             master.grad = None if rounded.grad is None else rounded.grad.float()
             rounded.grad = None

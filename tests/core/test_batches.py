@@ -68,12 +68,14 @@ def values(batch):
     return torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist()
 
 
-def train(epoch, position, count=None):
-    """Use batches of `epoch` as the training loop does, each with a random number of the model's; return both."""
-    seen = []
-    for batch_idx, batch, is_last in itertools.islice(epoch, count):
+def train(feed, position, count=None, accumulate=1):
+    """Use batches of an epoch as the training loop does, each with a random number of the model's; return both."""
+    seen, epoch = [], feed.epoch(position, accumulate)
+    for batch_idx, batch, is_last, _ in itertools.islice(epoch, count):
         seen.append((values(batch), torch.rand(1).item()))
         position.batches_done, position.epoch_done = batch_idx + 1, is_last
+        if is_last or (batch_idx + 1) % accumulate == 0:
+            feed.close_window()
     return seen
 
 
@@ -85,8 +87,19 @@ def train(epoch, position, count=None):
 def test_the_last_batch_is_marked(batches, loader, limit, count):
     epoch = list(batches(loader, limit).epoch(Position(), 1))
 
-    assert [batch_idx for batch_idx, _, _ in epoch] == list(range(count))
-    assert [is_last for _, _, is_last in epoch] == [False] * (count - 1) + [True]
+    assert [batch_idx for batch_idx, *_ in epoch] == list(range(count))
+    assert [is_last for _, _, is_last, _ in epoch] == [False] * (count - 1) + [True]
+
+
+@pytest.mark.parametrize("loader", [list(range(8)), DataLoader(Stream(8), batch_size=None)], ids=["list", "stream"])
+@pytest.mark.parametrize(
+    ("accumulate", "limit", "sizes"),
+    [(3, math.inf, [3] * 6 + [2] * 2), (7, math.inf, [7] * 7 + [1]), (4, math.inf, [4] * 8), (3, 4, [3] * 3 + [1])],
+)
+def test_the_last_window_has_the_batches_that_are_left(batches, loader, accumulate, limit, sizes):
+    limit = limit if isinstance(loader, DataLoader) else min(limit, 8)
+
+    assert [size for *_, size in batches(loader, limit).epoch(Position(), accumulate)] == sizes
 
 
 def test_an_empty_stream_yields_nothing(batches):
@@ -101,7 +114,7 @@ def test_a_loader_that_ends_before_its_length_is_an_error(batches):
 def test_each_epoch_has_another_order(batches):
     torch.manual_seed(3)
     feed = batches(shuffled())
-    first, second = (train(feed.epoch(Position(epoch=epoch), 1), Position()) for epoch in (0, 1))
+    first, second = (train(feed, Position(epoch=epoch)) for epoch in (0, 1))
 
     assert first != second
     assert sorted(itertools.chain.from_iterable(numbers for numbers, _ in first)) == list(range(12))
@@ -130,15 +143,16 @@ def test_one_process_uses_its_own_number_of_batches(run):
     ],
     ids=["shuffled", "stream", "generator"],
 )
-@pytest.mark.parametrize("done", [1, 3, 5])
-def test_the_rest_of_an_epoch_is_the_same(batches, make, done):
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("done", [1, 2, 3, 4, 5])
+def test_the_rest_of_an_epoch_is_the_same(batches, make, done, accumulate):
     torch.manual_seed(1)
     feed, position = batches(make()), Position()
-    expected = train(feed.epoch(position, 1), position)
+    expected = train(feed, position, accumulate=accumulate)
 
     torch.manual_seed(1)
     feed, position = batches(make()), Position()
-    seen = train(feed.epoch(position, 1), position, done)
+    seen = train(feed, position, done, accumulate)
     saved, now, loop = feed.state_dict(position), feed.random_state(), position.state_dict()
 
     torch.manual_seed(99)  # as a new process
@@ -148,7 +162,8 @@ def test_the_rest_of_an_epoch_is_the_same(batches, make, done):
     resumed.resume(saved, now)
     resumed.start(again)
 
-    assert seen + train(resumed.epoch(again, 1), again) == expected
+    of_closed_windows = seen[: done - done % accumulate]
+    assert of_closed_windows + train(resumed, again, accumulate=accumulate) == expected
     assert again.epoch_done
 
 
@@ -165,7 +180,7 @@ def open_window(batches, module, done):
     torch.manual_seed(2)
     feed, position = batches(shuffled(24), module=module), Position()
     seen = []
-    for batch_idx, batch, _ in itertools.islice(feed.epoch(position, 4), done):
+    for batch_idx, batch, *_ in itertools.islice(feed.epoch(position, 4), done):
         seen.append(values(batch))
         module.small += 1
         position.batches_done = batch_idx + 1
@@ -187,7 +202,7 @@ def test_an_open_window_begins_again_with_its_buffers(batches):
     resumed = batches(shuffled(24), module=module)
     resumed.resume(saved, now)
     resumed.start(position)
-    again = [(batch_idx, values(batch)) for batch_idx, batch, _ in itertools.islice(resumed.epoch(position, 4), 2)]
+    again = [(batch_idx, values(batch)) for batch_idx, batch, *_ in itertools.islice(resumed.epoch(position, 4), 2)]
 
     assert again == [(4, seen[4]), (5, seen[5])]
     assert resumed.replay_until == 6
@@ -204,7 +219,7 @@ def test_after_the_window_the_random_state_is_that_of_the_checkpoint(batches):
     resumed = batches(shuffled(24), module=module)
     resumed.resume(saved, now)
     resumed.start(position)
-    for batch_idx, _, _ in resumed.epoch(position, 4):
+    for batch_idx, *_ in resumed.epoch(position, 4):
         if batch_idx == resumed.replay_until:
             break
 

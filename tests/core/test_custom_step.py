@@ -11,7 +11,16 @@ import stratagem as sg
 from stratagem.errors import ConfigError
 from stratagem.training import fit_state
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Double, Lbfgs, Net, joined_batches, loss_of, relative_difference, square
+from stratagem_testing.reference import (
+    Double,
+    Lbfgs,
+    Net,
+    joined_batches,
+    loss_of,
+    relative_difference,
+    square,
+    window_size,
+)
 from stratagem_testing.training import outcome, share, weights_of
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -47,7 +56,7 @@ def custom_plainly(batches, accumulate=1):
     module, norms = Net(), []
     optimizer = module.configure_optimizers()
     for index, (x, y) in enumerate(batches):
-        (2 * loss_of(module(x), y) / accumulate).backward()
+        (2 * loss_of(module(x), y) / window_size(index, len(batches), accumulate)).backward()
         if (index + 1) % accumulate == 0 or index + 1 == len(batches):
             norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), LIMIT)))
             for group in optimizer.param_groups:
@@ -493,7 +502,7 @@ def test_minus_one_skips_the_rest_of_the_epoch():
     for window in (batches[:2], batches[:2], batches[2:4], batches[4:]):
         optimizer.zero_grad()
         for x, y in window:
-            (loss_of(reference(x), y) / 2).backward()
+            (loss_of(reference(x), y) / len(window)).backward()
         optimizer.step()
 
     assert module.seen == [0, 1, 2, "end", 0, 1, 2, 3, 4, "end"]

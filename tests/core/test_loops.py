@@ -19,7 +19,7 @@ from stratagem.training.events import Events
 from stratagem.training.loops import TrainLoop
 from stratagem.training.progress import Position
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part
+from stratagem_testing.reference import Lbfgs, Net, data, joined_batches, part, relative_difference
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
@@ -154,6 +154,38 @@ def test_all_ranks_may_lack_a_loss_together():
     for said in run_in_processes(_together, 2):
         assert ["training_step returned" in each for each in said[:3]] == [True] * 3
         assert "reaches no trainable parameter" in said[3]
+
+
+# --- Short accumulation windows -------------------------------------------------------------------------------------
+
+
+def plainly(batches, accumulate, divisor, clip):
+    module = Net()
+    optimizer = module.configure_optimizers()
+    for start in range(0, len(batches), accumulate):
+        window = batches[start : start + accumulate]
+        for x, y in window:
+            (module.criterion(module(x), y) / (divisor or len(window))).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "list"])
+@pytest.mark.parametrize("accumulate", [3, 7, 9])
+def test_a_short_window_is_averaged_over_its_batches(accumulate, stream, average, clip):
+    module, batches = Net(), joined_batches(8, 4)
+    trainer = sg.Trainer(
+        max_epochs=1, accumulate_grad_batches=accumulate, average_short_window=average, gradient_clip_val=clip, **QUIET
+    )
+    trainer.fit(module, map(tuple, batches) if stream else batches)
+
+    reference = plainly(batches, accumulate, None if average else accumulate, clip)
+    assert relative_difference(module.state_dict(), reference) < 1e-6
 
 
 # --- Modes ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from stratagem.errors import StratagemError
 from stratagem_testing import ProcessesFailed, run_in_processes
+from stratagem_testing.reference import window_size
 
 EPOCHS, SAMPLES, BATCH_SIZE = 2, 42, 4
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
@@ -485,7 +486,7 @@ def train_plainly(trial: Trial) -> dict[str, Tensor]:
                     parameter.grad = gradient
                 items = [data[i] for i in batches[rank][index]]
                 batch = [torch.stack(column) for column in zip(*items, strict=True)]
-                loss = _autocast_loss(module, batch, trial.precision) / window
+                loss = _autocast_loss(module, batch, trial.precision) / window_size(index, len(batches[0]), window)
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 gradients[rank] = [parameter.grad for parameter in module.parameters()]
             if (index + 1) % window and index + 1 < len(batches[0]):

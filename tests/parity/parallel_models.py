@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 import stratagem as sg
 from stratagem.api.seeding import seeded
 from stratagem_parallel import context_offset
+from stratagem_testing.reference import window_size
 
 VOCABULARY, WIDTH, LENGTH = 37, 32, 12
 
@@ -129,7 +130,7 @@ def train_plainly(module, batches, accumulate=1, max_norm=None):
     optimizer, norms = module.configure_optimizers(), []
     module.train()
     for index, batch in enumerate(batches):
-        (module.training_step(batch, index) / accumulate).backward()
+        (module.training_step(batch, index) / window_size(index, len(batches), accumulate)).backward()
         if (index + 1) % accumulate == 0 or index + 1 == len(batches):
             norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
             if max_norm is not None:

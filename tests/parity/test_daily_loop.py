@@ -199,8 +199,9 @@ def test_an_iterable_data_set(strategy, world_size, accumulate, extra):
     for _ in range(2):
         for first in range(0, len(batches), accumulate):
             optimizer.zero_grad()
-            for x, y in batches[first : first + accumulate]:
-                (module.criterion(module(x), y) / accumulate).backward()
+            window = batches[first : first + accumulate]
+            for x, y in window:
+                (module.criterion(module(x), y) / len(window)).backward()
             optimizer.step()
     for found, steps in on_all_ranks(_stream, strategy, world_size, extra, accumulate):
         assert relative_difference(found, module.state_dict()) < 1e-5

@@ -11,7 +11,7 @@ import stratagem as sg
 from stratagem.api.seeding import seeded
 from stratagem_parallel.pipeline.schedules import SCHEDULES
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, joined_batches, relative_difference
+from stratagem_testing.reference import Net, joined_batches, relative_difference, window_size
 from stratagem_testing.training import QUIET, share, weights_of
 
 VOCABULARY, WIDTH, LENGTH, STEPS = 29, 16, 12, 20
@@ -112,7 +112,7 @@ def train_plainly(make, joined, accumulate, max_norm):
         output = module.training_step(batch, index)
         loss = output["loss"] if isinstance(output, dict) else output
         losses.append(loss.item())
-        (loss / accumulate).backward()
+        (loss / window_size(index, len(joined), accumulate)).backward()
         if (index + 1) % accumulate == 0 or index + 1 == len(joined):
             norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
             if max_norm is not None:

@@ -78,7 +78,7 @@ class Copies:
                 optimizer.zero_grad()
                 for x, y in chosen:
                     x, y = x.chunk(len(self.models))[place], y.chunk(len(self.models))[place]
-                    (loss_of(model(x), y) / accumulate).backward()
+                    (loss_of(model(x), y) / len(chosen)).backward()
                 if max_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             self.step += 1

@@ -117,6 +117,8 @@ class TrainerSettings(RunSettings):
     max_time: timedelta | str | None = field(default=None, validator=duration_or_text)
     #: Batches per optimizer step; ``{0: 8, 5: 4}`` accumulates 8 until epoch 5, and 4 from then on.
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
+    #: Divide the gradients of an epoch's last batches, if fewer than `accumulate_grad_batches`, by their own number.
+    average_short_window: bool = True
     #: Largest gradient norm (or value), see `gradient_clip_algorithm`.
     gradient_clip_val: float | None = field(default=None, validator=more_than(0))
     #: "norm" limits the norm of all gradients together, "value" limits each number.

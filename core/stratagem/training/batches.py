@@ -9,8 +9,9 @@ StatefulDataLoader) restores its own position.
 The gradients of an open accumulation window are not stored: resuming goes back to the window's first batch, with the
 buffers and the random state of that moment, and accumulates the same gradients again.
 
-Where the number of batches is unknown, one batch is read ahead, to know which one is the last; several ranks all-reduce
-a flag before each batch, and the epoch ends on all of them when it ends on one.
+Where the number of batches is unknown, as many are read ahead as an accumulation window has, to know which one is the
+last and how long its window is; several ranks all-reduce a flag before each batch, and the epoch ends on all of them
+when it ends on one.
 
 A data set may draw random numbers while it is read, interleaved with those of the model. The *replay state* of a batch
 is the random state (and the loader's state) right before it was read: resuming reads the batch again from there.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,8 @@ class Window:
     start: int
     #: As they were when that batch was about to be used.
     buffers: dict[str, Tensor]
+    #: That of the moment, where batches after that one had been read; else that batch's replay state tells.
+    random_state: dict[str, Any] | None
 
 
 class ResumableBatches:
@@ -102,14 +106,15 @@ class ResumableBatches:
         if not done or position.epoch_done:
             return {}
         state: dict[str, Any] = {
-            "marks": {n: replay_state for n, replay_state in self._replay_states.items() if n == done},
+            "marks": {n: replay_state for n, replay_state in self._replay_states.items() if n >= done},
             "accumulate": 1,
         }
         if self.stateful and not state["marks"]:
             state["marks"][done] = {"loader": self.loader.state_dict()}
         if window is not None and window.start < done:
             state["marks"], state["accumulate"] = dict(self._replay_states), self._accumulate
-            state["window"] = {"start": window.start, "buffers": {n: b.cpu() for n, b in window.buffers.items()}}
+            buffers = {n: b.cpu() for n, b in window.buffers.items()}
+            state["window"] = {"start": window.start, "buffers": buffers, "random_state": window.random_state}
         return state
 
     def resume(self, state: dict[str, Any], now: dict[str, Any]) -> None:
@@ -152,8 +157,11 @@ class ResumableBatches:
 
     # --- Batches ---------------------------------------------------------------------------------------------------
 
-    def epoch(self, position: Position, accumulate: int) -> Iterator[tuple[int, Any, bool]]:
-        """Yield ``(batch_idx, batch, is_last)`` from `position` to the end of its epoch."""
+    def epoch(self, position: Position, accumulate: int) -> Iterator[tuple[int, Any, bool, int]]:
+        """Yield ``(batch_idx, batch, is_last, window_size)`` from `position` to the end of its epoch.
+
+        An accumulation window has `accumulate` batches, the last one of an epoch those that are left.
+        """
         set_epoch(self.loader, position.epoch)
         self._accumulate = accumulate
         resumed, self._resumed = self._resumed or {}, None
@@ -164,47 +172,60 @@ class ResumableBatches:
             first = window["start"]
             if resumed["accumulate"] != accumulate:  # its batches begin a window of another length
                 position.batches_done, window, now = first, None, replay_states.get(first, {}).get("random")
-                replay_states = {
-                    n: replay_state for n, replay_state in replay_states.items() if n <= first + self.looks_ahead
-                }
+                replay_states = {n: replay_state for n, replay_state in replay_states.items() if n == first}
             else:
                 self.replay_until = position.batches_done
         iterator = self._open(position, first, replay_states.get(first, {}).get("loader"))
+        batch_idx = start = first
+        ahead: deque[Any] = deque()
+        ended = False
 
-        def read(number: int) -> Any:
-            if "random" in (again := replay_states.get(number, {})):
-                self.restore_random_state(again["random"])
-            self._keep_replay_state(number, accumulate)
-            began = time.perf_counter()
-            batch = next(iterator, _END)
-            self.wait.add(began, self.loader)
-            return batch
+        def read_until(number: int) -> None:
+            """Read the batches before `number`, or those that every rank has."""
+            nonlocal ended
+            for each in range(batch_idx + len(ahead), int(min(number, self.num_batches))):
+                if ended:
+                    return
+                if "random" in (again := replay_states.get(each, {})):
+                    self.restore_random_state(again["random"])
+                self._keep_replay_state(each, start, accumulate)
+                began = time.perf_counter()
+                batch = next(iterator, _END)
+                self.wait.add(began, self.loader)
+                if self.looks_ahead:
+                    ended = self._ended(batch is _END)
+                elif batch is _END:
+                    message = f"the training loader has length {int(self.num_batches)} and yielded {each} batches"
+                    raise ConfigError(message, expected="as many as its length says")
+                if not ended:
+                    ahead.append(batch)
 
         if now is not None and position.batches_done and not replay_states:
             self.restore_random_state(now)
-        ahead = read(first) if self.looks_ahead else None
+        if self.looks_ahead:
+            read_until(first + accumulate)
         if now is not None and replay_states and window is None:
             self.restore_random_state(now)
-        batch_idx = first
-        while self.looks_ahead or batch_idx < self.num_batches:
-            if self.looks_ahead:
-                batch = ahead
-                if batch_idx == first and self._ended(batch is _END):
-                    return
-                at_limit = batch_idx + 1 >= self.num_batches
-                ahead = _END if at_limit or batch is _END else read(batch_idx + 1)
-                is_last = at_limit or self._ended(ahead is _END)
-            else:
-                batch = read(batch_idx)
-                is_last = batch_idx + 1 >= self.num_batches
-                if batch is _END:
-                    message = f"the training loader has length {int(self.num_batches)} and yielded {batch_idx} batches"
-                    raise ConfigError(message, expected="as many as its length says")
+            replay_states = {}
+        while True:
+            if batch_idx % accumulate == 0:
+                start = batch_idx
+            read_until(batch_idx + 1 + (accumulate if self.looks_ahead else 0))
+            if not ahead:
+                return
+            if batch_idx == start:
+                left = len(ahead) if self.looks_ahead else self.num_batches - start
+                size = int(min(accumulate - start % accumulate, left))
             if window is not None and batch_idx == first:
                 self._buffers.restore(window["buffers"])
-            if accumulate > 1 and batch_idx % accumulate == 0:
-                self._window = Window(batch_idx, self._buffers.copies())
-            yield batch_idx, batch, is_last
+                if window["random_state"] is not None:
+                    self.restore_random_state(window["random_state"])
+            if accumulate > 1 and batch_idx == start:
+                random_state = self.random_state() if self.looks_ahead else None
+                self._window = Window(batch_idx, self._buffers.copies(), random_state)
+            batch = ahead.popleft()
+            is_last = not ahead if self.looks_ahead else batch_idx + 1 >= self.num_batches
+            yield batch_idx, batch, is_last, size
             if window is not None and batch_idx + 1 == self.replay_until:
                 assert now is not None
                 self.restore_random_state(now)
@@ -241,18 +262,14 @@ class ResumableBatches:
             )
         return iterator
 
-    def _keep_replay_state(self, number: int, accumulate: int) -> None:
-        """Keep the replay state of batch `number`, if resuming may have to read it again."""
+    def _keep_replay_state(self, number: int, start: int, accumulate: int) -> None:
+        """Keep the replay state of batch `number`, if resuming may read it again; forget those before `start`."""
         if not (self.looks_ahead or accumulate > 1):
             return
         replay_state = {"random": self.random_state()}
-        begins = number % accumulate == 0
-        if self.stateful and (self.looks_ahead or begins):
+        if self.stateful and (self.looks_ahead or number == start):
             replay_state["loader"] = self.loader.state_dict()
-        kept = number - 1 if self._window is None else self._window.start
-        if begins and not self.looks_ahead:
-            kept = number
-        self._replay_states = {n: old for n, old in self._replay_states.items() if n >= kept}
+        self._replay_states = {n: old for n, old in self._replay_states.items() if n >= start}
         self._replay_states[number] = replay_state
 
     def _ended(self, here: bool) -> bool:

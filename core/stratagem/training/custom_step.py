@@ -148,7 +148,7 @@ class CustomStep:
         loop = self.loop
         self._zero_is_due = self._batch_idx % loop.accumulate == 0
         with torch.enable_grad():
-            outputs = self.run.step.train_step(batch, self._batch_idx, loop.accumulate, sync, loop.with_index)
+            outputs = self.run.step.train_step(batch, self._batch_idx, loop.divisor, sync, loop.with_index)
         self.before_backward()  # a skipped batch has no backward
         self._outputs, self._was_evaluated = outputs, True
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

@@ -37,6 +37,8 @@ class TrainLoop:
         self.settings, self.position = state.settings, state.position
         module = state.module
         self.accumulate = state.accumulate_grad_batches
+        #: Divides the loss of a batch: the number of batches of its accumulation window.
+        self.divisor = 1
         self.with_index = takes(module.training_step, 2)
         self.optimizer = self.run.optimizers[0] if len(self.run.optimizers) == 1 else None
         self.closes_over = not self.run.manual and self.optimizer is not None and needs_closure(self.optimizer)
@@ -179,7 +181,8 @@ class TrainLoop:
         self.skips_rest = False
         start, skipped = position.batches_done, self.run.step.skipped_batches
         batches = () if position.epoch_done else self.train_batches.epoch(position, self.accumulate)
-        for batch_idx, batch, is_last in batches:
+        for batch_idx, batch, is_last, window_size in batches:
+            self.divisor = window_size if self.settings.average_short_window else self.accumulate
             if batch_idx < self.train_batches.replay_until:
                 self._replay(batch, batch_idx)
                 continue
@@ -244,7 +247,7 @@ class TrainLoop:
             state.stage_metrics.batch = batch = run.hooks.transfer_batch(batch=batch, run=run)
             if self.batch_start is not None:
                 self.batch_start(batch=batch, batch_idx=batch_idx)  # it may change the batch
-            run.step.train_step(batch, batch_idx, self.accumulate, False, self.with_index)
+            run.step.train_step(batch, batch_idx, self.divisor, False, self.with_index)
         finally:
             state.stage_metrics = stage_metrics
 
@@ -267,7 +270,7 @@ class TrainLoop:
             outputs = run.step.train_step(batch, batch_idx, 1, True, self.with_index)
         else:
             sync = is_last or (batch_idx + 1) % self.accumulate == 0
-            outputs = run.step.train_step(batch, batch_idx, self.accumulate, sync, self.with_index)
+            outputs = run.step.train_step(batch, batch_idx, self.divisor, sync, self.with_index)
             if sync and self.optimizer is not None:
                 self._step()
         state.last_outputs = outputs

@@ -83,6 +83,7 @@ class Trainer(View):
         min_steps: int | None = None,
         max_time: timedelta | str | float | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
+        average_short_window: bool = True,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         limit_train_batches: float | None = None,

@@ -331,6 +331,11 @@ def train_plainly(
     return train_module_plainly(module, batches, accumulate, max_norm, max_value)
 
 
+def window_size(index: int, count: int, accumulate: int) -> int:
+    """Return how many batches the accumulation window of batch `index` has, in an epoch of `count` batches."""
+    return min(accumulate, count - index // accumulate * accumulate)
+
+
 def train_module_plainly(
     module: Net, batches: list[Batch], accumulate: int = 1, max_norm: float | None = None,
     max_value: float | None = None,
@@ -342,7 +347,7 @@ def train_module_plainly(
     norms = []
     module.train()
     for index, (x, y) in enumerate(batches):
-        (module.criterion(module(x), y) / accumulate).backward()
+        (module.criterion(module(x), y) / window_size(index, len(batches), accumulate)).backward()
         if (index + 1) % accumulate == 0 or index + 1 == len(batches):
             gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
             norms.append(float(torch.linalg.vector_norm(torch.cat(gradients))))
