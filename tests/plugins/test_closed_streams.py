@@ -16,8 +16,8 @@ PROGRAM = """
 
     if __name__ == "__main__":
         trainer = sg.Trainer(
-            strategy={strategy!r}, devices={devices}, accelerator="cpu", max_epochs=1, enable_progress_bar={bar},
-            callbacks={callbacks!r}, enable_model_summary=True,
+            strategy={strategy!r}, devices={devices}, accelerator="cpu", max_epochs=1, callbacks={callbacks!r},
+            enable_model_summary=True,
         )
         print("before")
         trainer.fit(Net(), joined_batches(3, 8))
@@ -47,7 +47,7 @@ def _run(tmp_path, shell_words, *words):
 def test_training_needs_no_standard_streams(tmp_path, closed, strategy, callbacks):
     devices = 2 if strategy.startswith("ddp") else 1
     (tmp_path / "program.py").write_text(
-        textwrap.dedent(PROGRAM.format(strategy=strategy, devices=devices, callbacks=callbacks, bar=not callbacks))
+        textwrap.dedent(PROGRAM.format(strategy=strategy, devices=devices, callbacks=callbacks))
     )
     done = _run(tmp_path, closed, "program.py")
 
