@@ -137,7 +137,8 @@ def test_a_run_starts_again_after_it_was_closed():
     run = sg.Run(strategy="ddp", accelerator="cpu")
     for _ in range(2):
         with run:
-            run.setup(net(), torch.optim.SGD(net().parameters(), lr=1.0))
+            model = net()
+            run.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
             assert torch.distributed.is_initialized()
         assert not torch.distributed.is_initialized()
 

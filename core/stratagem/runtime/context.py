@@ -23,6 +23,7 @@ from stratagem.runtime.connection import check_world, join, mesh_of, peers_world
 from stratagem.runtime.hook_caller import HookCaller
 from stratagem.runtime.module_memory import separate_elements, use_deferred_init
 from stratagem.runtime.numerics import switch
+from stratagem.runtime.parameter_names import named_parameters, point_at
 from stratagem.runtime.replaced_layers import check_replaced, note_replaced, parts_of
 from stratagem.runtime.step import Step
 from stratagem.runtime.step_module import StepModule
@@ -225,8 +226,9 @@ class Context(Choices):
             yield
 
     def prepare(
-        self, module: nn.Module, make_optimizers: Callable[[], list[Optimizer]] | None = None, stage: str = "train"
-    ) -> None:
+        self, module: nn.Module, make_optimizers: Callable[[], list[Optimizer]] | None = None, stage: str = "train",
+        optimizers_from: str = "configure_optimizers",
+    ) -> None:  # fmt: skip
         """Convert and wrap `module`, then make its optimizers: sets `module`, `model`, `optimizers` and `stage`."""
         self.module, self.stage = module, stage
         check_replaced(module, self.stack, stage)
@@ -239,10 +241,12 @@ class Context(Choices):
             separate_elements(module)
         self.reducer_is_due = True
         self.bucket_reducers = []
-        self.model = self.hooks.ask("wrap_model", module=StepModule(module))
+        with named_parameters(module):
+            self.model = self.hooks.ask("wrap_model", module=StepModule(module))
+            made = [] if make_optimizers is None else make_optimizers()
+            point_at(module, made, optimizers_from, self.title_of(self.strategy), warns=self.is_global_zero)
         self.optimizers = []
         if make_optimizers is not None:
-            made = make_optimizers()
             self.optimizers = list(self.hooks.ask("wrap_optimizers", optimizers=made, module=self.model))
         if stage == "train" and self.settings.writes_files and self.is_global_zero:
             from stratagem.stack import lock

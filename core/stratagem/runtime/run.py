@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import warn_of_trainer_variables
 from stratagem.config.settings import RunSettings, gather
-from stratagem.errors import PluginError
 from stratagem.runtime import launching, state_io
 from stratagem.runtime.context import Context
 from stratagem.runtime.handles import LoaderHandle, ModelHandle
@@ -191,22 +190,7 @@ class Run:
         """
         self.connect()
         run = self.context
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-
-        def repoint() -> list[Optimizer]:
-            current = dict(module.named_parameters())
-            lost = sorted(set(names.values()) - set(current))
-            if lost:
-                raise PluginError(
-                    f"{run.title_of(run.strategy)} renamed the parameter {lost[0]!r}", expected="names to stay",
-                    do="make the optimizer in Module.configure_optimizers, and tell the strategy's author",
-                )  # fmt: skip
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["params"] = [current.get(names.get(id(p), ""), p) for p in group["params"]]
-            return list(optimizers)
-
-        run.prepare(module, repoint if optimizers else None)
+        run.prepare(module, (lambda: list(optimizers)) if optimizers else None, optimizers_from="the caller of setup")
         handle = ModelHandle(run, module)
         return (handle, *run.optimizers) if optimizers else handle
 

@@ -43,6 +43,7 @@ class Loop(Protocol):
     run: Context
     train_batches: ResumableBatches
     accumulate: int
+    divisor: int
     with_index: bool
     closes_over: bool
     clip: Callable[[Optimizer], Any] | None

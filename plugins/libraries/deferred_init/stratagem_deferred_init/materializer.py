@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.api.parameters import take_place
 from stratagem.errors import ConfigError
 from stratagem_deferred_init.meta_init import INITIAL, RESETS, is_cut
 
@@ -54,8 +55,8 @@ class Materializer:
                 filled = type(parameter)(values, requires_grad=parameter.requires_grad)
                 self._made[id(parameter)] = (parameter, filled)  # keeps the first alive: no other gets its id
                 fresh.append((name, filled, getattr(parameter, INITIAL, None)))
-                attributes = {key: value for key, value in parameter.__dict__.items() if key != INITIAL}
-                filled.__dict__.update(attributes)
+                take_place(filled, parameter)
+                filled.__dict__.pop(INITIAL, None)
             setattr(module, name, filled)
         self._initialize(module, tied, fresh)
         for name, parameter in cut:

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stratagem.errors import ConfigError
+from stratagem_sharding.gathered import follow
+from stratagem_sharding.param_groups import param_groups
 from stratagem_transforms.wrap_policy import children_first, select
 
 if TYPE_CHECKING:
@@ -58,13 +60,21 @@ def shard_units(
     for unit in units:
         fill(unit)
         precise = unit in normalizing or is_double(unit)
-        fully_shard(unit, **(exact if precise else options), ignored_params=unsharded_parameters(user) | ignored)
+        _shard(unit, user, ignored, exact if precise else options)
     fill(user)
     if root is not None:
         options = exact if is_double(user) else options
         if keep_root:
             options = options | {"reshard_after_forward": False}
-        fully_shard(root, **options, ignored_params=unsharded_parameters(user) | ignored)
+        _shard(root, user, ignored, options)
+
+
+def _shard(unit: nn.Module, user: nn.Module, ignored: AbstractSet[nn.Parameter], options: dict[str, Any]) -> None:
+    """Shard a `unit` of `user`; shards take the place of parameters."""
+    whole = {(part, name): parameter for part in unit.modules() for name, parameter in part._parameters.items()}
+    fully_shard(unit, **options, ignored_params=unsharded_parameters(user) | ignored)
+    for group in param_groups(unit._get_fsdp_state()):  # type: ignore[operator]
+        follow(group, whole)
 
 
 def shared_parameters(root: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import stratagem as sg
 from stratagem.api.capabilities import CLIP_BY_NORM, SHARDED_PARAMETERS
+from stratagem_testing.attachments import WAYS, train_each
 from stratagem_testing.reference import (
     Branching,
     BranchingInSize,
@@ -58,6 +59,20 @@ class WeightChecks(StrategyChecks):
 
         assert [result["steps"] for result in results] == [12] * world_size
         self._compare(results, reference)
+
+    def test_what_is_attached_to_parameters_holds(self, world_size: int) -> None:
+        """Optimizers and lists made before, hooks on gradients, attributes: all as in plain PyTorch, or refused."""
+        batches = self.batches(4)
+
+        results = self._run(world_size, train_each, self.prepare, batches, WAYS)
+
+        for way, *outcomes in zip(WAYS, *results, strict=True):
+            found = [each for each, _ in outcomes]
+            if all(isinstance(each, str) for each in found):
+                continue
+            assert not any(isinstance(each, str) for each in found), f"{way.__name__}: some ranks refused: {found}"
+            reference, _ = train_module_plainly(self.maker(way)(), batches)
+            self._compare([{"weights": each} for each in found], reference)
 
     def test_a_loop_of_your_own(self, world_size: int) -> None:
         """`Run.setup`, `backward`, `clip_gradients` (which returns the norm before clipping) and `optimizer_step`.

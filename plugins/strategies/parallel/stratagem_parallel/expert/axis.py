@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from stratagem.api.parameters import take_place
 from stratagem_parallel.expert.dispatch import DispatchedExperts
 from stratagem_parallel.expert.plan import expert_modules
 
@@ -48,7 +49,9 @@ class ExpertAxis:
     def _rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
         rows = parameter.detach().chunk(self.over.world_size)[self.over.rank].clone()  # a view would keep all of them
         whole = DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False)
-        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        part = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        take_place(part, parameter)
+        return part
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.api.parameters import take_place
 from stratagem_parallel.pipeline.stages import Cut
 
 
@@ -51,9 +52,9 @@ def forget_others(user: nn.Module, held: dict[str, frozenset[int]], rank: int) -
                 continue
             if id(parameter) not in made:
                 values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                empty = nn.Parameter(values, parameter.requires_grad)
-                empty.__dict__.update(parameter.__dict__)
-                made[id(parameter)] = empty
+                empty = made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                if type(parameter) is nn.Parameter:
+                    take_place(empty, parameter)
                 kept.append(parameter)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in list(module._buffers.items()):

@@ -59,6 +59,7 @@ class Pipeline:
         self.runner: StageRunner
         self.cut: Cut
         self.used: dict[str, frozenset[int]] = {}
+        self._is_checked = False
         self.held: dict[str, frozenset[int]] = {}
 
     # --- The model -----------------------------------------------------------------------------------------------
@@ -186,6 +187,8 @@ class Pipeline:
         runner.seed = seed_of(getattr(self.user, "current_epoch", 0), batch_idx)
         step = _TrainingStep(self, parts, batch_idx, divisor)
         key = "train", signature(parts[0])
+        if not self._is_checked:
+            self._check_hooks()
         self._check_same_batch(batch, key)
         forms = runner.learn_forms(key, lambda: step.capture(0))
         if self.rank == runner.last_rank:
@@ -196,6 +199,17 @@ class Pipeline:
             self.user.log(name, value, **options)  # type: ignore[operator]
         run.backward(loss)
         return loss if extras is None else extras | {"loss": loss}
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks that would be called with a part of the batch's gradient, once for each micro-batch."""
+        self._is_checked = True
+        for name, parameter in self.user.named_parameters():
+            if parameter._post_accumulate_grad_hooks and self.microbatches > 1:
+                raise ConfigError(
+                    f"{name} has a hook that is called after its gradient is accumulated, and "
+                    f"strategy.parallel.pipeline accumulates {self.microbatches} micro-batches in each batch",
+                    expected="a hook that is called once for each batch", do="use on_before_optimizer_step",
+                )  # fmt: skip
 
     def _check_same_batch(self, batch: Any, key: Any) -> None:
         """Refuse different batches on the ranks of a pipeline: inputs would not belong to targets. Collective.

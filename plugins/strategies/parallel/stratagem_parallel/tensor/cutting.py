@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from stratagem.api.parameters import take_place
 from stratagem.errors import ConfigError
 from stratagem_parallel.placement import check_no_hooks
 from stratagem_parallel.tensor.styles import WHOLE, Foreign, Style, check_embedding, style_class
@@ -133,7 +134,7 @@ def cut(module: nn.Module, layers: Styled, line: Line, fill: Callable[[nn.Module
             made = _cut_parameter(whole, style.cuts[key], line)
             for holder, its_key in where:
                 holder._parameters[its_key] = made
-            whole.data = whole.data.new_empty(0)  # whoever still has it need not hold its memory
+            take_place(made, whole)
         if foreign is not None:
             _cut_by_torch(module, part, foreign, line)
         style.attach(part)
@@ -151,13 +152,16 @@ def _holders_of(module: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]
 def _cut_by_torch(module: nn.Module, part: nn.Module, style: ParallelStyle, line: Line) -> None:
     """Let torch cut `part` in its own `style`, and tie again what other layers share with it."""
     shared = {
-        (inner, key): _holders_of(module, parameter)
+        (inner, key): (parameter, _holders_of(module, parameter))
         for inner in part.modules()
         for key, parameter in inner._parameters.items()
         if parameter is not None
     }
     parallelize_module(part, line.mesh, style)
-    for (inner, key), where in shared.items():
+    for (inner, key), (whole, where) in shared.items():
+        made = inner._parameters[key]
+        if made is not None and made is not whole and not isinstance(whole, DTensor):
+            take_place(made, whole)
         for holder, its_key in where:
             holder._parameters[its_key] = inner._parameters[key]
 
@@ -168,6 +172,4 @@ def _cut_parameter(whole: nn.Parameter, dim: int, line: Line) -> nn.Parameter:
         made = DTensor.from_local(
             part, line.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-    parameter = nn.Parameter(made, requires_grad=whole.requires_grad)
-    parameter.__dict__.update({key: value for key, value in whole.__dict__.items() if not key.startswith("_is_param")})
-    return parameter
+    return nn.Parameter(made, requires_grad=whole.requires_grad)

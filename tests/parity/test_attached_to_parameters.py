@@ -1,0 +1,87 @@
+"""What a user attaches to parameters before training holds under every strategy, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem_testing import run_in_processes
+from stratagem_testing.attachments import (
+    WAYS,
+    HookAfterAccumulation,
+    HookOfInit,
+    KeptInForward,
+    ListOfInit,
+    RemovedHook,
+    train_each,
+)
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly
+
+BATCHES = joined_batches(4, 8)
+STRATEGIES = {
+    "ddp": "ddp", "ddp_sharded": "ddp_sharded", "fsdp": "fsdp", "shard": {"name": "parallel", "shard": 2},
+    "tensor": {"name": "parallel", "tensor": 2}, "pipeline": {"name": "parallel", "pipeline": 2, "microbatches": 2},
+    "deepspeed_stage_3": "deepspeed_stage_3",
+}  # fmt: skip
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+class Subclass(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[0].weight = Marked(self.net[0].weight.detach())
+
+
+class Foreign(Net):
+    def __init__(self):
+        super().__init__()
+        self.other = [nn.Linear(3, 5)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.other[0].parameters()], 5e-3, 0.9)
+
+
+class Missing(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.net[0].weight, *self.net[2].parameters()], 5e-3, 0.9)
+
+
+ALL = (*WAYS, RemovedHook, Subclass, Foreign, Missing)
+
+
+FOREIGN = "configure_optimizers returned SGD with 2 of 8 parameters that are not of Foreign, the first of shape (5, 3)"
+STALE = "linear is called with 'net.3.weight' as it was before the model was prepared"
+SUBCLASS = "'net.0.weight' is a Marked, and the strategy replaces it by a part"
+HOOKED = "which strategy.parallel.tensor cuts, has a hook on its gradient"
+#: What is refused, by the name of the strategy and for all; all else trains as plain PyTorch does.
+REFUSED = {
+    "ddp": {}, "ddp_sharded": {}, "fsdp": {KeptInForward: STALE, Subclass: SUBCLASS},
+    "shard": {KeptInForward: STALE, Subclass: SUBCLASS},
+    "tensor": {
+        KeptInForward: STALE, Subclass: SUBCLASS, HookOfInit: HOOKED, RemovedHook: HOOKED, HookAfterAccumulation: HOOKED,
+    },
+    "pipeline": {HookAfterAccumulation: "accumulates 2 micro-batches in each batch"},
+    "deepspeed_stage_3": {ListOfInit: "parameter group 0 of SGD has no trainable parameter"},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_attached_to_parameters_holds_or_is_refused(name):
+    refused = REFUSED[name] | {Foreign: FOREIGN}
+    choose = {"strategy": STRATEGIES[name], "accelerator": "cpu"}
+    both = run_in_processes(train_each, 2, choose, lambda module: module, BATCHES, ALL)
+    for way, *outcomes in zip(ALL, *both, strict=True):
+        for outcome, told in outcomes:
+            if way in refused:
+                assert refused[way] in outcome, way
+            else:
+                assert relative_difference(outcome, train_module_plainly(way(), BATCHES)[0]) < 1e-6, way
+                missing = [each for each in told if "no optimizer steps" in each]
+                assert len(missing) <= (way is Missing), way
+    told = both[0][-1][1]
+    assert any("no optimizer steps 3 of 6 trainable parameters: net.0.bias, net.4.weight" in each for each in told)
