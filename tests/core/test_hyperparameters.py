@@ -234,3 +234,17 @@ def test_a_sequence_of_another_type_is_saved_as_a_list(tmp_path):
     model = Whole({"lr": 0.5, "sizes": collections.UserList([1, 2])})
 
     assert Whole.load_from_checkpoint(saved(model, tmp_path)).hparams.sizes == [1, 2]
+
+
+def test_what_a_class_ignores_its_base_does_not_keep():
+    class Base(Model):
+        def __init__(self, width=3, depth=4):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Derived(Base):
+        def __init__(self, width=5, depth=6):
+            super().__init__(width, depth)
+            self.save_hyperparameters(ignore="width")
+
+    assert Derived().hparams == {"depth": 6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import pytest
@@ -10,72 +9,54 @@ from torch.utils.data import DataLoader
 
 import stratagem as sg
 from stratagem.training import loader_wait
+from stratagem.training.loader_wait import LoaderWait
 from stratagem_testing.reference import Net, joined_batches
 
 
-class Rows:
-    """Samples that take `seconds` to read."""
+@pytest.fixture
+def said(monkeypatch):
+    """Return what is said of a loader if each of 100 batches takes some seconds to read, and some to train."""
 
-    def __init__(self, seconds: float) -> None:
-        self.rows, self.seconds = [(x, y) for x, y in joined_batches(30, 1)], seconds
+    def count(loader, reading, training):
+        now, wait = 0.0, LoaderWait(warns=True)
+        monkeypatch.setattr(loader_wait.time, "perf_counter", lambda: now)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(100):
+                began, now = now, now + reading
+                wait.add(began, loader)
+                now += training
+        return [str(each.message) for each in caught]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        time.sleep(self.seconds)
-        return tuple(part[0] for part in self.rows[index])
-
-
-class Batches:
-    def __init__(self, seconds: float) -> None:
-        self.rows = Rows(seconds)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self):
-        return (tuple(part[None] for part in self.rows[index]) for index in range(len(self)))
+    return count
 
 
-class Working(Net):
-    """Computes for longer than a fast loader reads."""
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.01)
-        return super().training_step(batch, batch_idx)
-
-
-def fit(loader) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        sg.Trainer(max_epochs=1, accelerator="cpu", barebones=True).fit(Working(), loader)
-    return "\n".join(str(each.message) for each in caught if "waiting for the training loader" in str(each.message))
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(loader_wait, "_AFTER_S", 0.05)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "advice"),
     [
-        (lambda: DataLoader(Rows(0.05), batch_size=1), "num_workers is 0: set it to 1 or more"),
-        (lambda: DataLoader(Rows(0.1), batch_size=1, num_workers=1), "num_workers is 1, and this process may use"),
-        (lambda: Batches(0.05), "Batches of a Batches are made while training waits"),
+        (DataLoader([0]), "num_workers is 0: set it to 1 or more"),
+        (DataLoader([0], num_workers=1), "num_workers is 1, and this process may use"),
+        ([0], "Batches of a list are made while training waits"),
     ],
     ids=["in this process", "in a worker", "own"],
 )
-def test_a_slow_loader_is_named_once(loader, advice):
-    said = fit(loader())
+def test_a_slow_loader_is_named_once(said, loader, advice):
+    (text,) = said(loader, reading=0.3, training=0.1)
 
-    assert said.count("waiting for the training loader took ") == 1
-    assert advice in said
+    assert text.startswith("waiting for the training loader took 75% of the first 10 s (300.0 ms for each batch)")
+    assert advice in text
 
 
-@pytest.mark.slow
-def test_a_fast_loader_is_not():
-    assert fit(DataLoader(Rows(0.0), batch_size=1)) == ""
-    assert fit(DataLoader(Rows(0.002), batch_size=1, num_workers=1)) == ""
+def test_a_fast_loader_is_not_named(said):
+    assert said(DataLoader([0]), reading=0.1, training=0.3) == []
+
+
+def test_a_short_training_says_nothing(said):
+    assert said(DataLoader([0]), reading=0.05, training=0.01) == []
+
+
+def test_training_counts_what_it_waits(monkeypatch):
+    monkeypatch.setattr(loader_wait, "_AFTER_S", 0.0)
+    monkeypatch.setattr(loader_wait, "_TOO_MUCH", 0.0)
+    with pytest.warns(UserWarning, match="waiting for the training loader took"):
+        sg.Trainer(max_epochs=1, accelerator="cpu", barebones=True).fit(Net(), joined_batches(30, 1))

@@ -347,3 +347,59 @@ def test_a_data_module_is_made_from_data_sets():
         made.test_dataloader()
     trainer = sg.Trainer(**QUIET)
     assert len(trainer.predict(Net(), datamodule=made)) == 1
+
+
+class Foreign(sg.Callback):
+    """Has attributes that callbacks with checkpoints and early stopping have, too, with other meanings."""
+
+    folder, best_model_path, stopped_epoch, saved_on_signal = "figures", "", 0, True
+
+
+def test_a_callback_has_the_roles_that_it_declares(tmp_path):
+    trainer = sg.Trainer(
+        max_epochs=1, callbacks=[Foreign()], default_root_dir=tmp_path, accelerator="cpu", logger=False
+    )
+    trainer.fit(Net(), loader(8))
+
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+    assert trainer.early_stopping_callback is None
+    again = sg.Trainer(max_epochs=2, callbacks=[Foreign()], default_root_dir=tmp_path, accelerator="cpu", logger=False)
+    again.fit(Net(), loader(8), ckpt_path="last")
+    assert again.global_step == 4
+
+
+def test_metrics_are_those_of_the_latest_call():
+    trainer = sg.Trainer(max_epochs=1, **QUIET)
+    module = Net()
+    trainer.fit(module, loader(8), loader(8))
+    assert {"train_loss", "val_loss"} <= set(trainer.callback_metrics)
+
+    trainer.test(module, loader(8))
+    assert set(trainer.callback_metrics) == {"test_loss"}
+
+
+class FromHooks(Net):
+    def on_train_start(self):
+        self.log("at_start", 1.0)
+
+    def on_train_epoch_start(self):
+        self.log("at_epoch_start", 2.0)
+
+
+class Rows(sg.Logger):
+    def __init__(self):
+        self.rows = []
+
+    @sg.hookimpl
+    def log_metrics(self, metrics, step):
+        self.rows.append((step, set(metrics) - {"epoch"}))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(50, [1, 5]), (2, [1, 2, 4, 5]), (5, [1, 5])])
+def test_the_first_and_the_last_step_of_a_fit_are_logged(every, steps):
+    logger = Rows()
+    options = QUIET | {"logger": logger, "log_every_n_steps": every}
+    sg.Trainer(max_epochs=1, **options).fit(FromHooks(), loader(20))
+
+    assert [step for step, names in logger.rows if "train_loss" in names] == steps
+    assert {"at_start", "at_epoch_start"} <= logger.rows[0][1]

@@ -192,3 +192,20 @@ def test_averages_are_of_whole_epochs():
             trainer.fit(module, loader(shuffle=True))
         averages.append(trainer.callbacks[-1].count)
     assert averages == [3, 3]
+
+
+@pytest.mark.parametrize("between", ["test", "predict", "validate"])
+def test_a_validation_that_is_due_is_not_forgotten(tmp_path, between):
+    """Training stops where a validation is due; what the trainer does before it saves does not count as that one."""
+    options = QUIET | {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    first, second = Watched(), Watched()
+    trainer = sg.Trainer(**options | {"max_steps": 2})
+    trainer.fit(first, loader(), loader(8))
+    getattr(trainer, between)(first, loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    sg.Trainer(**options).fit(second, loader(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+
+    whole = Watched()
+    sg.Trainer(**options).fit(whole, loader(), loader(8))
+    calls = {"validate": 1}.get(between, 0)  # of the trainer's own
+    assert first.validations - calls + second.validations == whole.validations == 2

@@ -187,7 +187,7 @@ class Plan(BaseFinetuning):
 
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == self.at:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, train_bn=False)
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
 
 
 def finetuned_plainly(epochs, at=1):
@@ -250,3 +250,14 @@ def test_several_processes_and_missing_methods_are_refused():
     with pytest.raises(ConfigError, match="Plan was chosen for 2 processes; expected one"):
         run = sg.Trainer(**QUIET, callbacks=[Plan()], devices=2, strategy="ddp_fork")
         run.fit(Model(), BATCHES)
+
+
+def test_batch_normalization_is_trained_once_it_is_unfrozen():
+    backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    BaseFinetuning.freeze(backbone, train_bn=False)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    BaseFinetuning.unfreeze_and_add_param_group(backbone, optimizer)
+
+    assert {id(p) for p in optimizer.param_groups[1]["params"]} == {id(p) for p in backbone.parameters()}
+    kept = BaseFinetuning.filter_params(backbone, train_bn=False)
+    assert {id(p) for p in kept} == {id(p) for p in backbone[0].parameters()}

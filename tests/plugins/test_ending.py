@@ -191,17 +191,6 @@ def test_the_outcome_comes_back_from_spawned_processes(tmp_path):
     assert "outcome: max_epochs=1 is reached 2" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(("every", "told"), [(50, True), (9, True), (8, False), (1, False)])
-def test_a_fit_that_is_too_short_for_step_metrics_says_so(tmp_path, capsys, every, told):
-    trainer = sg.Trainer(
-        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, log_every_n_steps=every, enable_progress_bar=False
-    )
-    trainer.fit(Validated(), joined_batches(8, 8), joined_batches(1, 8))
-    said = f"no metric of a step was logged in 8 steps, since log_every_n_steps is {every}"
-
-    assert last_lines(capsys)[1].endswith(said) == told
-
-
 def test_files_that_do_not_exist_are_not_listed(tmp_path, capsys):
     class Deleting(sg.Callback):
         @sg.hookimpl

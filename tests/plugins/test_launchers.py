@@ -604,7 +604,6 @@ def test_subprocess_may_be_launched_from_a_thread_that_ends(tmp_path):
     assert (code, output) == (0, "trained\n"), errors
 
 
-@pytest.mark.every_push("while tidying up-0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("abort", "expected"), [("while tidying up", 0), ("in the middle", 1)])
 def test_an_abort_counts_only_before_python_has_ended_in_order(tmp_path, abort, expected):
@@ -875,3 +874,45 @@ print("trained")
     assert "ConfigError: Mine is defined in a notebook, at a prompt or in `python -c`" in refused.stderr
     assert 'use a strategy that forks (such as "ddp_notebook")' in refused.stderr
     assert imported.stdout == "trained\n", imported.stderr
+
+
+KEEPS_FILE = """
+    import sys
+    import stratagem as sg
+    from stratagem_testing.reference import Net, joined_batches
+
+    class Keeps(Net):
+        def on_fit_start(self):
+            self.file = open(f"lines.{self.trainer.global_rank}", "w")
+
+        def training_step(self, batch, batch_idx):
+            self.file.write("a line\\n")
+            if batch_idx == 3 and sys.argv[2] == "fails":
+                raise RuntimeError("stop here")
+            return super().training_step(batch, batch_idx)
+
+    if __name__ == "__main__":
+        trainer = sg.Trainer(
+            strategy="ddp", launcher=None if sys.argv[1] == "default" else sys.argv[1], devices=2, accelerator="cpu",
+            max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        )
+        trainer.fit(Keeps(), joined_batches(4, 8))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.every_push("ends-fork", "fails-fork")
+@pytest.mark.parametrize("launcher", ["fork", "spawn", "default"])
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_files_that_a_rank_keeps_open_are_written(tmp_path, launcher, how):
+    (tmp_path / "train.py").write_text(textwrap.dedent(KEEPS_FILE))
+    scripts.run(
+        [sys.executable, "train.py", launcher, how], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        check=how == "ends",
+    )  # fmt: skip
+
+    for rank in (0, 1):
+        # A rank whose launcher ends it after another one's error has no chance.
+        lines = (tmp_path / f"lines.{rank}").read_text().splitlines()
+        assert len(lines) == 4 or (how == "fails" and not lines)
+    assert any((tmp_path / f"lines.{rank}").stat().st_size for rank in (0, 1))

@@ -27,7 +27,17 @@ def rows(tmp_path, module, name, **options):
 
 def test_as_often_as_the_scheduler_steps(tmp_path):
     logged, _ = rows(tmp_path, Scheduled(), "lr-SGD")
-    assert logged == pytest.approx({step: 5e-3 * 0.9**step for step in range(1, 7)})
+    assert logged == pytest.approx({step: 5e-3 * 0.9 ** (step - 1) for step in range(1, 7)}), "each step's own rate"
+
+
+def test_an_epoch_has_the_rate_that_it_began_with(tmp_path):
+    class ByEpoch(Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)]
+
+    logged, _ = rows(tmp_path, ByEpoch(), "lr-SGD")
+    assert logged == pytest.approx({3: 1e-3, 6: 1e-4})
 
 
 def test_once_an_epoch_without_a_step_scheduler(tmp_path):

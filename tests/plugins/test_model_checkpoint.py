@@ -423,3 +423,10 @@ def test_last_is_saved_where_training_ends_before_there_is_a_value_to_compare(tm
 
     assert names_in(tmp_path) == ["last.ckpt"]
     assert Path(callback.last_model_path).name == "last.ckpt"
+
+
+def test_last_is_that_of_the_end_even_if_no_checkpoint_was_due(tmp_path):
+    callback, files = fit(tmp_path, [1.0, 2.0], save_last=True, every_n_epochs=10)
+
+    assert files == ["last.ckpt"]
+    assert callback.last_model_path == str(tmp_path / "checkpoints" / "last.ckpt")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.api.kinds import has_role
 from stratagem.errors import ConfigError
 from stratagem_torchft.messages import local, with_layout_of
 
@@ -93,7 +94,7 @@ def _stateful(trainer: TrainerView) -> list[Any]:
     return [
         each
         for each in trainer.callbacks
-        if all(callable(getattr(each, name, None)) for name in both) and not hasattr(each, "best_model_path")
+        if all(callable(getattr(each, name, None)) for name in both) and not has_role(each, "best-checkpoint")
     ]
 
 

@@ -345,6 +345,10 @@ class Callback(CallbackEvents, Plugin):
 
     kind: ClassVar[str] = "callback"
     identified_by_options: ClassVar[bool] = True
+    #: What others may ask of it: "best-checkpoint" (it has `best_model_path`), "checkpoint-folder"
+    #: (``folder(trainer)``), "checkpoint-on-signal" (``saved_on_signal(path)``, too), "early-stopping"
+    #: (`stopped_epoch`).
+    roles: ClassVar[frozenset[str]] = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what checkpoints store; nothing unless overridden."""
@@ -352,6 +356,11 @@ class Callback(CallbackEvents, Plugin):
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
         """(state): restore what `state_dict` returned."""
+
+
+def has_role(plugin: Any, role: str) -> bool:
+    """Whether a callback declares that it has this one of `Callback.roles`."""
+    return role in getattr(type(plugin), "roles", ())
 
 
 def keeps_state(plugin: Any, method: str = "state_dict") -> bool:

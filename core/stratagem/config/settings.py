@@ -139,7 +139,7 @@ class TrainerSettings(RunSettings):
     reload_dataloaders_every_n_epochs: int = field(default=0, validator=at_least(0))
     #: Validation batches that run before training, to find errors early; -1 means all.
     num_sanity_val_steps: int = field(default=2, validator=at_least_or_unlimited(0))
-    #: Optimizer steps between two rows of step metrics.
+    #: Optimizer steps between two rows of step metrics; the first and the last step of a fit have a row, too.
     log_every_n_steps: int = field(default=50, validator=at_least(1))
     #: Add a callback that shows progress, and metrics logged with ``prog_bar=True``, unless `callbacks` has one.
     enable_progress_bar: bool = True

@@ -1,7 +1,10 @@
-"""Standard input, output and error of this process."""
+"""Standard input, output and error of this process, and its other files."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import os
 import sys
 
@@ -21,3 +24,16 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
             setattr(sys, name, stream)
+
+
+def flush_files() -> None:
+    """Write what is buffered of all files that this process opened, before an ``os._exit``, which would lose it.
+
+    Not of files that were open when ``gc.freeze`` was called in a forked process: their buffers are the parent's.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):  # it is closed, or for reading, or of a class of the user's
+                each.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

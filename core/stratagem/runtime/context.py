@@ -61,6 +61,8 @@ class Context(Choices):
         self.module: nn.Module | None = None
         self.model: Any = None
         self.optimizers: list[Optimizer] = []
+        #: The same as `configure_optimizers` made them.
+        self.made_optimizers: list[Optimizer] = []
         #: Learning rate schedulers with their intervals; empty for a loop of your own.
         self.lr_scheduler_configs: list[Any] = []
         self.stage: str = "train"
@@ -211,6 +213,7 @@ class Context(Choices):
                 rest.callback(self.collectives.close)
                 self.hooks.hook.teardown(run=self)
                 self.model, self.optimizers, self.bucket_reducers, self.copy_stream = None, [], [], None
+                self.made_optimizers = []
                 for handle in self.handles:
                     handle.release()
 
@@ -243,7 +246,7 @@ class Context(Choices):
         self.bucket_reducers = []
         with named_parameters(module):
             self.model = self.hooks.ask("wrap_model", module=StepModule(module))
-            made = [] if make_optimizers is None else make_optimizers()
+            self.made_optimizers = made = [] if make_optimizers is None else make_optimizers()
             point_at(module, made, optimizers_from, self.title_of(self.strategy), warns=self.is_global_zero)
         self.optimizers = []
         if make_optimizers is not None:
@@ -394,7 +397,7 @@ class Context(Choices):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.model, self.optimizers, self.lr_scheduler_configs = None, [], []
+        self.model, self.optimizers, self.made_optimizers, self.lr_scheduler_configs = None, [], [], []
         self._enter()
 
 

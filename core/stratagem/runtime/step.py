@@ -38,6 +38,8 @@ class Step:
 
     def __init__(self, run: SteppedRun, hooks: HookCaller) -> None:
         self._run, self._hooks = run, hooks
+        #: An optimizer steps, through the hooks.
+        self.is_stepping = False
         #: Batches for which `training_step` returned None, in this fit.
         self.skipped_batches = 0
         #: Whether `training_step` takes the number of the batch.
@@ -191,9 +193,10 @@ class Step:
         """
         if self._run.saver.busy:
             self._run.saver.check()
-        if options:
-            return self._step_with(optimizer, closure, options)
+        self.is_stepping = True
         try:
+            if options:
+                return self._step_with(optimizer, closure, options)
             if self._hooks.optimizer_step is None and closure is None:
                 optimizer.step()
                 return True
@@ -209,6 +212,8 @@ class Step:
                 expected="a closure: it evaluates the model itself, once or many times for each step",
                 do="call step(closure); in optimizer_step, call optimizer.step(closure=optimizer_closure)",
             ) from error
+        finally:
+            self.is_stepping = False
 
     def _step_with(self, optimizer: Optimizer, closure: Callable[[], Tensor] | None, options: dict[str, Any]) -> bool:
         if self._hooks.optimizer_step is not None:

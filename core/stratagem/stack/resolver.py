@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from stratagem.api.items import as_list, is_list
-from stratagem.api.kinds import KINDS, Plugin
+from stratagem.api.kinds import KINDS, Plugin, has_role
 from stratagem.api.options import check
 from stratagem.config.compilation import compile_options
 from stratagem.config.devices import devices_of_processes, parse_devices
@@ -108,7 +108,7 @@ def with_callbacks(stack: Stack, settings: Any, values: Any) -> list[Choice]:
     chooser.extras, chooser.options = {kind: [] for kind in chooser.extras}, {}
     added = chooser.many("callback", values)
     kept = [each for each in stack.callbacks if not any(isinstance(a.plugin, type(each.plugin)) for a in added)]
-    callbacks = sorted([*kept, *added], key=lambda choice: hasattr(choice.plugin, "best_model_path"))
+    callbacks = sorted([*kept, *added], key=lambda choice: has_role(choice.plugin, "best-checkpoint"))
     changed = attrs.evolve(stack, callbacks=callbacks)
     check_switches(settings, changed, added)
     check_capabilities(changed, {})

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -65,8 +64,6 @@ class CustomStep:
         self._was_evaluated = False
         self._stepped = True
         self._outputs: Any = None
-        scales = self.run.policy.loss_scaling and not self.run.stack.precision_absorbed
-        self._stepping = self._guarded if scales and hasattr(optimizer, "register_step_pre_hook") else nullcontext
 
     def __call__(self, batch: Any, batch_idx: int, sync: bool) -> Any:
         """Train `batch`, and step if it ends its window (`sync`); return what `training_step` returned."""
@@ -74,8 +71,7 @@ class CustomStep:
         self._batch_idx, self._was_evaluated, self._stepped = batch_idx, False, True
         closure = functools.partial(self._evaluate, batch, sync)
         if sync:
-            with self._stepping():
-                self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
+            self.module.optimizer_step(loop.state.position.epoch, batch_idx, self._handle, closure)
             if not self._was_evaluated:
                 raise ConfigError(
                     f"{type(self.module).__name__}.optimizer_step did not call its closure, which computes the loss",
@@ -114,35 +110,6 @@ class CustomStep:
             loop.clip(optimizer)
         self._stepped = run.step.optimizer_step(optimizer, **options)
         return loss
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Within: refuse a step that bypasses the precision, and would apply gradients that are still scaled."""
-        run, through, passing = self.run, self.run.hooks.optimizer_step, False
-
-        def pass_through(**arguments: Any) -> Any:
-            nonlocal passing
-            passing = True
-            try:
-                return through(**arguments)
-            finally:
-                passing = False
-
-        def check(*_: Any) -> None:
-            if not passing:
-                raise ConfigError(
-                    f"{type(self.module).__name__}.optimizer_step called {type(self.optimizer).__name__}.step, "
-                    "and the gradients are multiplied by the loss scale",
-                    expected="a step of the optimizer that optimizer_step gets, which divides them first",
-                    do="call optimizer.step(closure=optimizer_closure)",
-                )
-
-        hook, run.hooks.optimizer_step = self.optimizer.register_step_pre_hook(check), pass_through
-        try:
-            yield
-        finally:
-            hook.remove()
-            run.hooks.optimizer_step = through
 
     def _evaluate(self, batch: Any, sync: bool) -> Any:
         """Run the closure; return the loss, None for a skipped batch."""

@@ -62,7 +62,8 @@ def evaluate(
             else:
                 state.events.emit(f"{event}_epoch_end")
             stage_metrics.closed = stage_metrics.closed or "after its metrics were reduced"
-            state.position.validated = True  # a run that resumes from here need not do it again
+            if before[0] == "train" and not state.sanity_checking:
+                state.position.validated = True  # a run that resumes from here need not do it again
             state.events.emit(f"{event}_end")
     finally:
         stage_metrics.reset()

@@ -81,6 +81,8 @@ class FitState:
     #: What callbacks logged in `on_train_epoch_end`, while that is called; for the loggers.
     late_metrics: dict[str, Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     last_logged_step: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=-1)
+    #: What loggers get of the last step of the epoch.
+    values_of_last_step: dict[str, Any] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, factory=dict)
     events: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: The batches of the training loop.
     train_batches: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
@@ -130,6 +132,7 @@ class FitState:
 
     def begin(self, events: Any) -> None:
         """Begin a call in this process; `events` is an `Events` of this state."""
+        self.forget_metrics()
         self.train_metrics = self.stage_metrics = StageMetrics(True, self.run.readers)
         self.stage_metrics.closed = "outside training, validation and testing"
         self.late_metrics, self.last_logged_step, self.events, self.handles = None, -1, events, []

@@ -40,7 +40,7 @@ class HyperparametersMixin:
         Args:
             names: those to remember, rather than all; or one mapping, namespace or dataclass, whose items are
                 remembered instead. `load_from_checkpoint` hands them to the argument that it was.
-            ignore: those to leave out.
+            ignore: those to leave out, also where a base class has remembered them.
             logger: False: loggers do not get them.
 
         Raises:
@@ -75,6 +75,8 @@ class HyperparametersMixin:
                     stacklevel=2,
                 )
         self.hparams.update(chosen)
+        for name in ignored:
+            self.hparams.pop(name, None)
 
     @property
     def hparams(self) -> Hyperparameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import time
@@ -16,9 +17,10 @@ from stratagem.errors import ConfigError, shown
 from stratagem.training import fit_state
 from stratagem.training.batches import ResumableBatches
 from stratagem.training.custom_step import STEP_METHODS, CustomStep, clipping
-from stratagem.training.metric_log import end_epoch, log_step
+from stratagem.training.metric_log import end_epoch, log_last_step, log_step
 from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
+from stratagem.training.optimizer_handle import watched_steps
 from stratagem.training.signatures import takes
 
 if TYPE_CHECKING:
@@ -121,11 +123,14 @@ class TrainLoop:
         for optimizer in self.run.optimizers:
             optimizer.zero_grad()  # gradients that an earlier fit left in an open window are computed again
         self.train_batches.start(position)
-        while not self._finished():
-            self._epoch()
-            if not position.epoch_ended:
-                break  # stopped in the middle
-            self._begin(position.epoch + 1)
+        by_hand = self.run.manual or self.custom_step is not None
+        with watched_steps(state, counts=self.run.manual) if by_hand else contextlib.nullcontext():
+            while not self._finished():
+                self._epoch()
+                if not position.epoch_ended:
+                    break  # stopped in the middle
+                self._begin(position.epoch + 1)
+        log_last_step(state)
         state.outcome.reason = self._why_ended()
         state.stage_metrics.closed = "after the last epoch"
         state.events.emit("on_train_end")

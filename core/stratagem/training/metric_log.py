@@ -114,10 +114,20 @@ def log_step(state: FitState) -> None:
     """After a training batch that has metrics: hand those of the step to the loggers when it is their turn."""
     step = state.position.global_step
     state.stage_metrics.reduce_step(state.position.batches_done)  # what hooks logged at the batch's end
-    if step % state.settings.log_every_n_steps == 0 and step != state.last_logged_step and step:
+    due = step % state.settings.log_every_n_steps == 0 or state.last_logged_step < 0  # the first one of a fit, too
+    if due and step != state.last_logged_step and step:
         state.last_logged_step = step
-        values = state.stage_metrics.step_values()
-        _to_loggers(state, {name: v for name, v in values.items() if state.stage_metrics.shown(name, "logger")})
+        _to_loggers(state, _of_step(state.stage_metrics))
+
+
+def _of_step(stage_metrics: StageMetrics) -> dict[str, Any]:
+    return {name: v for name, v in stage_metrics.step_values().items() if stage_metrics.shown(name, "logger")}
+
+
+def log_last_step(state: FitState) -> None:
+    """After training: hand the metrics of its last step to the loggers, whatever the distance to the one before."""
+    if state.last_logged_step not in (-1, state.position.global_step):
+        _to_loggers(state, state.values_of_last_step)
 
 
 def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
@@ -157,6 +167,7 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
     schedulers nor the position move on.
     """
     stage_metrics = state.stage_metrics
+    state.values_of_last_step = _of_step(stage_metrics)
     stage_metrics.default_on_step, stage_metrics.without_steps = False, "on_train_epoch_end"
 
     def publish() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,6 +50,40 @@ def handles_of(state: FitState) -> list[OptimizerHandle]:
     if [handle.optimizer for handle in state.handles] != state.run.optimizers:
         state.handles = [OptimizerHandle(optimizer, state) for optimizer in state.run.optimizers]
     return state.handles
+
+
+@contextlib.contextmanager
+def watched_steps(state: FitState, *, counts: bool) -> Iterator[None]:
+    """Within, a step that an optimizer makes itself, and not through its handle, is refused where a plugin steps it.
+
+    Args:
+        counts: elsewhere it is an optimizer step as any other.
+    """
+    run, hooks = state.run, []
+
+    def before(optimizer: Any, *_: Any) -> None:
+        plugin_steps = run.hooks.optimizer_step is not None
+        if not run.step.is_stepping and (plugin_steps or optimizer not in run.optimizers):
+            who = run.hooks.answering_plugin("optimizer_step") if plugin_steps else str(run.stack.strategies[-1])
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was called on the optimizer that configure_optimizers made, and "
+                f"{who} steps it",
+                expected="a step of the optimizer that self.optimizers() returns, or that optimizer_step gets",
+                do="call step of that one",
+            )
+
+    def after(*_: Any) -> None:
+        if counts and not run.step.is_stepping:
+            state.position.global_step += 1
+
+    for optimizer in run.made_optimizers:
+        if hasattr(optimizer, "register_step_pre_hook"):
+            hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def averaging(

@@ -12,6 +12,7 @@ import torch
 from attrs import define
 from torch import nn
 
+from stratagem.api.kinds import has_role
 from stratagem.api.named_state import load_weights
 from stratagem.api.paths import as_path, is_remote
 from stratagem.api.seeding import random_state, restore_random_state
@@ -326,7 +327,9 @@ def _best(fit: FitState) -> Path:
 
 def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
-    folders = [as_path(callback.folder(fit.trainer)) for callback in _callbacks(fit) if hasattr(callback, "folder")]
+    folders = [
+        as_path(callback.folder(fit.trainer)) for callback in _callbacks(fit) if has_role(callback, "checkpoint-folder")
+    ]
     return list(dict.fromkeys([*folders, as_path(fit.settings.default_root_dir)]))
 
 
@@ -359,7 +362,7 @@ def _begins_without(fit: FitState, word: str, places: str) -> bool:
 
 def _preempted(fit: FitState) -> Path | None:
     """Return the newest checkpoint that a callback saved because of a signal."""
-    callbacks = [callback for callback in _callbacks(fit) if hasattr(callback, "saved_on_signal")]
+    callbacks = [callback for callback in _callbacks(fit) if has_role(callback, "checkpoint-on-signal")]
     found = [newest_in(fit, [as_path(each.folder(fit.trainer))], each.saved_on_signal) for each in callbacks]
     newest = _newest_of(fit, found)
     places = " or ".join(str(callback.folder(fit.trainer)) for callback in callbacks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.api.capabilities import ACCUMULATION
+from stratagem.api.kinds import has_role
 from stratagem.api.paths import as_path
 from stratagem.api.trainer_view import SavedCheckpoint
 from stratagem.api.validators import read_accumulation
@@ -96,7 +97,7 @@ class View(CallView):
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """The callbacks that keep checkpoints: those with a `best_model_path`."""
-        return [callback for callback in self.callbacks if hasattr(callback, "best_model_path")]
+        return [callback for callback in self.callbacks if has_role(callback, "best-checkpoint")]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -106,7 +107,7 @@ class View(CallView):
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """The callbacks that stop training early: those with a `stopped_epoch`."""
-        return [callback for callback in self.callbacks if hasattr(callback, "stopped_epoch")]
+        return [callback for callback in self.callbacks if has_role(callback, "early-stopping")]
 
     @property
     def loggers(self) -> list[Any]:

@@ -23,6 +23,7 @@ class EarlyStopping(Callback):
     """
 
     positional: ClassVar[tuple[str, ...]] = ("monitor", "min_delta", "patience", "verbose", "mode")
+    roles: ClassVar[frozenset[str]] = frozenset({"early-stopping"})
 
     #: Name of the metric.
     monitor: str = field(validator=not_empty)

@@ -34,8 +34,7 @@ class Ending(Callback):
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self._training:
             self._training = False
-            found = filter(None, [_files(trainer) or "it wrote no files", self._too_rarely_logged(trainer)])
-            _print(trainer, trainer.outcome.reason, "; ".join(found))
+            _print(trainer, trainer.outcome.reason, _files(trainer) or "it wrote no files")
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: TrainerView, exception: BaseException) -> None:
@@ -43,15 +42,6 @@ class Ending(Callback):
             self._training = False
             found = filter(None, [self._rest(trainer), _files(trainer)])
             _print(trainer, _reason(trainer, exception), "; ".join(found))
-
-    def _too_rarely_logged(self, trainer: TrainerView) -> str:
-        """Return why a short fit has logged no metric of a step; "" if it has, or has none."""
-        steps, every = trainer.global_step - self._first_step, trainer.settings.log_every_n_steps
-        if not (trainer.loggers and trainer.callback_metrics and steps > 0) or trainer.global_step // every > (
-            self._first_step // every
-        ):
-            return ""
-        return f"no metric of a step was logged in {steps} steps, since log_every_n_steps is {every}"
 
     def _rest(self, trainer: TrainerView) -> str:
         """Return what a fit that an exception ended can be continued from."""

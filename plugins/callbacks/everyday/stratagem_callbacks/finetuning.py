@@ -55,9 +55,9 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: nn.Module | Iterable[Any], train_bn: bool = True, requires_grad: bool = True
     ) -> Iterator[nn.Parameter]:
-        """Yield the parameters of `modules` that require gradients, or not; with `train_bn` not those of BatchNorm."""
+        """Yield the parameters of `modules` that require gradients, or not; those of BatchNorm with `train_bn` only."""
         for part in BaseFinetuning.flatten_modules(modules):
-            if not (train_bn and isinstance(part, _NORMS)):
+            if train_bn or not isinstance(part, _NORMS):
                 yield from (each for each in part.parameters(recurse=False) if each.requires_grad == requires_grad)
 
     @staticmethod
@@ -98,7 +98,7 @@ class BaseFinetuning(Callback):
 
         Args:
             lr: learning rate of the group; that of the first group divided by `initial_denom_lr` if not given.
-            train_bn: BatchNorm is in a group already.
+            train_bn: BatchNorm is trained, too.
         """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Log the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second).
 
-    A scheduler's own ``name`` replaces ``lr-<optimizer>``.
+    It is the rate that the step used, or the one at the epoch's start. A scheduler's own ``name`` replaces
+    ``lr-<optimizer>``.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("logging_interval", "log_momentum")
@@ -31,6 +32,8 @@ class LearningRateMonitor(Callback):
 
     #: The last values, by name.
     lrs: dict[str, float] = field(init=False, factory=dict)
+    #: Those of the step or the epoch that is under way.
+    _used: dict[str, float] = field(init=False, factory=dict)
     _last_step: int = field(init=False, default=-1)
 
     @hookimpl
@@ -41,6 +44,17 @@ class LearningRateMonitor(Callback):
                 expected="a logger",
                 do="drop logger=False, or the callback",
             )
+        self._used = dict(self._values(trainer))
+
+    @hookimpl
+    def on_train_epoch_start(self, trainer: TrainerView) -> None:
+        self._used = dict(self._values(trainer))
+
+    @hookimpl
+    def on_before_optimizer_step(self, trainer: TrainerView) -> None:
+        due = (trainer.global_step + 1) % trainer.settings.log_every_n_steps == 0 or trainer.run.manual
+        if due and self._interval(trainer) == "step":
+            self._used = dict(self._values(trainer))
 
     @hookimpl
     def on_train_batch_end(self, trainer: TrainerView) -> None:
@@ -61,7 +75,7 @@ class LearningRateMonitor(Callback):
         return "step" if any(c.interval == "step" for c in trainer.lr_scheduler_configs) else "epoch"
 
     def _log(self, trainer: TrainerView) -> None:
-        self.lrs = dict(self._values(trainer))
+        self.lrs = self._used
         trainer.callback_metrics.update(self.lrs)
         if trainer.is_global_zero:
             trainer.run.log_metrics(dict(self.lrs), trainer.global_step)

@@ -47,6 +47,7 @@ class ModelCheckpoint(Callback):
     """
 
     positional: ClassVar[tuple[str, ...]] = ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k")
+    roles: ClassVar[frozenset[str]] = frozenset({"best-checkpoint", "checkpoint-folder"})
 
     #: Folder of the checkpoints, or a URL such as ``s3://bucket/run``; ``<default_root_dir>/checkpoints`` if not given.
     dirpath: Path | None = None
@@ -254,11 +255,11 @@ class ModelCheckpoint(Callback):
 
     @hookimpl(trylast=True)
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Save the final state if training ended within an epoch."""
+        """Save the final state if training ended within an epoch, and ``last`` if it is older."""
         newest = self.monitor is None and self._saves_by_epoch and (self.save_top_k != 0 or self.save_last)
         within = trainer.position.batches_done and not trainer.position.epoch_ended
-        if within and trainer.global_step != self._last_step:
-            if newest:
+        if trainer.global_step not in (0, self._last_step):
+            if newest and within:
                 self._save(trainer)
             elif self.save_last and self.save_last != "link" and not trainer.fast_dev_run:
                 path = self._path_of_last(trainer) if trainer.is_global_zero else None

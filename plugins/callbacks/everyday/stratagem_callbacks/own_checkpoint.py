@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import define, field
 
 from stratagem.api import Callback, hookimpl
+from stratagem.api.kinds import has_role
 from stratagem.api.paths import as_path, is_remote, refusals
 from stratagem.errors import CheckpointError
 
@@ -27,6 +28,8 @@ class OwnCheckpoint(Callback):
     added.
     """
 
+    roles: ClassVar[frozenset[str]] = frozenset({"checkpoint-folder"})
+
     #: Paths that this run, and the run that it resumes, wrote; saved in each checkpoint.
     _written: list[str] = field(init=False, factory=list)
     _resumes: bool = field(init=False, default=False)
@@ -39,7 +42,7 @@ class OwnCheckpoint(Callback):
         """Return `dirpath`, else the folder of the first callback with checkpoints, else ``checkpoints``."""
         if dirpath is not None:
             return as_path(dirpath)
-        others = [each for each in trainer.callbacks if each is not self and hasattr(each, "folder")]
+        others = [each for each in trainer.callbacks if each is not self and has_role(each, "checkpoint-folder")]
         return others[0].folder(trainer) if others else Path(trainer.default_root_dir) / "checkpoints"
 
     def save(self, trainer: TrainerView, filename: str) -> Path:

@@ -20,7 +20,7 @@ import subprocess
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attrs import define, field
 
@@ -48,6 +48,8 @@ class Preemption(OwnCheckpoint):
     ``fit(ckpt_path="last")`` resumes from there, bit for bit; ``ckpt_path="hpc"`` does even if another checkpoint is
     newer. An existing file that neither this run nor the run that it resumes wrote is kept: the name gets ``-v1``.
     """
+
+    roles: ClassVar[frozenset[str]] = frozenset({"checkpoint-folder", "checkpoint-on-signal"})
 
     #: Names of the signals to handle. Schedulers send SIGTERM before SIGKILL; SIGUSR1 or SIGUSR2 can be requested
     #: earlier.

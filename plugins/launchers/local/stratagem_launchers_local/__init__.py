@@ -29,6 +29,7 @@ from stratagem.distributed.process_variables import (
 )
 from stratagem.distributed.rendezvous import reserve_store
 from stratagem.distributed.reports import report
+from stratagem.distributed.standard_streams import flush_files
 from stratagem.errors import ConfigError
 from stratagem_launchers_local.children import Child, end
 from stratagem_launchers_local.hydra_job import FULL_ERROR_VARIABLE, hydra_job, job_arguments
@@ -264,7 +265,7 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
         if variables["LOCAL_RANK"] == "0":
             torch.save(result, folder / "result.pt")
     except KeyboardInterrupt:
-        os._exit(130)
+        _flush_and_exit(130)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             report(stop, rank, folder)
@@ -272,11 +273,12 @@ def _child(main: Any, variables: dict[str, str], folder: Path, rank: int, start_
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it
         report(error, rank, folder)
         _flush_and_exit(1)
+    if start_method == "fork":  # which ends without closing files
+        flush_files()
 
 
 def _flush_and_exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_files()
     os._exit(code)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from stratagem.api.peer_errors import is_echo
 from stratagem.distributed.launched import libc, set_beside
 from stratagem.distributed.reports import left
+from stratagem.distributed.standard_streams import flush_files
 from stratagem_launchers_local.children import END_S, Child, end, wait_until
 from stratagem_launchers_local.reports import read_report, root_cause
 
@@ -287,6 +288,5 @@ def _interrupt_main_thread() -> None:
 
 
 def _exit_now() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_files()
     os._exit(1)
