@@ -16,7 +16,6 @@ class TestReplicate(StrategyConformance):
 
 class TestTensor(StrategyConformance):
     plugin = "tensor_parallel"
-    world_sizes = (2,)
 
 
 @pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")
@@ -55,10 +54,14 @@ class TestTensorAndShards(StrategyConformance):
     world_sizes = (4,)
 
 
-@pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
+@pytest.mark.every_push(
+    "test_sizes_that_it_cannot_arrange_are_refused", guard="tests/conformance/test_strategies.py::TestFSDPInUnits"
+)
 class TestShards(StrategyConformance):
+    """Two shards, which three processes cannot hold."""
+
     plugin = {"name": "parallel", "shard": 2}  # noqa: RUF012
-    world_sizes = (2,)
+    world_sizes = (2, 3)
 
 
 @pytest.mark.when_changed("plugins/strategies/parallel/", guard="tests/conformance/test_parallel.py::TestTensor")

@@ -26,13 +26,12 @@ class TestDDPFindUnused(StrategyConformance):
 
 class TestDDPSharded(StrategyConformance):
     plugin = "ddp_sharded"
-    world_sizes = (2,)
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDDPShardedOnOtherSizes(StrategyConformance):
     plugin = "ddp_sharded"
-    world_sizes = (1, 3, 4)
+    world_sizes = (3, 4)
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
@@ -42,7 +41,6 @@ class TestFSDP(StrategyConformance):
 
 class TestFSDPInUnits(StrategyConformance):
     plugin = {"name": "fsdp", "auto_wrap_policy": {nn.Linear}, "activation_checkpointing_policy": {nn.Sequential}}  # noqa: RUF012
-    world_sizes = (2,)
 
 
 @pytest.mark.sweep(guard="tests/conformance/test_strategies.py::TestFSDPInUnits")
@@ -94,9 +92,7 @@ class TestDeepSpeedStage2(StrategyConformance):
     world_sizes = (2,)
 
 
-@pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/", "core/stratagem/api/", guard="tests/conformance/test_strategies.py::TestDDPSharded"
-)
+@pytest.mark.when_changed("plugins/strategies/deepspeed/", guard="tests/conformance/test_strategies.py::TestDDPSharded")
 class TestDeepSpeedStage3(StrategyConformance):
     plugin = "deepspeed_stage_3"
     world_sizes = (2,)
@@ -134,7 +130,7 @@ def _as_the_only_one_of_a_node(rank, world_size, function, *arguments):
     return function(rank, world_size, *arguments)
 
 
-@pytest.mark.when_changed("plugins/strategies/dp/", guard="tests/conformance/test_strategies.py::TestDP")
+@pytest.mark.when_changed("plugins/strategies/dp/", guard="tests/conformance/test_strategies.py::TestDDP")
 class TestDDP2(StrategyConformance):
     """Each process is a node of its own, with two devices."""
 

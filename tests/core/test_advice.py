@@ -214,9 +214,9 @@ def test_explain_tells_where_options_of_instances_are_from():
 # --- A reader that leaves ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_push("command0")
+@pytest.mark.every_push("plugins list")
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["plugins", "list"], ["schema"], ["completion", "bash"]])
+@pytest.mark.parametrize("command", [["plugins", "list"], ["schema"], ["completion", "bash"]], ids=" ".join)
 def test_a_reader_that_leaves_early_ends_the_program_quietly(command):
     script = f"import os, sys\nfrom stratagem.cli import main\nsys.exit(main({command!r}))"
     reading, writing = os.pipe()

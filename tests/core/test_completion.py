@@ -85,10 +85,8 @@ COMPLETED = [
 
 
 @pytest.mark.slow
-@pytest.mark.every_push(
-    "import stratagem as sg\\nclass Mine(sg.Module):\\n    def training_step(self, batch, batch_idx):\\n        self.log(|-expected2"
-)
-@pytest.mark.parametrize(("source", "expected"), COMPLETED)
+@pytest.mark.every_push("log")
+@pytest.mark.parametrize(("source", "expected"), COMPLETED, ids=["Trainer", "Run", "log"])
 def test_an_editor_completes_arguments(source, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))  # other processes write to the usual one
     before, _, _ = source.partition("|")

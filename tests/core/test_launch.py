@@ -101,13 +101,14 @@ PROGRAM = """
 """
 
 
-@pytest.mark.every_push("words5")
+@pytest.mark.every_push("folder")
 @pytest.mark.parametrize(
     "words",
     [
         ["train.py"], ["./train.py"], ["-m", "package.train"], ["-mpackage.train"], ["-m", "package"], ["folder"],
         ["-um", "package.train"], ["-u", "-Xdev", "train.py"], ["-uX", "dev", "train.py"], ["-m", "pdb", "-cc", "train.py"],
     ],
+    ids=" ".join,
 )  # fmt: skip
 def test_the_program_is_run_again_as_it_was_started(tmp_path, words):
     for path in ("train.py", "package/train.py", "package/__main__.py", "folder/__main__.py"):

@@ -199,7 +199,7 @@ def _differing(rank, size, arguments, call):
     return outcome(act)
 
 
-@pytest.mark.every_push("arguments7-call7-the call is 'validate' on rank 1 and 'fit' on rank 0")
+@pytest.mark.every_push("call")
 @pytest.mark.parametrize(
     ("arguments", "call", "message"),
     [
@@ -213,7 +213,11 @@ def _differing(rank, size, arguments, call):
         ([{}, {}], ["fit", "validate"], "the call is 'validate' on rank 1 and 'fit' on rank 0"),
         ([{}, {}], "fit and validate", "val_dataloaders is True on rank 1 and False on rank 0"),
     ],
-)
+    ids=[
+        "precision", "option of the strategy", "accumulation", "communication hook", "callback", "max_epochs", "ckpt_path",
+        "call", "val_dataloaders",
+    ],
+)  # fmt: skip
 def test_ranks_that_were_started_differently_all_stop_and_say_so(arguments, call, message):
     import re
 

@@ -83,7 +83,6 @@ def test_every_stage_trains_as_one_process_and_as_ddp(strategy):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -113,7 +112,6 @@ def _in_16_bits(rank, world_size, strategy, precision, make=AdamW):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -126,7 +124,6 @@ def test_sixteen_bits_stay_close(strategy, precision):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow
@@ -164,7 +161,6 @@ def _sometimes(rank, world_size, strategy, accumulate):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/parity/test_deepspeed.py::test_every_stage_trains_as_one_process_and_as_ddp",
 )
 @pytest.mark.slow

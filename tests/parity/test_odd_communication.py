@@ -162,9 +162,13 @@ def _accounts(rank, world_size, strategy, precision, sick):
     return skipped, (residual - module.steady.detach()) / module.slope
 
 
-@pytest.mark.every_push("precision1-None-ddp_sharded")
+@pytest.mark.every_push("scale that grows-ddp_sharded")
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
-@pytest.mark.parametrize(("precision", "sick"), [("32-true", 0), ({"name": "16-mixed", "growth_interval": 5}, None)])
+@pytest.mark.parametrize(
+    ("precision", "sick"),
+    [("32-true", 0), ({"name": "16-mixed", "growth_interval": 5}, None)],
+    ids=["sick gradient", "scale that grows"],
+)
 def test_what_is_applied_and_the_residuals_are_the_gradients_of_the_steps_that_were_made(strategy, precision, sick):
     strategy = {"name": strategy, "bucket_cap_mb": 0.0004}
     for skipped, accounted in run_in_processes(_accounts, 2, strategy, precision, sick):

@@ -175,9 +175,11 @@ def _net(rank, world_size, joined, options):
     return weights_of(trainer), {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-@pytest.mark.every_push("options0")
+@pytest.mark.every_push("gpipe")
 @pytest.mark.parametrize(
-    "options", [{"schedule": "gpipe", "balance": [2, 3]}, {"schedule": "1f1b", "balance": [4, 1], "microbatches": 4}]
+    "options",
+    [{"schedule": "gpipe", "balance": [2, 3]}, {"schedule": "1f1b", "balance": [4, 1], "microbatches": 4}],
+    ids=["gpipe", "1f1b"],
 )
 def test_layers_cut_by_numbers_train_as_one_process(options):
     joined = joined_batches(STEPS, 24)
@@ -195,9 +197,13 @@ def test_layers_cut_by_numbers_train_as_one_process(options):
         assert metrics["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
 
 
-@pytest.mark.every_push("options0")
+@pytest.mark.every_push("default schedule")
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble_v"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble_v"}],
+    ids=["default schedule", "zero_bubble_v"],
+)
 def test_parameters_outside_of_the_stages_are_trained_on_both_ends(options):
     _check(2, Outside, options, WINDOWS[1:3])
 

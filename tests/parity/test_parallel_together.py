@@ -53,7 +53,7 @@ def _check(world_size, make, options, batches, train_plainly, windows=WINDOWS):
         assert max(distances) < 1e-6, dict(zip(windows, distances, strict=True))
 
 
-@pytest.mark.every_push("shard0-one unit")
+@pytest.mark.every_push("shard 2-one unit")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["one unit", "units"])
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def _check(world_size, make, options, batches, train_plainly, windows=WINDOWS):
         {"shard": 2}, {"shard": 4}, {"shard": 2, "replicate": 2},
         {"shard": 2, "replicate": 2, "reshard_after_forward": False, "bucket_cap_mb": 0.001},
     ],
-    ids=lambda options: ",".join(options),
+    ids=["shard 2", "shard 4", "shard 2, replicate 2", "shard 2, replicate 2, small buckets"],
 )  # fmt: skip
 def test_shards(options, policy):
     world_size = 4 if options != {"shard": 2} else 2

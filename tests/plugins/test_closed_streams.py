@@ -35,7 +35,7 @@ def _run(tmp_path, shell_words, *words):
     )  # fmt: skip
 
 
-@pytest.mark.every_push("<&- >&- 2>&--ddp_fork-callbacks3")
+@pytest.mark.every_push("all of ddp_fork")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "strategy", "callbacks"),
@@ -43,6 +43,7 @@ def _run(tmp_path, shell_words, *words):
         (">&-", "auto", []), ("2>&-", "auto", ["tqdm"]), ("<&- >&- 2>&-", "auto", ["tqdm"]),
         ("<&- >&- 2>&-", "ddp_fork", []), ("<&- >&- 2>&-", "ddp", []),
     ],
+    ids=["output", "errors", "all", "all of ddp_fork", "all of ddp"],
 )  # fmt: skip
 def test_training_needs_no_standard_streams(tmp_path, closed, strategy, callbacks):
     devices = 2 if strategy.startswith("ddp") else 1
@@ -55,8 +56,10 @@ def test_training_needs_no_standard_streams(tmp_path, closed, strategy, callback
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.every_push("words0")
-@pytest.mark.parametrize("words", [["plugins", "list"], ["plugins", "show", "no-such-plugin"], ["--version"]])
+@pytest.mark.every_push("plugins list")
+@pytest.mark.parametrize(
+    "words", [["plugins", "list"], ["plugins", "show", "no-such-plugin"], ["--version"]], ids=" ".join
+)
 def test_commands_need_no_standard_streams(tmp_path, words):
     done = _run(tmp_path, ">&- 2>&-", "-m", "stratagem", *words)
 

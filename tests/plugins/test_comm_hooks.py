@@ -80,7 +80,7 @@ def _fit(rank, world_size, batches, comm_hook, precision):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.every_push("comm_hook2-0.001-64-true")
+@pytest.mark.every_push("fp16_compress twice-64-true")
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize(
     ("comm_hook", "tolerance"),
@@ -91,6 +91,7 @@ def _fit(rank, world_size, batches, comm_hook, precision):
         (["bf16_compress", "fp16_compress"], 1e-2),
         ([FP16Compress()], 1e-3),
     ],
+    ids=["fp16_compress", "bf16_compress", "fp16_compress twice", "both", "instance"],
 )
 def test_training_with_compressed_gradients_stays_close(comm_hook, tolerance, precision):
     batches = joined_batches(10, 16)
@@ -769,9 +770,11 @@ def flat(state):
     return [tensor for item in items for tensor in flat(item)]
 
 
-@pytest.mark.every_push("strategy0")
+@pytest.mark.every_push("same buckets")
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [SAME_BUCKETS, {"name": "ddp_sharded", "bucket_cap_mb": 0.002}])
+@pytest.mark.parametrize(
+    "strategy", [SAME_BUCKETS, {"name": "ddp_sharded", "bucket_cap_mb": 0.002}], ids=["same buckets", "ddp_sharded"]
+)
 def test_resumed_equals_uninterrupted(tmp_path, strategy):
     for ranks in run_in_processes(_resume, 2, tmp_path, strategy, joined_batches(4, 16)):
         for name, result in ranks.items():

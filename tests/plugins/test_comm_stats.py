@@ -70,10 +70,14 @@ CASES = [
 ]
 
 
-@pytest.mark.every_push("ddp_sharded-fp16_compress-<lambda>-2")
+@pytest.mark.every_push("ddp_sharded fp16_compress-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("strategy", "comm_hook", "formula"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "comm_hook", "formula"),
+    CASES,
+    ids=["ddp", "ddp fp16_compress", "ddp_sharded fp16_compress", "fsdp in units", "fsdp NO_SHARD bf16_compress"],
+)
 def test_reported_bytes_are_those_of_the_formula(strategy, comm_hook, formula, world_size, tmp_path):
     expected = formula(world_size)
 

@@ -283,8 +283,12 @@ def test_what_the_trainer_counts_does_not_compile_steps_again(make):
     assert relative_difference(model.state_dict(), plain.state_dict()) < TOLERANCE
 
 
-@pytest.mark.every_push("wanted1-left1")
-@pytest.mark.parametrize(("wanted", "left"), [({"disable": True}, []), ({"modules": "net.1"}, ["net.1"]), ({}, [])])
+@pytest.mark.every_push("one module")
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [({"disable": True}, []), ({"modules": "net.1"}, ["net.1"]), ({}, [])],
+    ids=["nothing", "one module", "the whole"],
+)
 def test_a_later_run_compiles_only_what_it_chooses(wanted, left):
     model = Deep()
     fit({"backend": "eager", "per_block": True}, model)
@@ -475,10 +479,7 @@ def _no_backend(graph, example):
     return None
 
 
-@pytest.mark.every_push(
-    "wanted0-compile.mode is 'reduce-overhead', which is for CUDA graphs, and the device is",
-    "wanted1-compile.backend is 'cudagraphs', which is for CUDA graphs",
-)
+@pytest.mark.every_push("reduce-overhead", "cudagraphs")
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
@@ -487,6 +488,7 @@ def _no_backend(graph, example):
         ({"backend": _no_backend}, "compile.backend is the function _no_backend, which failed"),
         ({"backend": "eager", "fullgraph": True}, "compile.fullgraph is True, and the code cannot be compiled as one"),
     ],
+    ids=["reduce-overhead", "cudagraphs", "own backend", "fullgraph"],
 )
 def test_what_torch_would_ignore_or_refuse_at_a_step_is_one_sentence(wanted, told):
     torch._dynamo.reset()

@@ -85,7 +85,7 @@ def _fit(rank, world_size, options):
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("options2-0.2")
+@pytest.mark.every_push("powersgd in 16 bits")
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -100,6 +100,7 @@ def _fit(rank, world_size, options):
             0.2,
         ),
     ],
+    ids=["allreduce", "bf16_compress", "powersgd in 16 bits"],
 )
 def test_it_trains_with_several_buckets_on_gloo(options, tolerance):
     results = run_in_processes(_fit, 2, options)

@@ -192,8 +192,12 @@ def test_a_static_graph_that_wins_parameters_is_told_which():
         assert "while strategy.ddp.static_graph is true" in said
 
 
-@pytest.mark.every_push("Unused-options1")
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}])
+@pytest.mark.every_push("Unused-views of buckets")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}],
+    ids=["defaults", "views of buckets", "small buckets"],
+)
 @pytest.mark.parametrize("make", [Net, Unused])
 def test_a_static_graph_may_accumulate_from_the_first_window_on(options, make):
     """torch learns the graph in a backward that sends, and asserts if the first one does not."""

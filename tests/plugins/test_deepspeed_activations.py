@@ -149,7 +149,6 @@ def _weights(make, strategy, world_size, arguments):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_activations.py::test_what_cannot_work_or_has_no_effect_is_an_error",
 )
 @pytest.mark.slow

@@ -243,11 +243,6 @@ def words_of_deepspeed(rank, world_size):
     }
 
 
-@pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
-)
 @pytest.mark.slow
 def test_the_words_are_those_of_the_installed_deepspeed():
     (theirs,) = run_in_processes(words_of_deepspeed, 1)
@@ -603,29 +598,25 @@ def moved_differently(weights, before, reference):
     return math.sqrt(distance / length)
 
 
-@pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
-)
 @pytest.mark.slow
-def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler():
+@pytest.mark.parametrize(
+    "more",
+    [{"torch_adam": True}, pytest.param({}, marks=pytest.mark.when_changed("plugins/strategies/deepspeed/"))],
+    ids=["Adam of torch", "Adam that is compiled"],
+)
+def test_the_custom_configuration_trains_by_its_own_optimizer_and_scheduler(more):
     params = CUSTOM["optimizer"]["params"]
+    config = CUSTOM | {"optimizer": {"type": "AdamW", "params": params | more}}
     before, reference = train_by_hand(
         lambda parameters: torch.optim.AdamW(parameters, **params),
         lambda step: math.log(max(step, 1)) / math.log(100),  # no step is 0: the first two have a rate of 0
     )
 
-    results = run_in_processes(train_with, 2, WithoutOptimizer, CUSTOM, limit_s=600)  # may compile CPUAdam
+    results = run_in_processes(train_with, 2, WithoutOptimizer, config, limit_s=600)  # may compile CPUAdam
 
     assert moved_differently(weights_on_all_ranks(results), before, reference) < 1e-2
 
 
-@pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
-)
 @pytest.mark.slow
 def test_the_offloading_configuration_trains_in_bf16():
     before, reference = train_by_hand(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -636,11 +627,6 @@ def test_the_offloading_configuration_trains_in_bf16():
     assert 1e-5 < difference < 0.2, "16 bits round"
 
 
-@pytest.mark.when_changed(
-    "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
-    guard="tests/plugins/test_deepspeed_config.py::test_clipping_is_always_said",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_configuration_clips_adam_as_it_says(stage):

@@ -93,7 +93,6 @@ def _written(rank, world_size, write, make_strategy):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -141,7 +140,6 @@ def write_data(module, rank):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -188,7 +186,6 @@ def _clipped(rank, world_size, stage, callback, make=Net):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow
@@ -203,7 +200,6 @@ def test_gradients_changed_at_parameters_are_refused(stage, callback, make):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_manual_writes.py::test_writing_the_same_values_changes_no_master",
 )
 @pytest.mark.slow

@@ -155,7 +155,6 @@ def test_a_new_process_continues_to_the_bit(written, stage):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -190,7 +189,6 @@ def _evaluate(rank, world_size, path, stage):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -228,7 +226,6 @@ def _keep_best(rank, world_size, folder):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -340,7 +337,6 @@ def foreign(tmp_path_factory):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -418,7 +414,6 @@ def _resume_each(rank, world_size, paths):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow
@@ -531,7 +526,6 @@ def test_reading_all_of_it_asks_for_trust(written, foreign, tmp_path, capsys):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_native.py::test_a_new_process_continues_to_the_bit",
 )
 @pytest.mark.slow

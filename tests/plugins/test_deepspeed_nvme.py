@@ -24,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("deepspeed_preloaded")
 QUIET = {
     "logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 1,
 }  # fmt: skip
-#: Building async_io takes minutes, once on a machine.
 NEEDS_ASYNC_IO = pytest.mark.sweep(
-    guard="tests/plugins/test_deepspeed_nvme.py::test_buffers_that_could_not_work_are_refused_before_training"
+    reason="Building async_io takes minutes, once on a machine; without it nothing can be trained from a disk."
 )
 BUILD_LIMIT_S = 1200
 BATCHES = joined_batches(20, 24)
@@ -332,7 +331,6 @@ def test_a_folder_that_cannot_hold_files_is_refused(folder):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_nvme.py::test_buffers_that_could_not_work_are_refused_before_training",
 )
 @pytest.mark.slow

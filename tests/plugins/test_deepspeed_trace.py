@@ -91,7 +91,6 @@ def _goes_another_way(rank, world_size, way, gathers):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
 )
 @pytest.mark.slow
@@ -119,7 +118,6 @@ def _together(rank, world_size, gathers):
 
 @pytest.mark.when_changed(
     "plugins/strategies/deepspeed/",
-    "core/stratagem/api/",
     guard="tests/plugins/test_deepspeed_trace.py::test_a_forward_on_one_rank_alone_is_named",
 )
 @pytest.mark.slow

@@ -41,10 +41,7 @@ def fit(scores, stage="validation", **options):
 
 
 @pytest.mark.every_push(
-    "validation-scores1-options1-3",
-    "validation-scores7-options7-2",
-    "validation-scores9-options9-2",
-    "training-scores10-options10-2",
+    "validation-no progress", "validation-not a number", "validation-good enough", "training-hopeless"
 )
 @pytest.mark.parametrize(
     ("scores", "options", "epochs"),
@@ -62,7 +59,11 @@ def fit(scores, stage="validation", **options):
         ([5, 50, 3, 2], {"divergence_threshold": 10.0, "patience": 9}, 2),
         ([5, 6, 7, 8], {"patience": 0}, 1),
     ],
-)
+    ids=[
+        "progress", "no progress", "patience of two", "progress within patience", "max", "too little progress",
+        "a little worse is progress", "not a number", "not a number, unchecked", "good enough", "hopeless", "no patience",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("stage", ["validation", "training"])
 def test_training_ends_after_so_many_epochs(scores, options, epochs, stage):
     if options.get("patience") == 0:

@@ -51,7 +51,7 @@ def _local(tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("options0-0.5")
+@pytest.mark.every_push("defaults")
 @pytest.mark.parametrize(
     ("options", "share_of_all"),
     [
@@ -59,6 +59,7 @@ def _local(tensor):
         ({"sharding_strategy": "SHARD_GRAD_OP"}, 1 / 2),
         ({"sharding_strategy": "NO_SHARD"}, 1),
     ],
+    ids=["defaults", "SHARD_GRAD_OP", "NO_SHARD"],
 )
 def test_a_rank_holds_its_share_of_parameters_and_optimizer_state(options, share_of_all):
     whole = sum(parameter.numel() for parameter in Net().parameters())
@@ -115,10 +116,11 @@ def _wrapped_by_hand(rank, world_size, strategy, batches, path):
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("policy1-units1")
+@pytest.mark.every_push("policy")
 @pytest.mark.parametrize(
     ("policy", "units"),
     [(None, ["", "module.net.0", "module.net.4"]), ({nn.Linear}, ["", *(f"module.net.{i}" for i in (0, 2, 4))])],
+    ids=["by hand alone", "policy"],
 )
 def test_units_may_be_wrapped_by_hand(policy, units, tmp_path):
     """The same call does nothing under another strategy, and the training is the same."""
@@ -308,7 +310,7 @@ def _mixed(rank, world_size, model, options, precision):
     return weights_of(fit(world_size, {"name": "fsdp", **options}, model(), joined_batches(4, 24), precision=precision))
 
 
-@pytest.mark.every_push("Scaled-options0-precision0-1")
+@pytest.mark.every_push("Scaled 16-mixed-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("model", "options", "precision"),
@@ -317,6 +319,7 @@ def _mixed(rank, world_size, model, options, precision):
         (PreciseHead, {"auto_wrap_policy": {nn.Linear}}, "bf16-mixed"),
         (PreciseHead, {"auto_wrap_policy": {nn.Linear}}, {"name": "16-mixed", "init_scale": 4.0}),
     ],
+    ids=["Scaled 16-mixed", "PreciseHead bf16-mixed", "PreciseHead 16-mixed"],
 )
 def test_mixed_precision_takes_parameters_of_two_kinds(model, options, precision, world_size):
     results = run_in_processes(_mixed, world_size, model, options, precision)
@@ -337,12 +340,12 @@ def _read(rank, world_size, strategy, batches, path):
     return weights_of(trainer)
 
 
-@pytest.mark.every_push("sizes0-fsdp-ddp")
+@pytest.mark.every_push("from 2 to 3-fsdp-ddp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "reader"), [("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp_cpu_offload", "fsdp"), ("fsdp", "fsdp_cpu_offload")]
 )
-@pytest.mark.parametrize(("sizes"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)], ids=["from 2 to 3", "from 3 to 2"])
 def test_checkpoints_move_between_strategies_and_world_sizes(tmp_path, writer, reader, sizes):
     batches = joined_batches(8, 24)
     whole, _ = train_module_plainly(Net(), batches)
@@ -389,7 +392,7 @@ class Absent(nn.Module):
     pass
 
 
-@pytest.mark.every_push("options2-chooses no part of Net", "options4-device_mesh is \\\\(2, 2\\\\) and the run has 2")
+@pytest.mark.every_push("policy that chooses nothing", "mesh")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -402,6 +405,7 @@ class Absent(nn.Module):
         ({"auto_wrap_policy": 5}, "auto_wrap_policy is 5; expected a set of classes"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "device_mesh is \\(2, 2\\) and the run has 2"),
     ],
+    ids=["absent unit", "absent checkpoint", "policy that chooses nothing", "policy of another type", "mesh"],
 )
 def test_what_cannot_work_is_refused_on_all_ranks(options, message):
     import re
@@ -438,8 +442,8 @@ def test_a_module_that_an_earlier_trainer_sharded_trains_on():
 
 
 @pytest.mark.slow
-@pytest.mark.every_push("strategy1")
-@pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "shard": 2}])
+@pytest.mark.every_push("parallel")
+@pytest.mark.parametrize("strategy", ["fsdp", {"name": "parallel", "shard": 2}], ids=["fsdp", "parallel"])
 def test_a_closed_run_leaves_no_process_group(strategy):
     """A process that is forked later would free it and hang: the group's threads do not exist there."""
     assert run_in_processes(_groups_that_remain, 2, strategy, limit_s=90) == [0, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 import stratagem as sg
 from selection import HEAVY
 from stratagem.errors import CheckpointError, ConfigError
-from stratagem_testing import run_in_processes
+from stratagem_testing import run_in_processes, scripts
 from stratagem_testing.reference import Frozen, Net, joined_batches, relative_difference
 
 pytestmark = HEAVY
@@ -274,21 +273,31 @@ def test_each_rank_reads_its_share_in_another_order_in_each_epoch(streams):
 # --- Examples ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.when_changed(
-    "examples/", guard="tests/plugins/test_huggingface.py::test_adapters_train_as_in_plain_pytorch"
-)
+#: Importing transformers takes five seconds in each of their processes.
+WHERE_IT_CHANGED = pytest.mark.when_changed("examples/")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--strategy", "fsdp", "--devices", "2"]], ids=["one process", "fsdp"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([], id="one process"),
+        pytest.param(["--strategy", "fsdp", "--devices", "2"], id="fsdp", marks=WHERE_IT_CHANGED),
+    ],
+)
 @pytest.mark.parametrize(
     ("script", "printed", "most"),
-    [("transformers_finetune", r"accuracy ([\d.]+)", 1), ("peft_lora", r"loss ([\d.]+), 8 tensors", 3.4),
-     ("datasets_loader", r"val_loss ([\d.]+)", 0.01)],
-)  # fmt: skip
+    [
+        pytest.param("transformers_finetune", r"accuracy ([\d.]+)", 1, marks=WHERE_IT_CHANGED),
+        pytest.param("peft_lora", r"loss ([\d.]+), 8 tensors", 3.4, marks=WHERE_IT_CHANGED),
+        ("datasets_loader", r"val_loss ([\d.]+)", 0.01),
+    ],
+)
 def test_examples(script, printed, most, arguments):
     path = EXAMPLES / f"{script}.py"
     command = [sys.executable, str(path), "--accelerator", "cpu", "--enable_progress_bar", "false", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = scripts.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
     assert done.returncode == 0, done.stdout + done.stderr
     (number,) = re.findall(printed, done.stdout)

@@ -113,7 +113,6 @@ def _elsewhere(board):
         time.sleep(0.01)
 
 
-@pytest.mark.every_push("run.save")
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [list(CALLS)[:8], list(CALLS)[8:], list(RUN_CALLS)], ids=lambda names: names[0])
 def test_a_rank_that_leaves_out_a_collective_is_named(names):

@@ -102,7 +102,7 @@ def trained_under(rank, world_size, options):
     return weights_of(trainer)
 
 
-@pytest.mark.every_push("2-options1")
+@pytest.mark.every_push("ZERO2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "options"),
@@ -111,6 +111,7 @@ def trained_under(rank, world_size, options):
         (2, {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}),
         (4, {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "device_mesh": (2, 2)}),
     ],
+    ids=["HYBRID_SHARD", "ZERO2", "ZERO2 on a mesh"],
 )
 def test_hybrid_sharding_trains_as_one_process(world_size, options):
     expected, norms = train_module_plainly(Net(), BATCHES, 1, 0.5)

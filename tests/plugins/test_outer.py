@@ -457,9 +457,13 @@ def _stop_and_resume(rank, size, stacks, make, folder):
     return found
 
 
-@pytest.mark.every_push("2-stacks0-AdamNormalized")
+@pytest.mark.every_push("two processes")
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "stacks", "make"), [(2, STACKS, AdamNormalized), (4, STACKS_OF_FOUR, Adam)])
+@pytest.mark.parametrize(
+    ("size", "stacks", "make"),
+    [(2, STACKS, AdamNormalized), (4, STACKS_OF_FOUR, Adam)],
+    ids=["two processes", "four processes"],
+)
 def test_the_same_processes_resume_between_two_meetings_as_if_they_had_never_stopped(size, stacks, make, tmp_path):
     for result in run_in_processes(_stop_and_resume, size, stacks, make, tmp_path):
         for name, (whole, resumed) in result.items():

@@ -513,9 +513,11 @@ def _ignores(rank, world_size, options):
     return weights_of(trainer)
 
 
-@pytest.mark.every_push("options0")
+@pytest.mark.every_push("default schedule")
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 4, "schedule": "gpipe"}])
+@pytest.mark.parametrize(
+    "options", [{"microbatches": 4}, {"microbatches": 4, "schedule": "gpipe"}], ids=["default schedule", "gpipe"]
+)
 def test_a_mean_over_targets_counts_those_of_the_whole_batch(options):
     module = Ignores()
     optimizer = module.configure_optimizers()
@@ -809,11 +811,13 @@ def _refused(rank, world_size, make, options):
 
 
 @pytest.mark.every_push(
-    "ReturnsText-options0-stage 0 of the pipeline returned a str",
-    "FailsInALayer-options1-no such layer",
-    "CallsLayers-options4-did not call net",
+    "stage 0 of the pipeline returned a str by ReturnsText",
+    "no such layer by FailsInALayer",
+    "did not call net by CallsLayers",
 )
-@pytest.mark.parametrize(("make", "options", "found"), REFUSED, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize(
+    ("make", "options", "found"), REFUSED, ids=[f"{found} by {make.__name__}" for make, _, found in REFUSED]
+)
 def test_what_cannot_be_pipelined_is_refused_on_all_ranks(make, options, found):
     first, second = run_in_processes(_refused, 2, make, options)
     assert first.startswith("refused: ")

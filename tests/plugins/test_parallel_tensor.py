@@ -233,11 +233,12 @@ def _own_cut(rank, world_size, make, plan, batches):
     return weights_of(trainer)
 
 
-@pytest.mark.every_push("Net-plan1", "Derived-auto")
+@pytest.mark.every_push("option", "derived")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "plan"),
     [(CutsLayers, None), (Net, {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}), (Planned, None), (Derived, "auto")],
+    ids=["cuts itself", "option", "method", "derived"],
 )  # fmt: skip
 def test_every_source_of_a_plan_trains_as_one_process(make, plan):
     batches = joined_batches(6, 8)

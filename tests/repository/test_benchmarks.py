@@ -80,8 +80,28 @@ def test_every_benchmark_exists_and_has_its_place_in_the_docs():
         assert f"<!-- {name} -->" in page, name
 
 
+@pytest.mark.slow
+def test_what_scripts_print_is_written_and_one_that_fails_is_shown(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text("print('before\\n| | s |\\n|---|---|\\n| raw | 202 |')")
+    (tmp_path / "broken.py").write_text("import sys\nsys.exit(sys.argv[1] == '--quick' and 2)")
+    monkeypatch.setattr(benchmarks, "HERE", tmp_path)
+    monkeypatch.setattr(
+        benchmarks,
+        "BENCHMARKS",
+        {"broken": benchmarks.Benchmark("One that fails"), "good": benchmarks.Benchmark("One that does not")},
+    )
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--out", str(tmp_path / "out")])
+
+    with pytest.raises(SystemExit, match="broken failed with code 2"):
+        benchmarks.main()
+
+    assert "## One that does not: `benchmarks/good.py`" in (tmp_path / "out" / "results.md").read_text()
+    assert "| raw | 202 |" in (tmp_path / "out" / "results.md").read_text()
+    assert "<svg" in (tmp_path / "out" / "results.html").read_text()
+
+
 @pytest.mark.sweep(
-    guard="tests/repository/test_benchmarks.py::test_every_benchmark_exists_and_has_its_place_in_the_docs"
+    guard="tests/repository/test_benchmarks.py::test_what_scripts_print_is_written_and_one_that_fails_is_shown"
 )
 @pytest.mark.slow
 def test_one_command_runs_a_benchmark_and_writes_its_tables(tmp_path):
@@ -95,7 +115,7 @@ def test_one_command_runs_a_benchmark_and_writes_its_tables(tmp_path):
 
 @pytest.mark.when_changed(
     "benchmarks/",
-    guard="tests/repository/test_benchmarks.py::test_every_benchmark_exists_and_has_its_place_in_the_docs",
+    guard="tests/repository/test_benchmarks.py::test_what_scripts_print_is_written_and_one_that_fails_is_shown",
 )
 @pytest.mark.slow
 def test_a_benchmark_that_fails_is_shown(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def module():
     del sys.modules["digits"]
 
 
-@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
+@pytest.mark.sweep(reason="All 20 epochs take 9 CPU seconds; test_the_file_is_the_script expects 80 after two of them.")
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], TWO], ids=["one process", "two processes"])
 def test_it_reads_97_of_100_digits_in_less_than_a_minute(arguments):
@@ -95,11 +95,15 @@ def test_the_file_is_the_script():
 
     (from_script,) = re.findall(r"test accuracy ([\d.]+)%", said)
     (from_file,) = re.findall(r"test_accuracy\s+([\d.]+)", tested)
+    assert float(from_script) >= 80
     assert f"{float(from_file):.1%}" == f"{from_script}%"
+    assert sum("val_loss" in row for row in metrics("script")) == 2
     assert metrics("script") == metrics("file")
 
 
-@pytest.mark.sweep(guard="tests/repository/test_examples.py::test_the_file_is_the_script")
+@pytest.mark.sweep(
+    reason="All 20 epochs on two processes take 11 CPU seconds; test_the_file_is_the_script trains and tests on one."
+)
 @pytest.mark.slow
 def test_the_file_trains_on_two_processes_and_tests_what_was_kept():
     stratagem("fit", *TWO, "--launcher", "fork")

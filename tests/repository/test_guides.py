@@ -261,8 +261,12 @@ def _gradients(rank, world_size, comm_hook):
     return model.gradients
 
 
-@pytest.mark.every_push("fp16_compress-dtype0")
-@pytest.mark.parametrize(("comm_hook", "dtype"), [("fp16_compress", torch.float16), ("bf16_compress", torch.bfloat16)])
+@pytest.mark.every_push("fp16_compress")
+@pytest.mark.parametrize(
+    ("comm_hook", "dtype"),
+    [("fp16_compress", torch.float16), ("bf16_compress", torch.bfloat16)],
+    ids=["fp16_compress", "bf16_compress"],
+)
 def test_gradients_travel_in_16_bits(comm_hook, dtype, ranks):
     first, second = ranks(_gradients, comm_hook)
     exact, _ = ranks(_gradients, None)
@@ -484,7 +488,7 @@ def _offloaded(rank, world_size, strategy):
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
-@pytest.mark.every_push("name")
+@pytest.mark.every_push("name", "not")
 @pytest.mark.parametrize(
     ("strategy", "offloaded"),
     [
