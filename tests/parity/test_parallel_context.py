@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from stratagem.api.seeding import seeded
-from stratagem_parallel import context_offset
+from stratagem_parallel import context_mean, context_offset
 from stratagem_testing import run_in_processes
 from stratagem_testing.reference import relative_difference, train_module_plainly
 from stratagem_testing.training import share, weights_of
@@ -168,3 +170,46 @@ def test_a_model_of_hugging_face_trains_as_in_one_process():
     for difference, norm in run_in_processes(_train_llama, 2, limit_s=360):
         assert norm > 1
         assert difference < 1e-6
+
+
+class Measured(GPT):
+    """Logs what is right if ranks log it together, and what is not."""
+
+    def validation_step(self, batch, batch_idx):
+        scores, targets = self(batch[0]), batch[1]
+        loss, counted = self.criterion(scores, targets), targets != -100
+        right = (scores.argmax(-1) == targets) & counted
+        self.log_dict(
+            {
+                "loss": loss, "accuracy": context_mean(right.sum(), counted.sum()),
+                "perplexity": loss.exp(), "masked": right.sum() / counted.sum(), "targets": counted.sum().float(),
+            },
+            sync_dist=True,
+        )  # fmt: skip
+        self.log("highest", scores.max(), sync_dist=True, reduce_fx="max")
+        self.log("count", counted.sum().float(), sync_dist=True, reduce_fx="sum")
+
+    test_step = validation_step
+
+
+def _measure(rank, world_size, strategy, stage):
+    trainer = sg.Trainer(strategy=strategy, devices=world_size, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found,) = getattr(trainer, stage)(Measured(), sequences(ignores=True, steps=1))
+    return found, [str(each.message) for each in caught if "differs between parts" in str(each.message)]
+
+
+@pytest.mark.slow
+@pytest.mark.every_push("validate")
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_metrics_of_parts_are_those_of_the_whole_or_named(stage):
+    (whole, said), *_ = run_in_processes(_measure, 1, "single_device", stage)
+    assert not said
+    (found, (text,)), (_, nothing) = run_in_processes(_measure, 2, {"name": "parallel", "context": 2}, stage)
+
+    wrong = {name for name in whole if abs(found[name] - whole[name]) > 1e-4 * abs(whole[name])}
+    assert wrong == {"perplexity", "masked", "targets"}
+    assert {name for name in whole if f"{name} (" in text} == wrong
+    assert text.startswith(f"what {'validation' if stage == 'validate' else 'test'}_step logs differs")
+    assert not nothing, "rank 0 says it"

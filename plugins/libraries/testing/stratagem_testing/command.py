@@ -45,7 +45,8 @@ def check(entry: Entry, world_sizes: Sequence[int], quiet: bool = False) -> list
     cls = conformance_class(entry.kind)
     rows = _Rows()
     with tempfile.TemporaryDirectory(prefix="stratagem-check-") as folder:
-        path = Path(folder) / "test_conformance.py"
+        # A name of its own: pytest would take the module of an earlier check in this process.
+        path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"
         path.write_text(_TEST.format(cls=cls, name=entry.qualified_name, world_sizes=tuple(world_sizes)))
         options = [
             "-q",

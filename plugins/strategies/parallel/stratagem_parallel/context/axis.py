@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 #: The axis whose step runs in this process.
 _running: list[ContextAxis] = []
+
+
+#: What is called in each stage whose first batch is compared.
+_METHODS = {"train": "training_step", "validate": "validation_step", "test": "test_step"}
 
 
 class ContextAxis:
@@ -66,18 +71,19 @@ class ContextAxis:
         self.knows_sums = False
         #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
         self.is_local = False
-        #: The first positions of the first batch, whole and this rank's part, until their losses were compared.
+        #: The first positions of the first batch of a stage, whole and this rank's part, until they were compared.
         self._first: tuple[Any, Any, int] | None = None
         #: The error of that comparison: raised after the step, whose checks may know the operation.
         self._difference: ConfigError | None = None
-        self._has_first = False
+        #: Stages whose first batch was kept to be compared.
+        self._begun: set[str] = set()
 
     # --- The model -----------------------------------------------------------------------------------------------
 
     def prepare(self, step_module: nn.Module, run: RunContext) -> None:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
-        self._checked, self._compared, self._first, self._has_first = set(), set(), None, False
+        self._checked, self._compared, self._first, self._begun = set(), set(), None, set()
         self._module, self._models = step_module, HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
@@ -126,8 +132,9 @@ class ContextAxis:
                 self._announce(batch, cut, run)
         shape = next(iter(cut.values())).shape
         self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
-        if self.checks and run.stage == "train" and not self._has_first:
-            self._has_first, self._first = True, self._beginning(batch, cut)
+        if self.checks and run.stage in _METHODS and run.stage not in self._begun:
+            self._begun.add(run.stage)
+            self._first = self._beginning(batch, cut)
         return part_of(batch, cut, self.dim, self.over.rank, self.over.world_size)
 
     def _beginning(self, batch: Any, cut: dict[str, Tensor]) -> tuple[Any, Any, int]:
@@ -136,23 +143,31 @@ class ContextAxis:
         first = {name: tensor.narrow(self.dim, 0, length * size) for name, tensor in cut.items()}
         return part_of(batch, first, self.dim, 0, 1), part_of(batch, first, self.dim, self.over.rank, size), length
 
-    def compare_losses(self, user: nn.Module, batch_idx: int, run: RunContext) -> None:
-        """Compare losses of parts and of whole sequences before the first step: [Note: the comparison]. Collective."""
+    def compare(self, user: nn.Module, batch_idx: int, run: RunContext) -> None:
+        """Compare parts and whole sequences before the first step of a stage: [Note: the comparison]. Collective."""
         if self._first is None:
             return
         (whole, part, length), self._first = self._first, None
-        step, before = run.training_step, (self.length, self.is_local)
+        method, before = _METHODS[run.stage], (self.length, self.is_local)
+
+        def step(batch: Any) -> Any:
+            if run.stage == "train":
+                return run.training_step(batch, batch_idx)
+            takes = len(inspect.signature(getattr(user, method)).parameters)
+            return run.model(method, batch, *(batch_idx, 0)[: takes - 1])
 
         def of_whole() -> Any:
             with self._away():
-                return step(whole, batch_idx)
+                return step(whole)
 
         def of_parts() -> Any:
-            return step(part, batch_idx)
+            return step(part)
 
         try:
             self.length, self.is_local = length, False
-            self._difference = difference(user, self.over, of_whole, of_parts, run, wanted=lambda: not self.is_local)
+            self._difference = difference(
+                user, self.over, of_whole, of_parts, run, method, wanted=lambda: not self.is_local
+            )
         finally:
             self.length, self.is_local = before
 
@@ -211,6 +226,8 @@ class ContextAxis:
             if self.checks and stage not in self._checked and self.length:
                 self._checked.add(stage)
                 stack.enter_context(PositionChecks(self).checking())
+            if stage != "train" and run.module is not None:
+                self.compare(run.module, 0, run)
             yield
         if self._difference is not None:
             error, self._difference = self._difference, None

@@ -1,15 +1,17 @@
-"""Compare the loss of parts of sequences with that of whole ones, once: finds what checks of operations do not know.
+"""Compare parts of sequences with whole ones, once in each stage: finds what checks of operations do not know.
 
 [Note: the comparison]
-Before the first step `training_step` is called twice without gradients, for the first positions of the first batch:
-on whole sequences, as without the axis, and on parts. Dropout passes its input on, and what the calls did to buffers,
-attributes and logs is undone. The mean over ranks must be the loss of the whole. A `training_step` that draws random
-numbers in another way cannot be compared, nor one under manual optimization, which would step.
+Before the first step of a stage its method is called twice without gradients, for the first positions of the first
+batch: on whole sequences, as without the axis, and on parts. Dropout passes its input on, and what the calls did to
+buffers, attributes and logs is undone. The mean over ranks must be the loss of the whole, and what ranks log must
+become what the whole logs. A `training_step` that draws random numbers in another way cannot be compared, nor one
+under manual optimization, which would step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 
 #: Positions of a part that are compared, at most.
 POSITIONS = 64
+#: Numbers that a step logs by name, with their `reduce_fx`.
+_Logged = dict[str, tuple[float, str]]
+#: What becomes of the numbers of several ranks.
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values), "sum": sum, "max": max, "min": min,
+}  # fmt: skip
 #: Largest difference of the losses, relative to the larger one, and in 16 bits.
 _TOLERANCE, _TOLERANCE_16 = 1e-4, 3e-2
 _DROPOUTS = {
@@ -55,9 +63,10 @@ def difference(
     whole: Callable[[], Any],
     parts: Callable[[], Any],
     run: RunContext,
+    method: str,
     wanted: Callable[[], bool],
 ) -> ConfigError | None:
-    """Compare what `whole` and `parts` return, two calls of ``training_step``. Collective.
+    """Compare what `whole` and `parts` return and log, two calls of `method`. Warn of metrics that differ. Collective.
 
     Args:
         wanted: whether the losses, once computed, are to be equal.
@@ -67,28 +76,33 @@ def difference(
     """
     before = random_state(run.devices)
     try:
-        expected = _loss(whole, user)
+        expected, of_whole = _results(whole, user)
     except Exception as error:  # noqa: BLE001 - a step that needs all positions; its own call raises what is wrong
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        run.print(f"strategy.parallel.context: losses were not compared: a short sequence failed with {reason!r}")
+        run.print(f"strategy.parallel.context: {method} was not compared: a short sequence failed with {reason!r}")
         return None
     finally:
         drew = not _equal(before, random_state(run.devices))
         restore_random_state(before, run.devices)
     try:
-        of_parts = _loss(parts, user)
+        of_parts, of_part = _results(parts, user)
     finally:
         restore_random_state(before, run.devices)
-    if expected is None or of_parts is None or not wanted():
+    found = over.all_gather_object((expected, of_parts, drew, of_whole, of_part))
+    if any(drew for _, _, drew, _, _ in found):
+        run.print(f"strategy.parallel.context: {method} draws random numbers; it was not compared")
         return None
     is_short = any(p.dtype.itemsize == 2 for p in user.parameters()) or torch.is_autocast_enabled(run.device.type)
-    numbers = torch.tensor([expected, of_parts, drew], dtype=torch.double, device=over.device)
-    expected, of_parts, drew_any = (over.unchecked.all_reduce(numbers, "sum") / over.world_size).tolist()
-    if drew_any:
-        run.print("strategy.parallel.context: training_step draws random numbers; its losses were not compared")
-        return None
     tolerance = _TOLERANCE_16 if is_short else _TOLERANCE
-    if abs(of_parts - expected) > tolerance * max(abs(of_parts), abs(expected), 1e-3):
+    if not wanted():
+        return None
+    if different := _different_metrics([each[3:] for each in found], tolerance):
+        _warn(different, method, run)
+    losses = [(each[0], each[1]) for each in found]
+    if any(None in pair for pair in losses):
+        return None
+    expected, of_parts = (sum(each) / len(losses) for each in zip(*losses, strict=True))
+    if _differ(of_parts, expected, tolerance):
         return ConfigError(
             f"the loss of the first batch is {expected:.6g} on whole sequences and {of_parts:.6g} on parts, with "
             f"strategy.parallel.context {over.world_size}",
@@ -99,20 +113,60 @@ def difference(
     return None
 
 
-def _loss(call: Callable[[], Any], user: nn.Module) -> float | None:
-    """Return the loss that `call` computes; None if it returns no number."""
+def _differ(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) > tolerance * max(abs(one), abs(other), 1e-3)
+
+
+def _different_metrics(found: list[tuple[_Logged, _Logged]], tolerance: float) -> dict[str, tuple[float, float]]:
+    """Return, by name, what ranks log together and what the whole logs, where the two differ."""
+    different = {}
+    for name, (expected, fx) in found[0][0].items():
+        parts = [of_part[name][0] for _, of_part in found if name in of_part]
+        reduce = _REDUCTIONS.get(fx)
+        if reduce is not None and len(parts) == len(found) and _differ(reduce(parts), expected, tolerance):
+            different[name] = reduce(parts), expected
+    return different
+
+
+def _warn(different: dict[str, tuple[float, float]], method: str, run: RunContext) -> None:
+    if run.is_global_zero:
+        shown = ", ".join(f"{name} ({of_parts:.4g} for {whole:.4g})" for name, (of_parts, whole) in different.items())
+        warnings.warn(
+            f"what {method} logs differs between parts of sequences and whole ones, with strategy.parallel.context: "
+            f"{shown} at the first positions of the first batch. A rank logs what it computes from its own positions, "
+            "and sync_dist=True reduces over ranks: log means over positions with context_mean, sums with "
+            'reduce_fx="sum", and compute what is made of them afterwards',
+            stacklevel=2,
+        )
+
+
+def _results(call: Callable[[], Any], user: nn.Module) -> tuple[float | None, _Logged]:
+    """Return the loss that `call` computes, None if it returns no number; and the numbers that it logs."""
+    logged: _Logged = {}
     try:
-        with torch.no_grad(), undone(user), _NoDropout():
+        with torch.no_grad(), undone(user, logged), _NoDropout():
             result = call()
     finally:
         torch.clear_autocast_cache()  # of weights without gradients
     loss = result.get("loss") if isinstance(result, dict) else result
-    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None, logged
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Undo, at the end, what was done to buffers, to simple attributes of all parts of `module`, and to its logs."""
+def undone(module: nn.Module, logged: _Logged) -> Iterator[None]:
+    """Undo, at the end, what was done to buffers, to simple attributes of all parts of `module`, and to its logs.
+
+    Numbers that it logs are put into `logged`, with their `reduce_fx`.
+    """
+
+    def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            logged[name] = float(value), str(reduce_fx)
+
+    def log_dict(values: Any, *_: Any, **options: Any) -> None:
+        for name, value in dict(values).items():
+            log(name, value, **options)
+
     parts = list(module.modules())
     attributes = [dict(part.__dict__) for part in parts]
     plain = [each for found in attributes for each in found.values() if type(each) is Tensor]
@@ -122,7 +176,7 @@ def undone(module: nn.Module) -> Iterator[None]:
         if isinstance(each, list | dict | set | deque) and name not in _OF_TORCH
     ]  # fmt: skip
     if callable(getattr(type(module), "log", None)):
-        module.__dict__["log"] = module.__dict__["log_dict"] = lambda *_, **__: None
+        module.__dict__["log"], module.__dict__["log_dict"] = log, log_dict
     try:
         with unchanged([module]):
             yield
