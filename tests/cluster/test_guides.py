@@ -138,7 +138,7 @@ def test_the_script_of_a_slurm_job(slurm):
 def pods(command, port, **more):
     """Return how two pods of a PyTorchJob start `command`, with the variables of the training operator (1.9)."""
     shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
         "WORLD_SIZE": "2", "PET_NNODES": "2", "PYTHONUNBUFFERED": "1", **more,
     }  # fmt: skip
     return [(command, shared | {"RANK": str(rank), "PET_NODE_RANK": str(rank)}) for rank in range(2)]

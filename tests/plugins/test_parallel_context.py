@@ -719,4 +719,4 @@ def test_a_loss_of_parts_that_is_not_that_of_whole_sequences_is_refused(capfd):
         assert counts == (2, 2.0, [0, 1])  # the calls that compare are undone
         assert "loss" in logged
         assert calls == 2
-    assert capfd.readouterr().out.count("training_step draws random numbers; its losses were not compared") == 1
+    assert capfd.readouterr().out.count("training_step draws random numbers; it was not compared") == 1
