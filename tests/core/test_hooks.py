@@ -229,7 +229,7 @@ class Wrong(sg.Strategy):
         ({"connect": "gloo"}, "returned a str from connect; expected a Collectives"),
         ({"backward": None}, "returned None from backward; expected a bool"),
         ({"optimizer_step": 1.5}, "returned a float from optimizer_step; expected a bool"),
-        ({"clip_gradients": "much"}, "returned a str from clip_gradients; expected a Tensor or a float or a int"),
+        ({"clip_gradients": "much"}, "returned a str from clip_gradients; expected a Tensor or a float or an int"),
         (
             {"step_context": "no context"},
             "strategy 'Wrong' returned a str from step_context; expected a context manager",

@@ -709,3 +709,10 @@ def test_the_trainer_and_the_run_have_few_public_names():
     assert names >= OF_LIGHTNING
     assert len(names - OF_LIGHTNING) <= 21
     assert len([name for name in dir(sg.Run) if not name.startswith("_")]) <= 30
+
+
+@pytest.mark.parametrize("below", ["", "runs/first"])
+def test_a_root_that_is_a_file_is_refused_at_once(tmp_path, below):
+    (tmp_path / "a_file").touch()
+    with pytest.raises(ConfigError, match=r"default_root_dir is .*a_file.* \(code\), and .*a_file is a file"):
+        sg.Trainer(default_root_dir=tmp_path / "a_file" / below, accelerator="cpu")

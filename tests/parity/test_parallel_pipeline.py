@@ -9,9 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import stratagem as sg
 from stratagem.api.seeding import seeded
+from stratagem.errors import StratagemError
 from stratagem_parallel.pipeline.schedules import SCHEDULES
 from stratagem_testing import run_in_processes
-from stratagem_testing.reference import Net, joined_batches, relative_difference, window_size
+from stratagem_testing.reference import Net, joined_batches, relative_difference, train_module_plainly, window_size
 from stratagem_testing.training import QUIET, share, weights_of
 
 VOCABULARY, WIDTH, LENGTH, STEPS = 29, 16, 12, 20
@@ -221,3 +222,50 @@ def test_activations_that_are_computed_again_change_nothing(mode, schedule):
 @pytest.mark.parametrize("options", [{"pipeline": 2, "replicate": 2, "microbatches": 4}, {"name": "ddp_sequential"}])
 def test_pipelines_are_replicated(options):
     _check(4, Gpt, options, WINDOWS[1:3])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(0.1 * torch.randn(32, 32, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return x + (x.to(self.matrix.dtype) @ self.matrix).real
+
+
+class WithComplex(Net):
+    def __init__(self):
+        super().__init__()
+        with seeded(7):
+            self.net = nn.Sequential(self.net[0], Complex(), nn.Tanh(), self.net[4])
+
+
+class Penalty(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def _fit_in_stages(rank, world_size, make):
+    strategy = {"name": "parallel", "pipeline": 2, "microbatches": 2}
+    trainer = sg.Trainer(strategy=strategy, devices=2, gradient_clip_val=0.1, **QUIET | {"accelerator": "cpu"})
+    try:
+        trainer.fit(make(), joined_batches(4, 8))
+    except StratagemError as error:
+        return str(error)
+    return weights_of(trainer)
+
+
+@pytest.mark.slow
+def test_gradients_of_complex_parameters_are_clipped():
+    reference, norms = train_module_plainly(WithComplex(), joined_batches(4, 8), max_norm=0.1)
+    assert max(norms) > 1
+    for found in run_in_processes(_fit_in_stages, 2, WithComplex):
+        assert relative_difference(found, reference) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_penalty_on_all_parameters_is_refused():
+    said = run_in_processes(_fit_in_stages, 2, Penalty)
+    assert any(
+        "training_step computes with a layer of net that is on another process of the pipeline" in each for each in said
+    )

@@ -230,7 +230,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path, change, message):
         run.ask("save_checkpoint", state={"state_dict": {"w": torch.arange(3000.0)}}, path=path)
         rewritten(path, change)
         with pytest.raises(CheckpointError, match=message):
-            run.ask("load_checkpoint", path=path, into=None)
+            run.ask("load_checkpoint", path=path)
 
 
 def test_a_folder_of_checkpoints_is_not_a_checkpoint(tmp_path):
@@ -312,7 +312,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
         (path / "tensors.bin").rename(tmp_path / "elsewhere.bin")
         (path / "tensors.bin").symlink_to(tmp_path / "elsewhere.bin")
         with pytest.raises(CheckpointError, match="tensors.bin is a link out of the folder"):
-            run.ask("load_checkpoint", path=path, into=None)
+            run.ask("load_checkpoint", path=path)
 
 
 def _resumed_by_the_callback(rank, world_size, folder, epochs):

@@ -183,7 +183,7 @@ def _load(rank, world_size, path, kind):
         run = _connected(sizes, "full", world_size)
         model = cut(Model(seed=3), run)
         optimizer = optimizer_of(model, kind)
-        state = run.ask("load_checkpoint", path=path, into=None)
+        state = run.ask("load_checkpoint", path=path)
         run.ask("load_model_state", state=state["state_dict"], module=model, strict=True)
         run.ask("load_optimizer_state", state=state["optimizers"][0], optimizer=optimizer, module=model)
         for name, entry in optimizer.state.items():

@@ -206,6 +206,13 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
                 f"{name} is {str(folder)!r} ({origins[name]})", expected="a path on this machine",
                 do=f"pass the URL to the plugin that writes there, such as ModelCheckpoint(dirpath={str(folder)!r})",
             )  # fmt: skip
+    folder = settings.default_root_dir
+    root = next(each for each in (folder, *folder.parents) if each.exists())
+    if not root.is_dir():
+        raise ConfigError(
+            f"default_root_dir is {str(folder)!r} ({origins.get('default_root_dir', 'default')}), and {root} is a file",
+            expected="a folder, or a path where one can be made", do="name another folder",
+        )  # fmt: skip
     settings.origins.update(origins)
     settings.options.update(options)
     return settings

@@ -123,8 +123,8 @@ class HookCaller:
 
     def answered(self, hook: str, answer: Any) -> Any:
         if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
-            found = "None" if answer is None else f"a {type(answer).__name__}"
-            wanted = " or ".join(f"a {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
+            found = "None" if answer is None else f"{_article(type(answer))} {type(answer).__name__}"
+            wanted = " or ".join(f"{_article(each)} {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
             raise PluginError(
                 f"{self.answering_plugin(hook)} returned {found} from {hook}", expected=wanted,
                 do="return what docs/hooks.md says for this hook",
@@ -205,3 +205,7 @@ def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
                 expected=f"@hookimpl above it, and arguments out of ({arguments})",
                 do="add it (`from stratagem import hookimpl`), or choose another name for the method",
             )
+
+
+def _article(cls: type[Any]) -> str:
+    return "an" if cls.__name__[:1] in "aeiou" else "a"

@@ -106,7 +106,7 @@ def read_checkpoint(run: StatefulRun, path: Path) -> dict[str, Any]:
     run.collectives.fail_together(error)
     other = run.collectives.broadcast_object(other)
     if other is None:
-        state: dict[str, Any] = run.ask("load_checkpoint", path=path, into=None)
+        state: dict[str, Any] = run.ask("load_checkpoint", path=path)
     else:
         state = read_with(format_named(other), path, run)
     check_version(state, path)

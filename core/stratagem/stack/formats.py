@@ -127,7 +127,7 @@ def format_named(name: str) -> CheckpointFormat:
 
 def read_with(checkpoint_format: CheckpointFormat, path: Path, run: Any) -> dict[str, Any]:
     """Read `path` with a format that is not the run's own."""
-    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, into=None, run=run)
+    state: dict[str, Any] = _call(checkpoint_format, "load_checkpoint", path=path, run=run)
     return state
 
 

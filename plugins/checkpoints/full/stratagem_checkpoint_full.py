@@ -61,7 +61,7 @@ class FullCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
         state: dict[str, Any] = {}
         error = None
         try:

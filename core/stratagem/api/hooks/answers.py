@@ -232,8 +232,8 @@ def save_checkpoint(state: dict[str, Any], path: Path, run: RunContext) -> bool:
 
 
 @hookspec(firstresult=True)
-def load_checkpoint(path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
-    """Answer (checkpoint format): read and verify `path`. A format may read into the tensors of `into`.
+def load_checkpoint(path: Path, run: RunContext) -> dict[str, Any]:
+    """Answer (checkpoint format): read and verify `path`.
 
     Tensors of the model and the optimizers may be mapped from the file, as `stratagem.checkpoint.mapped_file` does it.
     """

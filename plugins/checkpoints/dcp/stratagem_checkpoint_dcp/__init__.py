@@ -88,7 +88,7 @@ class DCPCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
         manifest, index, error = None, None, None
         pieces: dict[str, list[Piece]] = {}
         try:

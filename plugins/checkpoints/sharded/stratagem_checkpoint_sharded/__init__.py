@@ -74,7 +74,7 @@ class ShardedCheckpoint(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
         manifest, error = None, None
         if run.is_global_zero:
             try:

@@ -167,7 +167,7 @@ class CheckpointConformance(Conformance):
 
     def _load(self, path: Path) -> dict[str, Any]:
         with sg.Run(**self.choose(strategy=catalog.default("strategy"))) as run:
-            state: dict[str, Any] = run.context.ask("load_checkpoint", path=path, into=None)
+            state: dict[str, Any] = run.context.ask("load_checkpoint", path=path)
             return state
 
 

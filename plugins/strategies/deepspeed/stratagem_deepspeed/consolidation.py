@@ -71,7 +71,7 @@ def _whole_already(path: Path, tag: str | None, exclude_frozen: bool) -> dict[st
 
     if not FullCheckpoint().recognises(path):
         return None
-    state = FullCheckpoint().load_checkpoint(path=path, into=None, run=SingleProcessRun())
+    state = FullCheckpoint().load_checkpoint(path=path, run=SingleProcessRun())
     if tag is not None or exclude_frozen:
         option = "tag" if tag is not None else "exclude_frozen_parameters"
         raise CheckpointError(f"{path} is not a folder of DeepSpeed's, and {option} was given", expected="neither",

@@ -66,7 +66,7 @@ class DeepSpeedFormat(CheckpointFormat):
         return True
 
     @hookimpl
-    def load_checkpoint(self, path: Path, into: dict[str, Any] | None, run: RunContext) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path, run: RunContext) -> dict[str, Any]:
         facts, error = None, None
         rest: dict[str, Any] = {}
         if run.is_global_zero:

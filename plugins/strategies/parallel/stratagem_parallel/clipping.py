@@ -32,6 +32,7 @@ def clip_norm(
     for parameter in parameters:
         if parameter.grad is not None:
             part = local(parameter.grad)
+            part = torch.view_as_real(part) if part.is_complex() else part
             by_copies[copies(parameter), part.device].append(part)
     device = torch.device(over.device if not parameters or over.world_size > 1 else parameters[0].device)
     dtype = torch.float64 if device.type == "cpu" else torch.float32  # the same on ranks without gradients

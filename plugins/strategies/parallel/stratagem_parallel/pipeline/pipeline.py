@@ -282,11 +282,14 @@ class _TrainingStep:
         except RuntimeError as error:
             if "device meta" not in str(error) and "meta tensor" not in str(error):
                 raise
-            where = self.pipeline.cut.where
-            raise ConfigError(
-                f"training_step computes with a layer of {where} that is on another process of the pipeline",
-                expected=f"one call of {where}", do=f"move what training_step does with its layers into {where}",
-            ) from error  # fmt: skip
+            raise self._of_another_stage() from error
+
+    def _of_another_stage(self) -> ConfigError:
+        where = self.pipeline.cut.where
+        return ConfigError(
+            f"training_step computes with a layer of {where} that is on another process of the pipeline",
+            expected=f"one call of {where}", do=f"move what training_step does with its layers into {where}",
+        )  # fmt: skip
 
     def _generators(self, microbatch: int) -> AbstractContextManager[None]:
         runner = self.pipeline.runner
@@ -323,6 +326,8 @@ class _TrainingStep:
                 f"training_step returned {_shown(loss)} for a micro-batch", expected="a loss, computed from the output",
                 do="return the loss of each micro-batch; to skip one, the usual loss multiplied by zero",
             )  # fmt: skip
+        if loss.is_meta:
+            raise self._of_another_stage()
         self.losses.append(loss.detach().clone())
         if isinstance(result, dict) and len(result) > 1:
             self.extras.append({key: _detached(value) for key, value in result.items() if key != "loss"})
