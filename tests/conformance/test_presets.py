@@ -48,3 +48,15 @@ def test_it_passes(entry):
 
     assert len(rows) >= 5
     assert [row for row in rows if row["outcome"] == "failed"] == []
+
+
+@pytest.mark.slow
+def test_each_check_is_that_of_the_plugin_that_is_named():
+    by_kind = {entry.kind: entry for entry in ENTRIES if entry.kind in ("accelerator", "environment")}
+    accelerator, environment = (
+        {row["check"] for row in check(by_kind[kind], (1,), quiet=True)} for kind in ("accelerator", "environment")
+    )
+
+    assert accelerator
+    assert environment
+    assert accelerator != environment
