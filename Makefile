@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 # In seconds what takes pip minutes. It does not read pip's settings: where it finds no index, pip goes on.
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) || $(PIP) $(1)
 STAMP  := $(VENV)/.installed
-# A worker that crashes ends the run: with a new worker, pytest-xdist may wait for ever.
+# A worker that crashes ends the run: with a new worker, pytest-xdist may wait forever.
 PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 EVERY_PUSH := not gpu and not sweep
 # The part of all tests that test-all runs.

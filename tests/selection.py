@@ -143,7 +143,7 @@ def _mistakes(items: list[pytest.Item]) -> list[str]:
             empty = [key for key, value in marker.kwargs.items() if not value]
             wrong += [f"{marker.name} of {item.nodeid} has {word!r}" for word in (*unknown, *empty)]
     for (owner, chosen), known in names.items():
-        wrong += [f"every_push of {owner} names {name!r}, which is no case of it" for name in set(chosen) - known]
+        wrong += [f"every_push of {owner} names {name!r}, which is not a case of it" for name in set(chosen) - known]
     return wrong
 
 

@@ -26,7 +26,7 @@ HOSTILE = {
 #: Switches of the Trainer.
 SWITCHES = (
     "use_distributed_sampler", "sync_batchnorm", "deterministic", "enable_progress_bar", "enable_checkpointing",
-    "enable_model_summary", "detect_anomaly", "inference_mode", "barebones", "fast_dev_run",
+    "enable_model_summary", "average_short_window", "detect_anomaly", "inference_mode", "barebones", "fast_dev_run",
 )  # fmt: skip
 
 #: What an argument of the Trainer accepts of these, and why.

@@ -74,10 +74,10 @@ def test_evaluation_leaves_the_lock_of_training_alone(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_warned_about(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "run.lock").mkdir()
 
     with pytest.warns(UserWarning, match="run.lock could not be written"):
-        trained(default_root_dir=tmp_path / "file" / "deeper")
+        trained(default_root_dir=tmp_path)
 
 
 def test_secrets_are_redacted(tmp_path):

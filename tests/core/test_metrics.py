@@ -183,6 +183,17 @@ def test_a_nan_is_not_hidden_by_any_reduction(numbers, make):
     assert all(math.isnan(value) for value in found.values())
 
 
+def test_reductions_have_the_names_that_users_write():
+    class Logs(LogsAll):
+        def validation_step(self, batch, batch_idx):
+            for reduce_fx in ("avg", "AVG", "Mean", "SUM", "Max"):
+                self.log(reduce_fx, self.values[batch_idx], reduce_fx=reduce_fx)
+
+    (found,) = sg.Trainer(**QUIET).validate(Logs([1.0, 2.0, 6.0]), batches(3))
+
+    assert found == {"avg": 3.0, "AVG": 3.0, "Mean": 3.0, "SUM": 9.0, "Max": 6.0}
+
+
 @pytest.mark.parametrize(("value", "message"), [
     (1j, r"log\('a'\) got 1j"),
     (torch.tensor(1j), r"log\('a'\) got a tensor of complex64; expected a real number"),

@@ -172,11 +172,12 @@ def _measure(rank, world_size):
     # Ranks see different numbers of samples: a mean of their means would be another number.
     batches = [(x[: len(x) - rank * 2], y[: len(y) - rank * 2]) for x, y in batches]
     trainer.fit(module, batches, batches)
+    metrics = dict(trainer.callback_metrics)
     results = [trainer.validate(module, batches)[0]["error"] for _ in range(2)]
     module.eval()
     with torch.no_grad():
         pairs = [((module(x) - y) ** 2).sum() for x, y in batches]
-    return results, float(sum(pairs)), sum(len(x) for x, _ in batches), module.seen, dict(trainer.callback_metrics)
+    return results, float(sum(pairs)), sum(len(x) for x, _ in batches), module.seen, metrics
 
 
 @pytest.mark.slow

@@ -590,11 +590,11 @@ def test_checkpoint_refuses_what_is_damaged_or_could_not_be_read(made, tmp_path)
     assert fmt.recognises(path)
     assert not fmt.is_whole(path)
     with pytest.raises(CheckpointError, match="not what was written"):
-        fmt.load_checkpoint(path, None, alone)
+        fmt.load_checkpoint(path, alone)
     fmt.remove(path)
     assert list(tmp_path.glob("some*")) == []
     with pytest.raises(CheckpointError, match="does not exist"):
-        fmt.load_checkpoint(path, None, alone)
+        fmt.load_checkpoint(path, alone)
 
 
 def test_callback_counts_over_a_restart(made, tmp_path, capsys):

@@ -24,7 +24,7 @@ def save(state, path):
 
 
 def load(path):
-    return FullCheckpoint().load_checkpoint(path, None, ALONE)
+    return FullCheckpoint().load_checkpoint(path, ALONE)
 
 
 def fitted(tmp_path, **arguments):

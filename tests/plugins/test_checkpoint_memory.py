@@ -252,7 +252,7 @@ def test_a_callback_may_keep_the_checkpoint_that_it_is_given(tmp_path):
 
 
 def full(path):
-    return FullCheckpoint().load_checkpoint(path, None, ALONE)
+    return FullCheckpoint().load_checkpoint(path, ALONE)
 
 
 def large(value):

@@ -31,9 +31,22 @@ def test_a_run_writes_steps_and_epochs(tmp_path):
     trainer.fit(Net(), joined_batches(4, 8), joined_batches(1, 8))
 
     written = rows(tmp_path / "stratagem_logs" / "version_0" / "metrics.csv")
-    assert [(row["epoch"], row["step"]) for row in written] == [("0", "2"), ("0", "4"), ("1", "6"), ("1", "8")]
-    assert [bool(row["train_loss"]) for row in written] == [True] * 4
-    assert [bool(row["val_loss"]) for row in written] == [False, True, False, True]
+    assert [(row["epoch"], row["step"]) for row in written] == [
+        ("0", "1"), ("0", "2"), ("0", "4"), ("1", "6"), ("1", "8"),
+    ]  # fmt: skip
+    assert [bool(row["train_loss"]) for row in written] == [True] * 5
+    assert [bool(row["val_loss"]) for row in written] == [False, False, True, False, True]
+
+
+def test_the_last_step_and_its_epoch_have_one_row(tmp_path):
+    trainer = sg.Trainer(max_epochs=1, log_every_n_steps=50, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Net(), joined_batches(3, 8), joined_batches(1, 8))
+
+    first, last = rows(tmp_path / "stratagem_logs" / "version_0" / "metrics.csv")
+    assert (first["step"], last["step"]) == ("1", "3")
+    assert first["train_loss"]
+    assert last["train_loss"]
+    assert last["val_loss"]
 
 
 def test_another_run_gets_another_folder(tmp_path):

@@ -162,7 +162,7 @@ def test_the_loggers_of_the_guide_write(names, tmp_path):
     names["trainer"].fit(Parts(), names["batches"])
     rows = (tmp_path / "digits" / "version_0" / "metrics.csv").read_text().splitlines()
     assert rows[0].split(",") == ["epoch", "step", "loss"]
-    assert len(rows) == 1 + 16 // 4
+    assert len(rows) == 1 + 1 + 16 // 4  # names, the first step, every fourth
     assert list((tmp_path / "stratagem_logs" / "first").glob("events.*"))
 
     exec(by_hand, names)

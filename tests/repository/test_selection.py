@@ -170,7 +170,7 @@ def test_a_promise_without_a_guard_is_named(project):
 
 
 MISTAKES = {
-    'every_push("a", "c")': ('every_push("a", "d")', "every_push of test_grid.py::test_grid names 'd', which is no case"),
+    'every_push("a", "c")': ('every_push("a", "d")', "every_push of test_grid.py::test_grid names 'd', which is not a case"),
     'every_push("test_other", guard': (
         'every_push("test_another", guard', "every_push of test_grid.py::TestVariant names 'test_another'",
     ),

@@ -243,7 +243,10 @@ class StageMetrics:
             options["on_step"] = self.default_on_step
         if options["on_epoch"] is None:
             options["on_epoch"] = not self.default_on_step
-        options["reduce_fx"] = next((n for f, n in _SYNONYMS if f is options["reduce_fx"]), options["reduce_fx"])
+        reduce_fx = options["reduce_fx"]
+        if isinstance(reduce_fx, str):
+            reduce_fx = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
+        options["reduce_fx"] = next((n for f, n in _SYNONYMS if f is reduce_fx), reduce_fx)
         return options
 
     def _check_same_options(self, name: str, metric: Metric, given: tuple[Any, ...]) -> None:

@@ -327,9 +327,7 @@ def _best(fit: FitState) -> Path:
 
 def _folders(fit: FitState) -> list[Path]:
     """Return where checkpoints of this run may be."""
-    folders = [
-        as_path(callback.folder(fit.trainer)) for callback in _callbacks(fit) if has_role(callback, "checkpoint-folder")
-    ]
+    folders = [as_path(each.folder(fit.trainer)) for each in _callbacks(fit) if has_role(each, "checkpoint-folder")]
     return list(dict.fromkeys([*folders, as_path(fit.settings.default_root_dir)]))
 
 
@@ -364,9 +362,8 @@ def _preempted(fit: FitState) -> Path | None:
     """Return the newest checkpoint that a callback saved because of a signal."""
     callbacks = [callback for callback in _callbacks(fit) if has_role(callback, "checkpoint-on-signal")]
     found = [newest_in(fit, [as_path(each.folder(fit.trainer))], each.saved_on_signal) for each in callbacks]
-    newest = _newest_of(fit, found)
     places = " or ".join(str(callback.folder(fit.trainer)) for callback in callbacks)
-    if newest is not None or (callbacks and _begins_without(fit, "hpc", places)):
+    if (newest := _newest_of(fit, found)) is not None or (callbacks and _begins_without(fit, "hpc", places)):
         return newest
     raise CheckpointError(
         'ckpt_path is "hpc"',
