@@ -237,6 +237,20 @@ class GradientsRoundedOnTheirWay(Replicated):
         return super().reduce(bucket, run).bfloat16().to(bucket.buffer.dtype)
 
 
+@mutant("test_what_is_attached_to_parameters_holds")
+class ReplacesParameters(Replicated):
+    """As a strategy that shards does, but nothing is kept of what users attached."""
+
+    @hookimpl
+    def wrap_model(self, module, run):
+        module = super().wrap_model(module, run)
+        made = {parameter: torch.nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                part._parameters[name] = made.get(parameter)
+        return module
+
+
 @mutant("test_double_precision_is_kept")
 class SinglePrecisionOnTheWire(Replicated):
     def reduce(self, bucket, run):
