@@ -595,6 +595,18 @@ def test_inner_objects_are_built_wherever_they_stand(capsys):
     assert [type(each).__name__ for each in got["pair"]] == ["ReLU", "Data"]
 
 
+def test_a_data_class_is_filled_from_the_command_line(capsys):
+    got = built(capsys, {"needed": 1}, "--model.sizes.width", "3", "--model.sizes.ratio", "2")
+
+    assert got["sizes"] == sys.modules["net"].Sizes(3, 2, 2.0)
+
+
+def test_arguments_without_a_class_are_refused(capsys):
+    message = r"model.block is \{'width': 3\} \(command line\); .*add --model.block.class_path package.module.Class"
+    write(model={"class_path": "net.Demanding", "init_args": {"needed": 1}})
+    assert re.search(message, refused(capsys, "--model.block.width", "3"))
+
+
 def test_values_become_what_annotations_say(capsys):
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.25}}
     got = built(

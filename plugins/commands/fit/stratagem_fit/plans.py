@@ -228,7 +228,10 @@ def _may_hold(member: Any, value: dict[Any, Any] | list[Any]) -> bool:
 def _converted(setting: Setting, annotation: Any, path: str, package: str) -> Any:
     try:
         return _convert(setting.value, annotation, path, setting.origin, text=setting.text)
-    except ConfigError:
+    except ConfigError as error:
+        if isinstance(setting.value, Mapping) and wants_object(annotation):
+            do = f"add --{path}.class_path package.module.Class"
+            raise ConfigError(error.found, expected=error.expected, do=error.do or do) from None
         # An argument that is neither number nor text: a class, a function, torch.bfloat16.
         if not (isinstance(setting.value, str) and _DOTTED.fullmatch(setting.value) and wants_object(annotation)):
             raise

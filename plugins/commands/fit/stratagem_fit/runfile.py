@@ -260,9 +260,10 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
             arguments[name] = Spec(Setting(text, _LINE))
     elif isinstance(present, Spec | dict):
         _set(present if isinstance(present, dict) else present.arguments, inner, text, path)
-    elif isinstance(present, Setting) and isinstance(present.value, Mapping):
-        value = _with_item(present.value, inner, parse_text(text), path)
-        arguments[name] = Setting(value, f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE))
+    elif present is None or (isinstance(present, Setting) and isinstance(present.value, Mapping)):
+        value = _with_item({} if present is None else present.value, inner, parse_text(text), path)
+        origin = _LINE if present is None else f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE)
+        arguments[name] = Setting(value, origin)
     else:
         raise ConfigError(
             f"{_LINE} sets {path}.{'.'.join(inner)} and {path} has no arguments",
@@ -272,9 +273,9 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
 
 def _with_item(mapping: Mapping[str, Any], names: list[str], value: Any, path: str) -> dict[str, Any]:
     name, *inner = names
-    if inner and not isinstance(mapping.get(name), Mapping):
+    if inner and not isinstance(mapping.get(name, {}), Mapping):
         raise ConfigError(f"{_LINE} sets {path}.{'.'.join(names)} and {path}.{name} is not a mapping")
-    return {**mapping, name: _with_item(mapping[name], inner, value, f"{path}.{name}") if inner else value}
+    return {**mapping, name: _with_item(mapping.get(name, {}), inner, value, f"{path}.{name}") if inner else value}
 
 
 def _typed(name: str, setting: Setting, annotation: Any) -> Any:
