@@ -96,6 +96,13 @@ class FairScalePipeStrategy(Strategy):
                 f"{len(layers)}",
                 expected="numbers with that sum",
             )
+        for name, parameter in run.module.named_parameters():
+            if parameter._post_accumulate_grad_hooks and self.chunks > 1:
+                raise ConfigError(
+                    f"{name} has a hook that is called after its gradient is accumulated, and {_PATH}.chunks is "
+                    f"{self.chunks}: each chunk accumulates",
+                    expected="a hook that is called once for each batch", do="use on_before_optimizer_step",
+                )  # fmt: skip
         pipe = self._pipe(layers, list(balance), self._devices(len(balance), run))
         vars(layers)["forward"] = _Forward(pipe, layers, run.device)
         self._undo.append(lambda: vars(layers).pop("forward", None))
