@@ -911,8 +911,6 @@ def test_files_that_a_rank_keeps_open_are_written(tmp_path, launcher, how):
         check=how == "ends",
     )  # fmt: skip
 
-    for rank in (0, 1):
-        # A rank whose launcher ends it after another one's error has no chance.
-        lines = (tmp_path / f"lines.{rank}").read_text().splitlines()
-        assert len(lines) == 4 or (how == "fails" and not lines)
-    assert any((tmp_path / f"lines.{rank}").stat().st_size for rank in (0, 1))
+    lines = [len((tmp_path / f"lines.{rank}").read_text().splitlines()) for rank in (0, 1)]
+    # The launcher ends the other rank after the first error, wherever it is.
+    assert lines == [4, 4] if how == "ends" else max(lines) == 4
