@@ -168,4 +168,6 @@ def train_each(
                 outcomes.append((weights_of(trainer), [str(each.message) for each in caught]))
             except StratagemError as error:
                 outcomes.append((f"refused: {error}", []))
+            finally:
+                trainer.run.close()  # an engine may count a run that is open as another replica
     return outcomes
