@@ -34,6 +34,12 @@ class Subclass(Net):
     def __init__(self):
         super().__init__()
         self.net[0].weight = Marked(self.net[0].weight.detach())
+        self.net[0].weight.decays = True
+
+    def configure_optimizers(self):
+        decayed = [p for p in self.parameters() if hasattr(p, "decays")]
+        rest = [p for p in self.parameters() if not hasattr(p, "decays")]
+        return torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 5e-3, 0.9)
 
 
 class Foreign(Net):

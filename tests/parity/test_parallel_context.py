@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 
 import pytest
@@ -213,3 +215,20 @@ def test_metrics_of_parts_are_those_of_the_whole_or_named(stage):
     assert {name for name in whole if f"{name} (" in text} == wrong
     assert text.startswith(f"what {'validation' if stage == 'validate' else 'test'}_step logs differs")
     assert not nothing, "rank 0 says it"
+
+
+def _evaluate_by_hand(rank, world_size):
+    run = sg.Run(strategy={"name": "parallel", "context": 2}, devices=world_size, accelerator="cpu")
+    model = run.setup(nn.Sequential(GPT()))
+    model.eval()
+    said = io.StringIO()
+    with torch.no_grad(), contextlib.redirect_stdout(said):
+        shapes = [tuple(model(batch[0]).shape) for batch in run.dataloader(sequences(ignores=True, steps=2))]
+    return shapes, said.getvalue()
+
+
+@pytest.mark.slow
+def test_a_loop_of_your_own_that_evaluates_is_not_compared():
+    for shapes, said in run_in_processes(_evaluate_by_hand, 2):
+        assert shapes == [(8, LENGTH // 2, VOCABULARY)] * 2
+        assert "compared" not in said

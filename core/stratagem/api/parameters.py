@@ -28,9 +28,14 @@ def take_place(new: nn.Parameter, old: nn.Parameter) -> None:
     model has it under the same name. The memory of `old` is freed.
 
     Raises:
-        ConfigError: `old` is of a subclass of ``nn.Parameter``, which `new` would not be.
+        ConfigError: `old` is of a subclass of ``nn.Parameter``, which `new` would not be, and `new` has values.
     """
-    if type(old) is not type(new) and type(old) is not nn.Parameter and nn.Parameter in type(old).__mro__:
+    if (
+        not new.is_meta
+        and type(old) is not type(new)
+        and type(old) is not nn.Parameter
+        and nn.Parameter in type(old).__mro__
+    ):
         raise ConfigError(
             f"{old.__dict__.get(NAME)!r} is a {type(old).__name__}, and the strategy replaces it by a part",
             expected="parameters of the class torch.nn.Parameter",

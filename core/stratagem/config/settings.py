@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -207,7 +208,9 @@ def gather(cls: type[S], code: Mapping[str, Any], layers: Sequence[Source] = ())
                 do=f"pass the URL to the plugin that writes there, such as ModelCheckpoint(dirpath={str(folder)!r})",
             )  # fmt: skip
     folder = settings.default_root_dir
-    root = next(each for each in (folder, *folder.parents) if each.exists())
+    root = next(
+        each for each in (folder, *folder.parents) if os.path.exists(each)
+    )  # unlike Path.exists, where it may not be asked
     if not root.is_dir():
         raise ConfigError(
             f"default_root_dir is {str(folder)!r} ({origins.get('default_root_dir', 'default')}), and {root} is a file",

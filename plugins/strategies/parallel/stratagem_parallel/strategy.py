@@ -261,7 +261,7 @@ class ParallelStrategy(ParallelOptions):
     def forward_backward(self, module: nn.Module, batch: Any, batch_idx: int, divisor: int, run: RunContext) -> Any:
         if self._pipeline is None:
             if self._context is not None and run.module is not None:
-                self._context.compare(run.module, batch_idx, run)
+                self._context.compare(run.module, "train", batch_idx, run)
             return run.forward_backward(batch, batch_idx, divisor)
         with contextlib.nullcontext() if self._sharding is None else self._sharding.several_backwards():
             return self._pipeline.train(batch, batch_idx, divisor)

@@ -71,19 +71,17 @@ class ContextAxis:
         self.knows_sums = False
         #: The step that runs uses `local_attention`: it is another computation than that of whole sequences.
         self.is_local = False
-        #: The first positions of the first batch of a stage, whole and this rank's part, until they were compared.
-        self._first: tuple[Any, Any, int] | None = None
+        #: The first positions of the first batch of each stage, whole and this rank's part; None once compared.
+        self._first: dict[str, tuple[Any, Any, int] | None] = {}
         #: The error of that comparison: raised after the step, whose checks may know the operation.
         self._difference: ConfigError | None = None
-        #: Stages whose first batch was kept to be compared.
-        self._begun: set[str] = set()
 
     # --- The model -----------------------------------------------------------------------------------------------
 
     def prepare(self, step_module: nn.Module, run: RunContext) -> None:
         """Have predictions gathered and models of Hugging Face called as parts of sequences need it."""
         self.close()
-        self._checked, self._compared, self._first, self._begun = set(), set(), None, set()
+        self._checked, self._compared, self._first = set(), set(), {}
         self._module, self._models = step_module, HuggingFaceModels(step_module, self)
         self._handles = [step_module.register_forward_hook(self._gather_predictions)]
 
@@ -132,9 +130,8 @@ class ContextAxis:
                 self._announce(batch, cut, run)
         shape = next(iter(cut.values())).shape
         self.length, self.samples = shape[self.dim] // self.over.world_size, math.prod(shape[: self.dim])
-        if self.checks and run.stage in _METHODS and run.stage not in self._begun:
-            self._begun.add(run.stage)
-            self._first = self._beginning(batch, cut)
+        if self.checks and run.stage in _METHODS and run.stage not in self._first:
+            self._first[run.stage] = self._beginning(batch, cut)
         return part_of(batch, cut, self.dim, self.over.rank, self.over.world_size)
 
     def _beginning(self, batch: Any, cut: dict[str, Tensor]) -> tuple[Any, Any, int]:
@@ -143,15 +140,16 @@ class ContextAxis:
         first = {name: tensor.narrow(self.dim, 0, length * size) for name, tensor in cut.items()}
         return part_of(batch, first, self.dim, 0, 1), part_of(batch, first, self.dim, self.over.rank, size), length
 
-    def compare(self, user: nn.Module, batch_idx: int, run: RunContext) -> None:
+    def compare(self, user: nn.Module, stage: str, batch_idx: int, run: RunContext) -> None:
         """Compare parts and whole sequences before the first step of a stage: [Note: the comparison]. Collective."""
-        if self._first is None:
+        first = self._first.get(stage)
+        if first is None:
             return
-        (whole, part, length), self._first = self._first, None
-        method, before = _METHODS[run.stage], (self.length, self.is_local)
+        (whole, part, length), self._first[stage] = first, None
+        method, before = _METHODS[stage], (self.length, self.is_local)
 
         def step(batch: Any) -> Any:
-            if run.stage == "train":
+            if stage == "train":
                 return run.training_step(batch, batch_idx)
             takes = len(inspect.signature(getattr(user, method)).parameters)
             return run.model(method, batch, *(batch_idx, 0)[: takes - 1])
@@ -227,7 +225,7 @@ class ContextAxis:
                 self._checked.add(stage)
                 stack.enter_context(PositionChecks(self).checking())
             if stage != "train" and run.module is not None:
-                self.compare(run.module, 0, run)
+                self.compare(run.module, stage, 0, run)
             yield
         if self._difference is not None:
             error, self._difference = self._difference, None

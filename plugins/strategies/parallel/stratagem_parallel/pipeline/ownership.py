@@ -53,8 +53,7 @@ def forget_others(user: nn.Module, held: dict[str, frozenset[int]], rank: int) -
             if id(parameter) not in made:
                 values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 empty = made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                if type(parameter) is nn.Parameter:
-                    take_place(empty, parameter)
+                take_place(empty, parameter)
                 kept.append(parameter)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in list(module._buffers.items()):
