@@ -105,6 +105,11 @@ def _distance(one: str, other: str) -> int:
     return row[-1]
 
 
+def with_article(cls: type[Any]) -> str:
+    """Return the name of a class with its article: "a Tensor", "an int"."""
+    return f"{'an' if cls.__name__[:1] in 'aeiou' else 'a'} {cls.__name__}"
+
+
 def shown(value: Any, limit: int | None = 80) -> str:
     """Return `value` as text for messages: as a user would write it, without memory addresses, at most `limit` long."""
     try:

@@ -15,7 +15,7 @@ import torch
 from stratagem.api import hooks
 from stratagem.api.hook_methods import belongs_to
 from stratagem.api.world import Collectives, World
-from stratagem.errors import PluginError
+from stratagem.errors import PluginError, with_article
 from stratagem.runtime import default_hooks
 from stratagem.stack import lightning_callbacks
 from stratagem.stack.plugin_hooks import hook_implementations
@@ -123,8 +123,8 @@ class HookCaller:
 
     def answered(self, hook: str, answer: Any) -> Any:
         if not isinstance(answer, _ANSWERS.get(hook, object)) or answer is None:
-            found = "None" if answer is None else f"{_article(type(answer))} {type(answer).__name__}"
-            wanted = " or ".join(f"{_article(each)} {each.__name__}" for each in _ANSWERS.get(hook, ())) or "an answer"
+            found = "None" if answer is None else with_article(type(answer))
+            wanted = " or ".join(map(with_article, _ANSWERS.get(hook, ()))) or "an answer"
             raise PluginError(
                 f"{self.answering_plugin(hook)} returned {found} from {hook}", expected=wanted,
                 do="return what docs/hooks.md says for this hook",
@@ -205,7 +205,3 @@ def _check_marked(choice: Any, implementations: Mapping[str, Any]) -> None:
                 expected=f"@hookimpl above it, and arguments out of ({arguments})",
                 do="add it (`from stratagem import hookimpl`), or choose another name for the method",
             )
-
-
-def _article(cls: type[Any]) -> str:
-    return "an" if cls.__name__[:1] in "aeiou" else "a"

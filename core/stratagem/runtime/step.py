@@ -12,7 +12,7 @@ import torch
 
 from stratagem.api.context import RunContext
 from stratagem.api.optimizers import needs_closure
-from stratagem.errors import ConfigError, PluginError, nearest
+from stratagem.errors import ConfigError, PluginError, nearest, with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,8 +243,7 @@ def check_loss(output: Any, rank: int) -> None:
         return
     do = "return the loss as a tensor, or None to skip a batch"
     if not isinstance(loss, torch.Tensor):
-        article = "an" if type(loss).__name__[:1] in "aeiou" else "a"
-        raise ConfigError(f"training_step returned {article} {type(loss).__name__}{where}", expected="a loss", do=do)
+        raise ConfigError(f"training_step returned {with_article(type(loss))}{where}", expected="a loss", do=do)
     if loss.numel() != 1:
         raise ConfigError(
             f"training_step returned a loss of shape {tuple(loss.shape)}", expected="one number", do="take its mean"

@@ -117,11 +117,12 @@ def log_step(state: FitState) -> None:
     due = step % state.settings.log_every_n_steps == 0 or state.last_logged_step < 0  # the first one of a fit, too
     if due and step != state.last_logged_step and step:
         state.last_logged_step = step
-        _to_loggers(state, _of_step(state.stage_metrics))
+        _to_loggers(state, _for_loggers(state.stage_metrics, state.stage_metrics.step_values()))
 
 
-def _of_step(stage_metrics: StageMetrics) -> dict[str, Any]:
-    return {name: v for name, v in stage_metrics.step_values().items() if stage_metrics.shown(name, "logger")}
+def _for_loggers(stage_metrics: StageMetrics, values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that were logged with ``logger=True``."""
+    return {name: value for name, value in values.items() if stage_metrics.shown(name, "logger")}
 
 
 def log_last_step(state: FitState) -> None:
@@ -143,7 +144,7 @@ def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
     stage_metrics = state.stage_metrics
     if stage_metrics.logs_steps:
         steps = stage_metrics.step_values(stage_metrics.loader)
-        _to_loggers(state, {name: v for name, v in steps.items() if stage_metrics.shown(name, "logger")}, batches[key])
+        _to_loggers(state, _for_loggers(stage_metrics, steps), batches[key])
 
 
 def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any
         if stage_metrics.shown(name, "prog_bar"):
             state.bar_metrics[name] = value
     if not state.sanity_checking:
-        _to_loggers(state, {name: value for name, value in values.items() if stage_metrics.shown(name, "logger")})
+        _to_loggers(state, _for_loggers(stage_metrics, values))
     return values
 
 
@@ -167,7 +168,7 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
     schedulers nor the position move on.
     """
     stage_metrics = state.stage_metrics
-    state.values_of_last_step = _of_step(stage_metrics)
+    state.values_of_last_step = _for_loggers(stage_metrics, stage_metrics.step_values())
     stage_metrics.default_on_step, stage_metrics.without_steps = False, "on_train_epoch_end"
 
     def publish() -> None:

@@ -250,7 +250,7 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
     """Set one of `arguments`, or an argument of one of them."""
     name, *inner = names
     path = f"{path}.{name}"
-    present = arguments.get(name)
+    present = arguments.get(name, Setting({}, _LINE))
     if not inner:
         value = parse_text(text) if "class_path" in text else None
         is_spec = isinstance(value, dict | list) and _has_spec(value)
@@ -260,10 +260,9 @@ def _set(arguments: dict[str, Any], names: list[str], text: str, path: str) -> N
             arguments[name] = Spec(Setting(text, _LINE))
     elif isinstance(present, Spec | dict):
         _set(present if isinstance(present, dict) else present.arguments, inner, text, path)
-    elif present is None or (isinstance(present, Setting) and isinstance(present.value, Mapping)):
-        value = _with_item({} if present is None else present.value, inner, parse_text(text), path)
-        origin = _LINE if present is None else f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE)
-        arguments[name] = Setting(value, origin)
+    elif isinstance(present, Setting) and isinstance(present.value, Mapping):
+        value = _with_item(present.value, inner, parse_text(text), path)
+        arguments[name] = Setting(value, f"{present.origin}, {_LINE}".replace(f"{_LINE}, {_LINE}", _LINE))
     else:
         raise ConfigError(
             f"{_LINE} sets {path}.{'.'.join(inner)} and {path} has no arguments",

@@ -24,11 +24,11 @@ def follow(group: Any, whole: Mapping[tuple[nn.Module, str], nn.Parameter | None
         of_torch = set(shard.__dict__)
         take_place(shard, old)
         attributes[each] = {key: value for key, value in shard.__dict__.items() if key not in of_torch}
-    group.wait_for_unshard = functools.partial(_gather, group, attributes, set())
+    group.wait_for_unshard = functools.partial(_gather, group, attributes)
 
 
-def _gather(group: Any, attributes: dict[Any, dict[str, Any]], marked: set[Any]) -> None:
-    """Wait until `group` is gathered; then give its parameters the attributes and hooks of their shards."""
+def _gather(group: Any, attributes: dict[Any, dict[str, Any]]) -> None:
+    """Wait until `group` is gathered; then give its parameters the hooks of their shards, and once the `attributes`."""
     type(group).wait_for_unshard(group)
     for each in group.fsdp_params:
         hooks, gathered = each.sharded_param._backward_hooks, getattr(each, "_unsharded_param", None)
@@ -36,6 +36,5 @@ def _gather(group: Any, attributes: dict[Any, dict[str, Any]], marked: set[Any])
             continue
         if hooks:
             gathered._backward_hooks = hooks
-        if each not in marked:
-            gathered.__dict__.update(attributes[each])
-            marked.add(each)
+        if each in attributes:
+            gathered.__dict__.update(attributes.pop(each))
