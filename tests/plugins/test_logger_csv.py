@@ -43,7 +43,7 @@ def test_the_last_step_and_its_epoch_have_one_row(tmp_path):
     trainer.fit(Net(), joined_batches(3, 8), joined_batches(1, 8))
 
     first, last = rows(tmp_path / "stratagem_logs" / "version_0" / "metrics.csv")
-    assert (first["step"], last["step"]) == ("1", "3")
+    assert [(row["epoch"], row["step"]) for row in (first, last)] == [("0", "1"), ("0", "3")]
     assert first["train_loss"]
     assert last["train_loss"]
     assert last["val_loss"]

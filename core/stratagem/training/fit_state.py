@@ -81,8 +81,8 @@ class FitState:
     #: What callbacks logged in `on_train_epoch_end`, while that is called; for the loggers.
     late_metrics: dict[str, Any] | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     last_logged_step: int = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=-1)
-    #: What loggers get of the last step of the epoch.
-    values_of_last_step: dict[str, Any] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, factory=dict)
+    #: The latest epoch that was trained, and what loggers get of its last step.
+    last_step: tuple[int, dict[str, Any]] = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=(0, {}))
     events: Any = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)
     #: The batches of the training loop.
     train_batches: ResumableBatches | None = field(init=False, repr=False, metadata=_OF_THIS_PROCESS, default=None)

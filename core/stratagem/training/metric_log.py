@@ -128,7 +128,8 @@ def _for_loggers(stage_metrics: StageMetrics, values: dict[str, Any]) -> dict[st
 def log_last_step(state: FitState) -> None:
     """After training: hand the metrics of its last step to the loggers, whatever the distance to the one before."""
     if state.last_logged_step not in (-1, state.position.global_step):
-        _to_loggers(state, state.values_of_last_step)
+        epoch, values = state.last_step
+        _to_loggers(state, values, epoch=epoch)
 
 
 def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
@@ -168,7 +169,7 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
     schedulers nor the position move on.
     """
     stage_metrics = state.stage_metrics
-    state.values_of_last_step = _for_loggers(stage_metrics, stage_metrics.step_values())
+    state.last_step = state.position.epoch, _for_loggers(stage_metrics, stage_metrics.step_values())
     stage_metrics.default_on_step, stage_metrics.without_steps = False, "on_train_epoch_end"
 
     def publish() -> None:
@@ -193,11 +194,14 @@ def _step_epoch_schedulers(state: FitState) -> None:
             config.step(state)
 
 
-def _to_loggers(state: FitState, values: dict[str, Any], step: int | None = None) -> None:
+def _to_loggers(
+    state: FitState, values: dict[str, Any], step: int | None = None, epoch: int | None = None
+) -> None:  # fmt: skip
     values = {name: value for name, value in values.items() if value is not None}
     state.logged_metrics.update(values)
     if not values or not state.run.is_global_zero or state.run.hooks.implemented("log_metrics") is None:
         return
     numbers = as_numbers(values)
     step = state.position.global_step if step is None else step
-    state.run.log_metrics({"epoch": state.position.epoch, **numbers}, step)
+    epoch = state.position.epoch if epoch is None else epoch
+    state.run.log_metrics({"epoch": epoch, **numbers}, step)
