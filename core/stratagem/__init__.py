@@ -24,6 +24,8 @@ _MODULES = {
     "seed_everything": "api.seeding",
     "find_usable_cuda_devices": "config.devices",
     "rank_zero_only": "runtime.rank_zero",
+    "rank_zero_info": "runtime.rank_zero",
+    "rank_zero_warn": "runtime.rank_zero",
     "hookimpl": "api.markers",
     "Strategy": "api.kinds",
     "Precision": "api.kinds",
@@ -60,7 +62,9 @@ if TYPE_CHECKING:
     from stratagem.api.world import World as World
     from stratagem.config.devices import find_usable_cuda_devices as find_usable_cuda_devices
     from stratagem.errors import StratagemError as StratagemError
+    from stratagem.runtime.rank_zero import rank_zero_info as rank_zero_info
     from stratagem.runtime.rank_zero import rank_zero_only as rank_zero_only
+    from stratagem.runtime.rank_zero import rank_zero_warn as rank_zero_warn
     from stratagem.runtime.run import Run as Run
     from stratagem.training.datamodule import DataModule as DataModule
     from stratagem.training.hyperparameters import HyperparametersMixin as HyperparametersMixin

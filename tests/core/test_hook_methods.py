@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,10 +206,10 @@ def test_a_logger_written_for_lightning_is_called_by_the_loop_and_by_hand():
 def test_the_csv_file_has_what_was_logged_by_hand(tmp_path):
     trainer = fit(logger="csv", module=ByHand(), default_root_dir=tmp_path)
 
-    text = (trainer.log_dir / "metrics.csv").read_text()
+    text = Path(trainer.log_dir, "metrics.csv").read_text()
     assert "mine" in text.splitlines()[0]
     assert "late" in text.splitlines()[0]
-    assert json.loads((trainer.log_dir / "hparams.json").read_text()) == {"width": 3, "depth": 4}
+    assert json.loads(Path(trainer.log_dir, "hparams.json").read_text()) == {"width": 3, "depth": 4}
 
 
 def test_outside_a_run_and_with_something_else_is_refused():

@@ -262,7 +262,7 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path, monkeypat
         "more_logs",
         "saved.ckpt",
     }
-    assert found.default_root_dir == home / "from_file"
+    assert found.default_root_dir == str(home / "from_file")
     assert list(here.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,10 +232,10 @@ def test_it_has_the_first_callback_that_stops_and_that_saves(tmp_path):
 
 def test_it_has_the_folder_of_the_logger(tmp_path):
     trainer = sg.Trainer(max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1, **(QUIET | {"logger": "csv"}))
-    assert trainer.log_dir == tmp_path
+    assert trainer.log_dir == str(tmp_path)
     trainer.fit(Net(), loader(8))
-    assert (trainer.log_dir / "metrics.csv").exists()
-    assert sg.Trainer(default_root_dir=tmp_path, **QUIET).log_dir == tmp_path
+    assert Path(trainer.log_dir, "metrics.csv").exists()
+    assert sg.Trainer(default_root_dir=tmp_path, **QUIET).log_dir == str(tmp_path)
 
 
 # --- Attributes of Lightning's that are not here, and what loads ----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ def test_a_path_is_taken_as_it_is_and_none_is_a_fresh_start(fit, tmp_path):
 
 def test_last_is_the_newest_and_best_that_of_the_callback(trainer):
     best = trainer.checkpoint_callback.best_model_path
-    later = trainer.default_root_dir / "later.ckpt"
+    later = Path(trainer.default_root_dir, "later.ckpt")
     trainer.save_checkpoint(later)
 
     assert str(trainer_state.find(trainer._state, "best")) == str(best)

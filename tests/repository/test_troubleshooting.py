@@ -233,7 +233,6 @@ trainer().fit(Net(), loader(), ckpt_path=os.path.abspath("a.ckpt"))
         (1, "trainer().fit(Net(), loader())"),
     ],
     "Metrics are missing in the CSV file": [
-        (1, "trainer().fit(Net(), loader())"),
         (1, 'trainer(callbacks={"name": "early_stopping", "monitor": "loss"}).fit(Net(), loader())'),
     ],
     "Nothing is printed until the end": [

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from attrs import define, frozen
 
+from stratagem.api.callback_log import LogsMetrics
 from stratagem.api.capabilities import GRADIENT_BUCKETS, Capabilities
 from stratagem.api.evidence import Evidence
 from stratagem.api.hook_methods import CallbackEvents, LoggerMethods
@@ -340,7 +341,7 @@ class CheckpointFormat(Plugin):
 
 
 @define(eq=False, repr=False, kw_only=True)
-class Callback(CallbackEvents, Plugin):
+class Callback(CallbackEvents, LogsMetrics, Plugin):
     """Implements event hooks (`on_*`) around the loop; its methods with their names need no mark."""
 
     kind: ClassVar[str] = "callback"

@@ -86,7 +86,8 @@ def explain_call(cls: type[Any], values: tuple[Any, ...], given: Mapping[str, An
     """Return the error for calling attrs class `cls` with `values` and options `given`; None if the call is valid."""
     known = options(cls)
     try:
-        parameters = inspect.signature(cls.__init__).parameters
+        every = inspect.signature(cls.__init__).parameters
+        parameters = {name: each for name, each in every.items() if each.kind is not each.VAR_KEYWORD}
     except (TypeError, ValueError):
         return None
     if not attrs.has(cls) or set(parameters) != {"self", *known}:

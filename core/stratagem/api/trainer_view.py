@@ -183,7 +183,7 @@ class TrainerView(Protocol):
         """Whether this process has rank 0."""
 
     @property
-    def default_root_dir(self) -> Path:
+    def default_root_dir(self) -> str:
         """The folder of logs and checkpoints."""
 
     @property
@@ -203,7 +203,7 @@ class TrainerView(Protocol):
         """The first callback that stops training early, or None."""
 
     @property
-    def log_dir(self) -> Path:
+    def log_dir(self) -> str:
         """The folder that the first logger writes to, once rank 0 has written something; else `default_root_dir`."""
 
     @property

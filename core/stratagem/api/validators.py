@@ -45,21 +45,21 @@ duration = _rule(_lasts, "more than 0 seconds")
 
 
 def read_duration(value: Any, option: str) -> timedelta | None:
-    """Return a duration that is given in seconds, as a timedelta, or as text "DD:HH:MM:SS"; None stays None.
+    """Return a duration that is given in seconds, as a timedelta or a timedelta's arguments, or as "DD:HH:MM:SS".
 
     Raises:
         ConfigError: `value` is something else, or negative.
     """
-    expected = 'seconds, a timedelta or "DD:HH:MM:SS", at least 0'
+    expected = 'seconds, a timedelta, {"minutes": 5} or "DD:HH:MM:SS", at least 0'
     if isinstance(value, str):
         if not re.fullmatch(r"\d{1,6}(:\d{1,6}){3}", value, re.ASCII):
             raise ConfigError(f"{option} is {shown(value)}", expected=expected)
         days, hours, minutes, seconds = map(int, value.split(":"))
         value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float | Mapping) and not isinstance(value, bool):
         try:
-            value = timedelta(seconds=value)
-        except (ValueError, OverflowError):
+            value = timedelta(**value) if isinstance(value, Mapping) and value else timedelta(seconds=value)
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{option} is {shown(value)}", expected=expected) from None
     if value is not None and not (isinstance(value, timedelta) and value >= timedelta()):
         raise ConfigError(f"{option} is {shown(value)}", expected=expected)

@@ -115,7 +115,7 @@ class TrainerSettings(RunSettings):
     #: The most optimizer steps; -1 means no limit.
     max_steps: int = field(default=-1, validator=at_least_or_unlimited(0))
     #: The longest time to train: seconds, a timedelta, or "DD:HH:MM:SS".
-    max_time: timedelta | str | None = field(default=None, validator=duration_or_text)
+    max_time: timedelta | dict[str, float] | str | None = field(default=None, validator=duration_or_text)
     #: Batches per optimizer step; ``{0: 8, 5: 4}`` accumulates 8 until epoch 5, and 4 from then on.
     accumulate_grad_batches: int | dict[int, int] = field(default=1, validator=accumulation)
     #: Divide the gradients of an epoch's last batches, if fewer than `accumulate_grad_batches`, by their own number.
@@ -156,7 +156,8 @@ class TrainerSettings(RunSettings):
     overfit_batches: int | float = field(default=0, validator=batch_limit)
     #: Raise an error at the operation that makes a gradient NaN; slow.
     detect_anomaly: bool = False
-    #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not with sharded strategies.
+    #: Validate, test and predict under `torch.inference_mode` instead of `torch.no_grad`; not within a fit, nor with
+    #: sharded strategies.
     inference_mode: bool = True
     #: Run the loop only: no logger, progress bar, checkpoints, lock file or sanity check.
     barebones: bool = False

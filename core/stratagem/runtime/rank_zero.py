@@ -1,10 +1,11 @@
-"""`rank_zero_only`: a decorator for functions that only one process calls, such as one that prints or downloads."""
+"""What rank 0 alone does: functions with the decorator `rank_zero_only`, printing and warning."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -26,6 +27,18 @@ def rank_zero_only(function: Callable[P, T], default: T | None = None) -> Callab
         return function(*arguments, **options) if _rank() == 0 else default
 
     return wrapper
+
+
+@rank_zero_only
+def rank_zero_info(message: object, *values: object) -> None:
+    """Print ``message % values`` on rank 0."""
+    print(str(message) % values if values else message, flush=True)
+
+
+@rank_zero_only
+def rank_zero_warn(message: Warning | str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
+    """`warnings.warn` on rank 0; `stacklevel` 2 names the caller's line."""
+    warnings.warn(message, category, stacklevel + 1)
 
 
 def _rank() -> int:

@@ -56,7 +56,7 @@ def _instead(kind: str, name: str) -> str:
     for plugin, package in packages.items():
         if _plain(plugin) == wanted:
             return f'use {argument_of(kind)}="{plugin}"' if plugin in installed else f"run `pip install {package}`"
-    for other, instead in table("plugins").items():
+    for other, instead in (*table("plugins").items(), *table("classes").items()):
         if _plain(other) == wanted:
             return instead
     for package in packages.values():

@@ -195,7 +195,7 @@ class CallView:
         return list(self.run.stack.devices)
 
     @property
-    def log_dir(self) -> Path:
+    def log_dir(self) -> str:
         """The folder that the first logger writes to, once rank 0 has written something; else `default_root_dir`."""
         folder = next((getattr(choice.plugin, "log_dir", None) for choice in self.run.stack.loggers), None)
-        return self.settings.default_root_dir if folder is None else Path(folder)
+        return str(self.settings.default_root_dir if folder is None else folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from stratagem.errors import ConfigError
@@ -32,7 +33,7 @@ class DataModule(HyperparametersMixin):
         """Make one from data sets, of which each may be a list; training data are shuffled, unless they are iterables.
 
         Args:
-            arguments: of ``__init__``.
+            arguments: of ``__init__``, which gets `batch_size` and `num_workers`, too, if it takes them.
         """
         from torch.utils.data import DataLoader, IterableDataset
 
@@ -42,7 +43,10 @@ class DataModule(HyperparametersMixin):
             shuffle = shuffle and not isinstance(given, IterableDataset)
             return DataLoader(given, batch_size, shuffle=shuffle, num_workers=num_workers)
 
-        module = cls(**arguments)
+        taken = inspect.signature(cls).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        given = {"batch_size": batch_size, "num_workers": num_workers}
+        module = cls(**arguments | {name: value for name, value in given.items() if takes_all or name in taken})
         stages = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for stage, given in stages.items():
             if given is not None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.errors import ConfigError
 from stratagem.runtime.data import set_epoch
-from stratagem.training.metric_log import log_evaluation_step, publish_epoch
+from stratagem.training.metric_log import log_evaluation_step, publish_epoch, show_epoch
 from stratagem.training.metrics import StageMetrics
 from stratagem.training.module import overrides
 from stratagem.training.signatures import takes
@@ -39,8 +39,9 @@ def evaluate(
     run.stage, state.stage_metrics = stage, stage_metrics
     results: list[Any] = []
     try:
-        # What a sharded strategy gathers in inference mode could not be gathered again in training.
-        inference = state.settings.inference_mode and not state.run.shards_parameters
+        # Training could not use what is made in inference mode: what a module caches, what a sharded strategy gathers.
+        trains = state.fn == "fit" or state.run.shards_parameters
+        inference = state.settings.inference_mode and not trains
         with _evaluating(state.module, inference, event):
             stage_metrics.closed = "while predicting" if stage == "predict" else ""
             stage_metrics.without_steps = f"{event}_start"
@@ -56,6 +57,8 @@ def evaluate(
                 results.append(kept)
             stage_metrics.loader, stage_metrics.without_steps = "", f"{event}_epoch_end"
             if stage != "predict":
+                if state.events.listener(f"{event}_epoch_end") is not None:
+                    show_epoch(state, stage_metrics)
                 state.events.emit(f"{event}_epoch_end")
                 metrics = publish_epoch(state, stage_metrics)
                 results = stage_metrics.by_loader(metrics, len(loaders))

@@ -33,9 +33,10 @@ class Events:
         if listener is not None:
             listener(**arguments)
 
-    def module_first(self, name: str, then: Callable[[], None]) -> None:
-        """Call the module, `then`, then the plugins, which can read what the module has logged."""
+    def module_first(self, name: str, before: Callable[[], Any], then: Callable[[], None]) -> None:
+        """Call `before` and the module, if it listens; `then`; the plugins, which can read what the module logged."""
         if overrides(self.module, name):
+            before()
             getattr(self.module, name)()
         then()
         hook = self.run.hooks.implemented(name)

@@ -142,17 +142,19 @@ def check_loading_options(cls: type[Any], map_location: Any, arguments: Mapping[
             f"load_from_checkpoint got map_location={shown(map_location)}", expected='a device, such as "cuda:0"',
             do="leave it out, and move the module: weights are loaded on the CPU",
         )  # fmt: skip
-    own = inspect.signature(cls.__init__).parameters
-    for name, instead in _LOADING.items():
-        if name in arguments and name not in own:
-            raise ConfigError(f"load_from_checkpoint got {name}", expected="arguments of __init__", do=instead)
+    if "hparams_file" in arguments and "hparams_file" not in inspect.signature(cls.__init__).parameters:
+        raise ConfigError(
+            "load_from_checkpoint got hparams_file", expected="arguments of __init__", do="pass them by name"
+        )
 
 
-#: Arguments of Lightning's `load_from_checkpoint`, and what to do instead.
-_LOADING = {
-    "hparams_file": "pass the arguments of __init__ by name",
-    "weights_only": "leave it out: code in a checkpoint is never run",
-}
+def check_weights_only(method: str, weights_only: Any) -> None:
+    """Refuse ``weights_only=False``, with which torch.load and Lightning run code that a file holds."""
+    if weights_only not in (None, True):
+        raise ConfigError(
+            f"{method} got weights_only={weights_only!r}", expected="None or True",
+            do="leave it out: code in a checkpoint is never run",
+        )  # fmt: skip
 
 
 def _check_given(cls: type[Any], needed: list[str], arguments: dict[str, Any], path: Any) -> None:

@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., None])
 def refuse_unknown_options(log: F) -> F:
     """Let `log`, a method whose options are keywords, refuse one that it does not have."""
     parameters = inspect.signature(log).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
     @functools.wraps(log)
     def wrapper(self: Any, *values: Any, **options: Any) -> None:
@@ -148,13 +148,19 @@ def log_evaluation_step(state: FitState, stage: str, loader_idx: int) -> None:
         _to_loggers(state, _for_loggers(stage_metrics, steps), batches[key])
 
 
-def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
-    """Reduce `stage_metrics` over the epoch (collective), publish the values, and return them."""
+def show_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
+    """Reduce `stage_metrics` over the epoch so far (collective), let callbacks read the values, and return them."""
     values = stage_metrics.epoch_values()
     state.callback_metrics.update(stage_metrics.step_values())
     for name, value in values.items():
-        state.callback_metrics[name] = value
-        state.callback_metrics[stage_metrics.name(name)] = value
+        state.callback_metrics[name] = state.callback_metrics[stage_metrics.name(name)] = value
+    return values
+
+
+def publish_epoch(state: FitState, stage_metrics: StageMetrics) -> dict[str, Any]:
+    """Reduce `stage_metrics` over the epoch (collective), publish the values, and return them."""
+    values = show_epoch(state, stage_metrics)
+    for name, value in values.items():
         if stage_metrics.shown(name, "prog_bar"):
             state.bar_metrics[name] = value
     if not state.sanity_checking:
@@ -180,7 +186,7 @@ def end_epoch(state: FitState, complete: bool = True) -> None:
             _step_epoch_schedulers(state)
             state.position.epoch_ended = True
 
-    state.events.module_first("on_train_epoch_end", then=publish)
+    state.events.module_first("on_train_epoch_end", before=lambda: show_epoch(state, stage_metrics), then=publish)
     late, state.late_metrics = state.late_metrics or {}, None
     _to_loggers(state, late)
     stage_metrics.default_on_step, stage_metrics.without_steps, stage_metrics.closed = True, "", ""

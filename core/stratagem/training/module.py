@@ -14,6 +14,7 @@ from stratagem.training.hyperparameters import (
     HyperparametersMixin,
     arguments_from,
     check_loading_options,
+    check_weights_only,
 )
 from stratagem.training.metric_log import log_metric, refuse_unknown_options
 from stratagem.training.module_access import ModuleAccess
@@ -169,12 +170,12 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         self,
         name: str,
         value: Tensor | float,
-        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: ReduceFx = "mean",
+        *,
         sync_dist: bool = False,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
@@ -209,12 +210,12 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
     def log_dict(
         self,
         values: Mapping[str, Tensor | float],
-        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: ReduceFx = "mean",
+        *,
         sync_dist: bool = False,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
@@ -272,6 +273,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         map_location: torch.device | str | None = None,
         *,
         strict: bool = True,
+        weights_only: bool | None = None,
         **arguments: Any,
     ) -> Module:
         """Build the module with its saved hyper-parameters, overridden by `arguments`, and load its weights.
@@ -279,6 +281,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         Args:
             map_location: the device to move the module to; it is loaded on the CPU.
             strict: False: the checkpoint may lack some of the weights, or hold others.
+            weights_only: None or True: code in a checkpoint is never run.
 
         Raises:
             CheckpointError: no such file, not a single-file checkpoint, or the weights of another model.
@@ -289,6 +292,7 @@ class Module(ModuleEvents, HyperparametersMixin, ModuleAccess):
         from stratagem.stack.formats import read_any
 
         check_loading_options(cls, map_location, arguments)
+        check_weights_only("load_from_checkpoint", weights_only)
         state = read_any(checkpoint_path)
         module = cls(**arguments_from(cls, state, arguments, checkpoint_path))
         build(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -120,11 +120,11 @@ class ModuleAccess(nn.Module):
 
     # --- Parameters ------------------------------------------------------------------------------------------------
 
-    def freeze(self) -> None:
-        """Switch to evaluation, and compute no gradients of any parameter."""
-        self.eval()
+    def freeze(self) -> Self:
+        """Switch to evaluation, and compute no gradients of any parameter; return this module."""
         for parameter in self.parameters():
             parameter.requires_grad = False
+        return self.eval()
 
     def unfreeze(self) -> None:
         """Switch to training, and compute gradients of all parameters."""
@@ -134,9 +134,13 @@ class ModuleAccess(nn.Module):
 
     # --- Optimizers and schedulers ---------------------------------------------------------------------------------
 
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision."""
-        handles = handles_of(self._state)
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them, to step by hand; each steps through strategy and precision.
+
+        Args:
+            use_pl_optimizer: False returns torch's optimizers.
+        """
+        handles: list[Any] = handles_of(self._state) if use_pl_optimizer else self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def toggle_optimizer(self, optimizer: Any) -> None:

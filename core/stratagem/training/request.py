@@ -80,7 +80,7 @@ class RequestLoaders:
 
     def validation(self) -> list[Any]:
         given = self.request.val_loaders if self.request.val_loaders is not None else self._ask_for("val_dataloader")
-        if given is None or self.settings.limit_val_batches == 0:
+        if given is None or (self.settings.limit_val_batches == 0 and not self.settings.fast_dev_run):
             return []
         if not overrides(self.module, "validation_step"):
             raise ConfigError(

@@ -267,13 +267,12 @@ class StageRunner:
             )
         limit = settings.overfit_batches or settings.limit_val_batches
         state.num_training_batches, state.batch_size = size, getattr(loader, "batch_size", None)
-        if settings.fast_dev_run and not isinstance(settings.val_check_interval, float):
-            state.num_val_batches = [self.loaders.limited("val", loader, None) for loader in self.val_loaders]
-            state.batches_between_validations = size
-            return
         state.num_val_batches = [self.loaders.limited("val", loader, limit) for loader in self.val_loaders]
-        across = settings.check_val_every_n_epoch is None
-        state.batches_between_validations = _validation_interval(settings.val_check_interval, size, across)
+        across, interval = settings.check_val_every_n_epoch is None, settings.val_check_interval
+        if not isinstance(interval, float) and (settings.fast_dev_run or not any(state.num_val_batches)):
+            state.batches_between_validations = size
+        else:
+            state.batches_between_validations = _validation_interval(interval, size, across)
 
     def _sanity_check(self) -> None:
         """Try validation before training; random state and metrics are as before afterwards."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratagem.api.callback_log import let_log
 from stratagem.api.validators import read_accumulation, read_duration
 from stratagem.config.arguments import remember_arguments
 from stratagem.config.environment import from_environment
@@ -21,6 +22,7 @@ from stratagem.stack.resolver import with_callbacks
 from stratagem.training.datamodule import DataModule
 from stratagem.training.events import Events
 from stratagem.training.fit_state import FitState
+from stratagem.training.hyperparameters import check_weights_only
 from stratagem.training.interrupt import shorten_traceback, watch_uncaught
 from stratagem.training.module import Module, original, overrides
 from stratagem.training.module_checks import check_instance, check_signature, require
@@ -81,7 +83,7 @@ class Trainer(View):
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        max_time: timedelta | str | float | None = None,
+        max_time: timedelta | Mapping[str, float] | str | float | None = None,
         accumulate_grad_batches: int | dict[int, int] = 1,
         average_short_window: bool = True,
         gradient_clip_val: float | None = None,
@@ -185,6 +187,8 @@ class Trainer(View):
 
     def _enter(self) -> None:
         """Begin a call in this process."""
+        if self._state.module is not None:
+            let_log(self.callbacks, self._state.module)
         self._state.begin(Events(self._state))
 
     # --- What a user calls ---------------------------------------------------------------------------------------
@@ -196,6 +200,7 @@ class Trainer(View):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Train `model`.
 
@@ -206,6 +211,7 @@ class Trainer(View):
             ckpt_path: resume from this file, from ``"last"``, ``"best"`` or ``"hpc"`` (the newest that was saved on a
                 signal). None begins at step 0. A job that its scheduler has started again continues from its own newest
                 checkpoint.
+            weights_only: None or True: code in a checkpoint is never run, here and in the methods below.
 
         A second call continues where the first one stopped; raise `max_epochs` for it to have something to do.
 
@@ -213,6 +219,7 @@ class Trainer(View):
             ConfigError: the module or a loader lacks what training needs.
             CheckpointError: there is no such checkpoint, it is damaged, or it belongs to another model.
         """
+        check_weights_only("fit", weights_only)
         model = original(model)
         check_instance(model, "fit")
         require(model, "training_step", "fit")
@@ -223,36 +230,40 @@ class Trainer(View):
 
     def validate(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None, verbose: bool = True,
+        ckpt_path: str | Path | None = None, verbose: bool = True, weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Validate `model`, or the one trained last; return the metrics of each loader.
 
         With `verbose` and a progress bar they are printed, too.
         """
+        check_weights_only("validate", weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None, verbose: bool = True,
+        ckpt_path: str | Path | None = None, verbose: bool = True, weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
         """Test `model`, or the one trained last; return the metrics of each loader.
 
         With `verbose` and a progress bar they are printed, too.
         """
+        check_weights_only("test", weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None,
-        ckpt_path: str | Path | None = None, return_predictions: bool = True,
+        ckpt_path: str | Path | None = None, return_predictions: bool | None = None,
+        weights_only: bool | None = None,
     ) -> list[Any]:  # fmt: skip
         """Return what `predict_step` returned for each batch of this process's share; for several loaders, lists.
 
         Args:
             return_predictions: False keeps none of them and returns an empty list; a callback may write them.
         """
-        request = (model, dataloaders, datamodule, ckpt_path)
-        results = self._evaluate("predict", *request, keep_predictions=return_predictions)
-        if not return_predictions:
+        check_weights_only("predict", weights_only)
+        request, keep = (model, dataloaders, datamodule, ckpt_path), return_predictions is not False
+        results = self._evaluate("predict", *request, keep_predictions=keep)
+        if not keep:
             return []
         return results[0] if len(results) == 1 else results
 

@@ -157,8 +157,8 @@ class View(CallView):
         self.settings.max_steps = value
 
     @property
-    def default_root_dir(self) -> Path:
-        return self.settings.default_root_dir
+    def default_root_dir(self) -> str:
+        return str(self.settings.default_root_dir)
 
     @property
     def fast_dev_run(self) -> bool:

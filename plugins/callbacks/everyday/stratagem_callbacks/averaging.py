@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from stratagem.api import STEPPED_COPIES, TEAMS, Callback, Capabilities, hookimpl
 from stratagem.api.lr_schedulers import LRSchedulerConfig
-from stratagem.api.validators import at_least, batch_limit, between, more_than
+from stratagem.api.validators import at_least, batch_limit, between, more_than, not_empty
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -223,6 +223,13 @@ class EMA(WeightAveraging):
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
 
+def _rates(instance: Any, attribute: Any, value: float | list[float]) -> None:
+    rates = value if isinstance(value, list) else [value]
+    not_empty(instance, attribute, rates)
+    for rate in rates:
+        more_than(0)(instance, attribute, rate)
+
+
 @define(eq=False, kw_only=True)
 class StochasticWeightAveraging(Callback):
     """From `swa_epoch_start` on, train with a constant learning rate and average the weights at the end of each epoch.
@@ -236,8 +243,8 @@ class StochasticWeightAveraging(Callback):
     # If models differ between ranks, so would their averages.
     capabilities = Capabilities(conflicts={STEPPED_COPIES, TEAMS})
 
-    #: Learning rate during averaging.
-    swa_lrs: float = field(validator=more_than(0))
+    #: Learning rate during averaging, or that of each parameter group.
+    swa_lrs: float | list[float] = field(validator=_rates)
     #: First epoch to average: its number from 0, or a fraction of ``max_epochs``.
     swa_epoch_start: int | float = field(default=0.8, validator=batch_limit)
     #: Epochs to anneal from the current learning rate to `swa_lrs`.
@@ -301,7 +308,7 @@ class StochasticWeightAveraging(Callback):
         (optimizer,) = optimizers
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        scheduler = SWALR(optimizer, self.swa_lrs, self.annealing_epochs, self.annealing_strategy)
+        scheduler = SWALR(optimizer, self.swa_lrs, self.annealing_epochs, self.annealing_strategy)  # type: ignore[arg-type]  # a list, too
         run.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler=scheduler)]
 
     @hookimpl(wrapper=True)

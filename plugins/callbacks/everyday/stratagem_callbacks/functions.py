@@ -26,13 +26,19 @@ def _event(name: str) -> Any:
 
 @define(eq=False, kw_only=True)
 class LambdaCallback(Callback):
-    """Call functions on events: ``{"name": "lambda", "on": {"on_train_epoch_end": lambda trainer, module: ...}}``.
+    """Call functions on events: ``LambdaCallback(on_train_epoch_end=lambda trainer, module: ...)``.
 
+    By name: ``{"name": "lambda", "on": {"on_train_epoch_end": ...}}``.
     Each function gets the arguments of its hook, in the order of docs/hooks.md, without `run`.
     """
 
     #: Functions by event. For more than a few lines, write a class instead.
-    on: dict[str, Callable[..., Any]] = field()
+    on: dict[str, Callable[..., Any]] = field(factory=dict)
+
+    def __init__(self, *, on: dict[str, Callable[..., Any]] | None = None, **events: Callable[..., Any]) -> None:
+        if not events.keys() <= set(_EVENTS):
+            raise TypeError("an option that is not an event")
+        self.__attrs_init__(on=on if on and not events else {**(on or {}), **events})  # type: ignore[attr-defined]
 
     @on.validator
     def _known(self, _: Any, value: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class LearningRateMonitor(Callback):
-    """Log the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second).
+    """Log the learning rate of each parameter group as ``lr-<optimizer>`` (``lr-<optimizer>/pg2`` for the second,
+    or its own ``name`` instead of ``pg2``).
 
     It is the rate that the step used, or the one at the epoch's start. A scheduler's own ``name`` replaces
     ``lr-<optimizer>``.
@@ -88,7 +89,8 @@ class LearningRateMonitor(Callback):
             if seen[base] > 1:
                 base += f"-{seen[base] - 1}"
             for number, group in enumerate(optimizer.param_groups, 1):
-                name = base if len(optimizer.param_groups) == 1 else f"{base}/pg{number}"
+                part = group.get("name") or f"pg{number}"
+                name = base if len(optimizer.param_groups) == 1 else f"{base}/{part}"
                 yield name, float(group["lr"])
                 if self.log_momentum:
                     momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)

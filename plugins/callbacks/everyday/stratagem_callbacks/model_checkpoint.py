@@ -122,7 +122,7 @@ class ModelCheckpoint(Callback):
 
     def folder(self, trainer: TrainerView) -> Path:
         """Return the folder of the checkpoints."""
-        return as_path(self.dirpath) if self.dirpath is not None else trainer.default_root_dir / "checkpoints"
+        return as_path(self.dirpath) if self.dirpath is not None else Path(trainer.default_root_dir) / "checkpoints"
 
     @hookimpl
     def on_fit_start(self, trainer: TrainerView) -> None:

@@ -21,8 +21,8 @@ class Timer(Callback):
 
     positional: ClassVar[tuple[str, ...]] = ("duration", "interval")
 
-    #: Seconds, a timedelta, or "DD:HH:MM:SS"; None only measures.
-    duration: timedelta | str | float | None = None
+    #: Seconds, a timedelta or its arguments (``{"minutes": 5}``), or "DD:HH:MM:SS"; None only measures.
+    duration: timedelta | dict[str, float] | str | float | None = None
     #: Check the time after each step or each epoch; each check is a collective.
     interval: Literal["step", "epoch"] = "step"
     #: Print when the time is over, on rank 0.
@@ -41,9 +41,9 @@ class Timer(Callback):
         now = time.monotonic()
         return self._earlier.get(stage, 0.0) + (now - self._began[stage] if stage in self._began else 0.0)
 
-    def time_remaining(self) -> float | None:
-        """Return the seconds left to train; None without a limit."""
-        return None if self._limit is None else max(0.0, self._limit - self.time_elapsed())
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the seconds left to train, or to spend in `stage`; None without a limit."""
+        return None if self._limit is None else max(0.0, self._limit - self.time_elapsed(stage))
 
     @hookimpl
     def on_train_start(self) -> None:

@@ -187,8 +187,10 @@ NAMES: Final[dict[str, Counterpart]] = {
     "PassThroughProfiler": Counterpart(text="no profiler="),
     # --- Utilities
     "rank_zero_only": Counterpart("rank_zero_only"),
+    "rank_zero_info": Counterpart("rank_zero_info"),
+    "rank_zero_warn": Counterpart("rank_zero_warn"),
     **dict.fromkeys(
-        ("rank_zero_info", "rank_zero_warn", "rank_zero_debug", "rank_zero_deprecation"),
+        ("rank_zero_debug", "rank_zero_deprecation"),
         Counterpart(text="if trainer.is_global_zero:", note="or trainer.print, which prints only on rank 0"),
     ),
     "CombinedLoader": Counterpart(
