@@ -27,6 +27,8 @@ from stratagem.api.world import Mesh, World
 from stratagem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from torch import nn
 
@@ -117,6 +119,10 @@ class Strategy(Plugin):
     def makes_optimizer(self) -> bool:
         """Whether its options define the optimizer, so that the module need not."""
         return False
+
+    def hook_context(self) -> AbstractContextManager[Any] | None:
+        """Return what the event hooks of modules and callbacks run within; None for nothing. Asked once an event."""
+        return None
 
     def absorbs(self, policy: PrecisionPolicy) -> bool:
         """Whether this strategy applies `policy` itself; the precision's own hooks are then not called."""

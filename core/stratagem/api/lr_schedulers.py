@@ -47,7 +47,8 @@ class LRSchedulerConfig:
         Raises:
             ConfigError: nobody logged the metric, or ranks logged different values.
         """
-        value = monitored(trainer, "lr_scheduler", str(self.monitor), self.strict) if self.plateau else None
+        later = ', or set "strict": False to skip steps before it is there, such as those before the first validation'
+        value = monitored(trainer, "lr_scheduler", str(self.monitor), self.strict, later) if self.plateau else None
         if self.plateau and value is None:
             return
         if self.custom_step is not None:

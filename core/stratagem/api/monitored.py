@@ -26,10 +26,10 @@ class HasMetrics(Protocol):
     def run(self) -> HasCollectives: ...
 
 
-def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True) -> float | None:
+def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True, do: str = "") -> float | None:
     """Return the value of metric `name`; None if nobody logged it and that is not `strict`. Collective.
 
-    `who` decides by it, and is named in errors.
+    `who` decides by it, and is named in errors; `do` says what else may help where it is missing.
 
     Raises:
         ConfigError: nobody logged it, or ranks logged different values and would decide differently.
@@ -44,7 +44,7 @@ def monitored(trainer: HasMetrics, who: str, name: str, strict: bool = True) -> 
         raise ConfigError(
             f"{who}.monitor is {name!r}, which nobody logged",
             expected=f"one of {', '.join(known) or 'the logged metrics (there are none yet)'}",
-            do=nearest(name, known) or f"log it with self.log({name!r}, ...)",
+            do=nearest(name, known) or f"log it with self.log({name!r}, ...){do}",
         )
     if any(repr(each) != repr(values[0]) for each in values):
         shown = ", ".join(

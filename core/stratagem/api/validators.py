@@ -57,8 +57,9 @@ def read_duration(value: Any, option: str) -> timedelta | None:
         days, hours, minutes, seconds = map(int, value.split(":"))
         value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     elif isinstance(value, int | float | Mapping) and not isinstance(value, bool):
+        arguments = value if isinstance(value, Mapping) and value else {"seconds": value}
         try:
-            value = timedelta(**value) if isinstance(value, Mapping) and value else timedelta(seconds=value)
+            value = timedelta(**arguments)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{option} is {shown(value)}", expected=expected) from None
     if value is not None and not (isinstance(value, timedelta) and value >= timedelta()):

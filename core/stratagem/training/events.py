@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from stratagem.api import hooks
@@ -46,14 +47,23 @@ class Events:
     def _find(self, name: str) -> Callable[..., None] | None:
         plugins = self.run.hooks.direct(name, trainer=self.trainer, module=self.module, run=self.run)
         own = by_name(name, getattr(self.module, name)) if name in EVENTS and overrides(self.module, name) else None
-        if own is None or plugins is None:
-            return own or plugins
+        listener = own or plugins
+        if own is not None and plugins is not None:
 
-        def call(**arguments: Any) -> Any:
-            plugins(**arguments)
-            return own(**arguments)
+            def listener(**arguments: Any) -> Any:
+                plugins(**arguments)
+                return own(**arguments)
 
-        return call
+        context = self.run.stack.strategy.hook_context()
+        return listener if listener is None or context is None else _within(context, listener)
+
+
+def _within(context: AbstractContextManager[Any], listener: Callable[..., Any]) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        with context:
+            return listener(**arguments)
+
+    return call
 
 
 def arguments_of(event: str) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def find(class_path: str, path: str, origin: str) -> Any:
     for name in names:
         if not hasattr(found, name):
             raise ConfigError(
-                f"{where} and {getattr(found, '__name__', found)} has no {name!r}",
+                f"{where} and {getattr(found, '__name__', type(found).__name__)} has no {name!r}",
                 expected="the name of a class in it",
                 do=nearest(name, [each for each in dir(found) if not each.startswith("_")]),
             )

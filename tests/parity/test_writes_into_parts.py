@@ -1,0 +1,91 @@
+"""What hooks write into a part of a gradient or a weight is written under every strategy that cuts tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stratagem_testing import run_in_processes
+from stratagem_testing.attachments import train_each
+from stratagem_testing.reference import Net, joined_batches, relative_difference
+
+BATCHES = joined_batches(4, 12)
+
+
+def diffusers(tensor):
+    chosen = torch.tensor([True, False] * (len(tensor) // 2))
+    tensor.data[chosen, :] = tensor.data[chosen, :].fill_(0.25)
+
+
+def of_a_part(tensor):
+    part = tensor[2:20]
+    part[3][1] = 0.5
+    part[:, 4].mul_(2)
+    part[0:2] += 0.125
+
+
+#: Each changes a tensor of shape (32, 16) or (32, 32) in place.
+WAYS = {
+    "row": lambda tensor: tensor.__setitem__(0, 0.0),
+    "rows": lambda tensor: tensor.__setitem__(slice(3, 21), torch.arange(18.0)[:, None] / 100),
+    "column": lambda tensor: tensor.__setitem__((slice(None), -1), 0.25),
+    "element": lambda tensor: tensor.__setitem__((31, 1), tensor[0, 0] * 2),
+    "mask": lambda tensor: tensor.__setitem__(torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0, 0.0),
+    "own mask": lambda tensor: tensor.__setitem__(tensor.abs() > 0.1, 0.0),
+    "list": lambda tensor: tensor.__setitem__([1, 5, 30], tensor[[2, 6, 31]]),
+    "zero_": lambda tensor: tensor[7].zero_(),
+    "data": lambda tensor: tensor.data[:5].mul_(3),
+    "diffusers": diffusers,
+    "of a part": of_a_part,
+    "whole": lambda tensor: tensor.mul_(0.5),
+}
+
+
+class Writes(Net):
+    """Changes the first weight's gradient before each step, and the second weight after it."""
+
+    way = ""
+
+    def on_before_optimizer_step(self, optimizer):
+        WAYS[self.way](self.net[0].weight.grad)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            WAYS[self.way](self.net[2].weight)
+
+
+MODELS = [type(f"Writes{number}", (Writes,), {"way": way}) for number, way in enumerate(WAYS)]
+
+
+def plainly(model):
+    """Return the weights after training in plain PyTorch."""
+    optimizer = model.configure_optimizers()
+    for x, y in BATCHES:
+        model.criterion(model(x), y).backward()
+        model.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        model.on_train_batch_end(None, (x, y), 0)
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.every_push("fsdp", "tensor")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        pytest.param(2, "ddp", id="ddp"), pytest.param(3, "fsdp", id="fsdp"),
+        pytest.param(2, {"name": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"}, id="SHARD_GRAD_OP"),
+        pytest.param(2, {"name": "parallel", "shard": 2}, id="shard"),
+        pytest.param(2, {"name": "parallel", "tensor": 2}, id="tensor"),
+        pytest.param(4, {"name": "parallel", "shard": 2, "tensor": 2}, id="shard and tensor"),
+        pytest.param(4, {"name": "parallel", "shard": 2, "replicate": 2}, id="shard and replicate"),
+    ],
+)  # fmt: skip
+def test_it_is_as_in_plain_pytorch(size, strategy):
+    expected = [plainly(model()) for model in MODELS]
+    choose = {"strategy": strategy, "accelerator": "cpu"}
+    for found in run_in_processes(train_each, size, choose, lambda module: module, BATCHES, MODELS):
+        for (outcome, _), weights, way in zip(found, expected, WAYS, strict=True):
+            assert not isinstance(outcome, str), (way, outcome)
+            assert relative_difference(outcome, weights) < 1e-6, way
