@@ -147,7 +147,7 @@ def loading(source: Source) -> Iterator[Finding]:
         return
     replaced = {"hparams_file": "arguments of __init__ by name",
                 "weights_only": "nothing: a checkpoint never runs code"}  # fmt: skip
-    known = installed.parameters("Module", "load_from_checkpoint")
+    known = {*installed.parameters("Module", "load_from_checkpoint")} - {"weights_only"}
     for node in source.nodes:
         if (
             isinstance(node, ast.Call)

@@ -159,7 +159,7 @@ def _rewrite_stage(edits: Edits, node: ast.Call, method: str) -> None:
         new = _STAGE_KEYWORDS.get(keyword.arg or "")
         if keyword.arg is not None and keyword.arg not in known and new in known and new not in given:
             edits.at(node, _keyword_renamed(keyword.arg, new))
-    _drop_keywords(edits, node, {"weights_only": _is(None, False), "verbose": _is(True)}, known)
+    _drop_keywords(edits, node, {"weights_only": _is(None, False), "verbose": _is(True)}, known - {"weights_only"})
 
 
 def _keyword_renamed(old: str, new: str) -> Callable[[Any], Any]:
@@ -168,7 +168,7 @@ def _keyword_renamed(old: str, new: str) -> Callable[[Any], Any]:
 
 def _rewrite_loading(edits: Edits, node: ast.Call) -> None:
     known = frozenset(installed.parameters("Module", "load_from_checkpoint"))
-    _drop_keywords(edits, node, {"weights_only": _always, "hparams_file": _is(None)}, known)
+    _drop_keywords(edits, node, {"weights_only": _always, "hparams_file": _is(None)}, known - {"weights_only"})
 
 
 def _rewrite_guard(edits: Edits, node: ast.If) -> None:
